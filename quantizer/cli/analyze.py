@@ -311,7 +311,7 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
     """
     folder = reported.folder
     with locked_as_opened(reported.files):
-        write_json(folder / ANALYSIS_FILE, reported.sealed(content))
+        write_json(folder / ANALYSIS_FILE, reported.with_checksum(content))
         write_report(open_written(folder, REPORT_INPUTS))
 
 

@@ -118,7 +118,7 @@ def remember(
     commands = {**opened.commands, mode: list(words)}
     folder = place or opened.folder
     facts = _facts(folder)
-    facts[COMMANDS_KEY] = opened.sealed(commands)
+    facts[COMMANDS_KEY] = opened.with_checksum(commands)
     write_json(folder / RUN_FILE, facts)
     return commands
 

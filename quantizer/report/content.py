@@ -61,7 +61,7 @@ def collect_report(
     Raises:
         ResultError: a file is missing or damaged.
     """
-    analysis = opened.about(ANALYSIS_FILE)
+    analysis = opened.read_findings(ANALYSIS_FILE)
     analysis.pop("calibration", None)
     algorithms = None
     if ALGORITHMS_FILE in opened.files:

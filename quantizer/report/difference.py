@@ -79,7 +79,7 @@ def side_of_folder(place: Path) -> Side:
     """
     opened = read_info(place)
     plan = opened.plan
-    tested = opened.about(REPORT_FILE)
+    tested = opened.read_findings(REPORT_FILE)
     measured = figures_by_tensor(tested)
     tensors = {}
     for layer, roles in opened.entries.items():

@@ -74,9 +74,9 @@ def write_report(
         ResultError: a file is damaged, or cannot be written.
     """
     if tested is None:
-        tested = opened.about(REPORT_FILE)
+        tested = opened.read_findings(REPORT_FILE)
     values, html = make_report(opened, tested, commands)
     folder = place or opened.folder
-    write_json(folder / REPORT_FILE, opened.sealed(values))
+    write_json(folder / REPORT_FILE, opened.with_checksum(values))
     write_text(folder / REPORT_PAGE, html)
     return values

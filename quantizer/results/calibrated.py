@@ -1,5 +1,5 @@
-"""Build a calibrated network beside the float one, from the pipeline or from a result folder.
-Test mode runs both.
+"""Build the quantized network of a calibration, and the float graphs that it is compared with.
+The calibration is of this process, or of a result folder.
 """
 
 import logging
@@ -47,17 +47,18 @@ from quantizer.storage.files import read_json
 _logger = logging.getLogger(__name__)
 
 _Shapes = Sequence[Sequence[int | None] | None]
-"""The shapes of inputs; None for a batch size, and for an input that is no tensor."""
+"""The shape of each input, with None for the batch size; None for an input that is no tensor.
+"""
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A calibrated network, and the graphs that it is compared with.
+    """A calibration of a model, from which the quantized network is built.
 
     Args:
         original: the graph of the model as traced.
-        settings: those of the calibration.
+        settings: the global settings of the calibration.
         solution: how each tensor is quantized.
     """
 
@@ -68,56 +69,60 @@ class Calibrated:
     def with_solution(self, solution: Solution) -> "Calibrated":
         """Return another solution for the same network. Both share the weights."""
         other = replace(self, solution=solution)
-        vars(other)["passed"] = self.passed
+        # Fills the cached property, as running the passes again would copy the weights
+        vars(other)["graph_after_passes"] = self.graph_after_passes
         return other
 
     @cached_property
     def graph(self) -> Graph:
-        """Return the planned graph, with the layers that algorithms inserted."""
-        graph = inserted(self.passed, self.solution.insertions)
-        # A scale for each position holds for one length only.
+        """Return the graph of the quantized network, with the layers that algorithms inserted."""
+        graph = inserted(self.graph_after_passes, self.solution.insertions)
+        # One scale per position fixes the number of positions
         if _has_scales_of_positions(graph, self.solution):
             return graph.replaced(lengths=())
         return graph
 
     @cached_property
     def float_graph(self) -> Graph:
-        """Return the float graph that `graph` is compared with node by node: without passes for
-        a device, and rescaled as `graph` is.
+        """Return the float graph that `graph` is compared with node by node.
+
+        Passes for a device are left out, as they change what the network computes. Weights are
+        rescaled as in `graph`, so that values of the same layer can be compared.
         """
         if not for_device(self.settings):
             return self.float_as_run
         refused = absorption.refused(self.solution.absorption)
-        passed = run_passes(self.original, self.settings, device=False, refused=refused)
-        graph = inserted(passed, self.solution.insertions)
+        after_passes = run_passes(self.original, self.settings, device=False, refused=refused)
+        graph = inserted(after_passes, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
     @cached_property
     def float_as_run(self) -> Graph:
-        """Return the float graph with all passes, those for a device included."""
-        graph = inserted(self.passed, self.solution.insertions)
+        """Return the float graph after all passes, also those for a device."""
+        graph = inserted(self.graph_after_passes, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
     @cached_property
     def user_graph(self) -> Graph | None:
-        """Return the model as traced, with whose outputs those of the network are compared;
-        None if `float_graph` computes the same.
+        """Return the graph of the model as traced if a pass has changed what the float graph
+        computes. Then the outputs of the network are compared with those of this graph, and not
+        of `float_graph`. Return None if both compute the same.
         """
         if self.float_graph.deviations:
             return self.original
         return None
 
     @cached_property
-    def passed(self) -> Graph:
-        """Return the model's graph after all passes. The quantized and the float graph share it
-        unless a pass is for a device.
+    def graph_after_passes(self) -> Graph:
+        """Return the graph of the model after all passes. The quantized and the float graph
+        share its weights, unless a pass is for a device.
         """
         refused = absorption.refused(self.solution.absorption)
         return run_passes(self.original, self.settings, refused=refused)
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
-        """Return the outputs that are compared, by the names of the user's model."""
+        """Return the outputs that are compared, with the names of the user's model."""
         return parts_named_as(self.user_graph or self.float_graph, self.original)
 
     def network(self) -> Network:
@@ -127,18 +132,19 @@ class Calibrated:
 
 
 def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
-    """Return the module's graph. Lazy layers get their shapes.
+    """Return the graph of a module. Lazy layers get their shapes first.
 
     Args:
         module: the user's model.
         batch: the inputs to trace it on.
-        compared: whether the graph's outputs are compared with the module's.
+        compared: whether to check that graph and module have the same outputs.
 
     Raises:
         ModelError: it cannot be traced, or the graph computes something else.
         DataError: it cannot run on the batch at all.
     """
-    # It imports torch.export, and whoever reads results has a graph already
+    # This imports torch.export, which is slow. Commands that reuse a stored graph do not need
+    # it
     from quantizer.graph.trace import trace
 
     materialize_lazy_layers(module, batch)
@@ -154,8 +160,8 @@ def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> 
 
 
 def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
-    """Return the graph of a calibrated model: the stored one if the module still computes it on
-    this batch, else that of a new trace.
+    """Return the graph of a calibrated model: the stored graph if it computes what the module
+    computes on this batch, else the graph of a new trace.
 
     Raises:
         ModelError: the model cannot be traced.
@@ -177,18 +183,18 @@ def reopen_calibration(
     original: Graph,
     info: QuantInfo,
 ) -> Calibrated:
-    """Return the calibration of a result folder for a model.
+    """Return the calibration in a result folder, for a model in memory.
 
-    Its inputs may have other sizes than in calibration, if these change nothing but sizes.
+    The inputs may have other sizes than in calibration, if the graph differs in sizes alone.
 
     Args:
         module: the user's model.
         batch: inputs of the model.
         original: the graph of the model, traced on `batch`.
-        info: the result folder.
+        info: the open result folder.
 
     Raises:
-        ResultError: the model is not the calibrated one; the first layer or tensor that differs
+        ResultError: the model is not the calibrated one. The first layer or tensor that differs
             is named.
     """
     calibrated = _trace_as_calibrated(module, batch, original, info)
@@ -200,8 +206,8 @@ def reopen_calibration(
     check_absorption(solution.absorption, calibrated, info.path)
     check_insertions(solution.insertions, calibrated, info.path)
     result = Calibrated(calibrated, info.settings, solution)
-    check_levels(solution.levels, result.passed, info.path)
-    graph = inserted(result.passed, solution.insertions)
+    check_levels(solution.levels, result.graph_after_passes, info.path)
+    graph = inserted(result.graph_after_passes, solution.insertions)
     check_solution(solution, info.entries, graph, info.path)
     if calibrated is original:
         return result
@@ -225,7 +231,7 @@ def _trace_as_calibrated(
     ranks = [leaf.dim() for _, leaf in batch.tensors()]
     stored_ranks = [len(shape or ()) for shape in shapes]
     if len(ranks) == len(shapes) and ranks != stored_ranks:
-        # The message about another model comes first.
+        # If it is another model, say that instead
         check_model(info, original)
         raise ResultError(text, help="give data of that shape")
     if shapes == input_shapes(original):
@@ -244,7 +250,8 @@ def _trace_as_calibrated(
 
 
 def _warn_of_other_torch(stored: Any) -> None:
-    """Warn if another version of torch calibrated. A build for GPUs is no other version."""
+    """Warn if the calibration used another version of torch."""
+    # What follows "+" is the build, such as cu128
     before = str(stored).partition("+")[0]
     now = str(torch.__version__).partition("+")[0]
     if before != now:
@@ -264,37 +271,40 @@ def stored_config(opened: OpenedResults) -> Config:
     """
     file = opened.files[RESOLVED_CONFIG_FILE]
     stored = read_json(file)
-    # The built-in default cannot be stated in a file.
+    # The built-in default is not a valid file: it has a setting that no file can have
     for level in (None, *LEVELS):
-        rules = with_dpu_accuracy(default_config(), level)
-        if stored == resolved_document(rules):
-            return rules
+        config = with_dpu_accuracy(default_config(), level)
+        if stored == resolved_document(config):
+            return config
     document = Document.of(stored, str(file.path))
     return check_document(document).require()
 
 
 def window_length(shapes: _Shapes) -> int | None:
-    """Return how many tokens the only input [b, s] had; None if there was no such input."""
+    """Return the number of tokens s if the only input has the shape [b, s], else None."""
     if len(shapes) != 1 or shapes[0] is None or len(shapes[0]) != 2:
         return None
     length = shapes[0][1]
-    # An input [b, 1] is a number for each sample.
+    # An input [b, 1] is one number per sample, not a text
     return None if length == 1 else length
 
 
 def example_batch(header: Mapping[str, Any]) -> Batch:
-    """Return two samples of zeros, in the shapes of the inputs that a model was calibrated
-    with.
+    """Return a batch of two samples of zeros, with the shapes and dtypes that a model was
+    calibrated with.
 
+    Args:
+        header: of quant_info.json. Its `call` has the path of each input in the arguments: 0
+            and an index, or 1 and a name, then the keys of nested containers.
 
     Raises:
-        ResultError: quant_info.json does not say enough to make one.
+        ResultError: quant_info.json does not say how the model is called.
     """
     inputs = list(zip(header["inputs"], header.get("call", ()), strict=False))
     if not inputs or any(shape is None for shape, _ in inputs):
         help_ = "give data: a batch to trace the model on"
         raise ResultError("the results do not say how the model is called", help=help_)
-    # The arguments by position, and by name.
+    # Positional arguments are under 0, keyword arguments under 1
     roots: dict[Any, Any] = {0: {}, 1: {}}
     for shape, (path, dtype) in inputs:
         parent = roots
@@ -308,7 +318,7 @@ def example_batch(header: Mapping[str, Any]) -> Batch:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return nested dicts with tuples in place of those whose keys are indices."""
+    """Return nested dicts, with a tuple in place of each dict whose keys are indices."""
     if not isinstance(value, dict):
         return value
     items = {key: _with_tuples(item) for key, item in value.items()}
@@ -322,7 +332,10 @@ def call_with_shapes(
     kwargs: Mapping[str, Any],
     shapes: _Shapes,
 ) -> _Call | None:
-    """Return the same call with zeros of other sizes; None if `shapes` are not as many."""
+    """Return a call with zeros of other shapes in place of its tensors.
+
+    Return None if there are not as many shapes as inputs.
+    """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if len(leaves) != len(shapes):
         return None
@@ -338,16 +351,16 @@ def call_with_shapes(
 
 
 def _check_input_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
-    """Refuse sizes of inputs that a calibration does not hold for.
+    """Check that a calibration can be used for inputs of other sizes.
 
     Args:
-        calibrated: the model's graph on inputs of the calibration's sizes.
-        now: the same on inputs of this run's sizes.
+        calibrated: the graph of the model for the input sizes of the calibration.
+        now: the graph for the input sizes of this run.
         solution: of the calibration.
 
     Raises:
-        ResultError: they change more than sizes, or there is a scale for each of those that
-            differ.
+        ResultError: the graphs differ in more than sizes, or a size that differs is the number
+            of scales of a tensor.
     """
     for why in _effects_of_sizes(calibrated, now, solution):
         stored_shapes = input_shapes(calibrated)
@@ -369,7 +382,7 @@ def _effects_of_sizes(
     now: Graph,
     solution: Solution,
 ) -> Iterator[str]:
-    """Yield what other sizes of inputs change, in sentences."""
+    """Yield sentences about what other input sizes change besides sizes."""
     before = _float_structure(calibrated)
     after = _float_structure(now)
     for name in (*before, *after):
@@ -386,7 +399,9 @@ def _effects_of_sizes(
 
 
 def _has_scales_of_positions(graph: Graph, solution: Solution) -> bool:
-    """Return whether a value has a scale for each index of an axis that follows a length."""
+    """Return whether an activation has one scale per index of an axis whose size follows the
+    length of an input.
+    """
     for (layer, role), tensor in solution.tensors.items():
         if is_parameter(role) or tensor.spec.is_dynamic:
             continue
@@ -396,7 +411,9 @@ def _has_scales_of_positions(graph: Graph, solution: Solution) -> bool:
 
 
 def _quantized_node(graph: Graph, layer: str, role: str) -> Node:
-    """Return the node whose value is the activation in a role of a layer."""
+    """Return the node whose value is quantized under a role of a layer: the layer itself, or
+    the layer whose output it reads.
+    """
     node = graph.by_name[layer]
     if role == "activation" or node.op == "input":
         return node
@@ -404,17 +421,18 @@ def _quantized_node(graph: Graph, layer: str, role: str) -> Node:
 
 
 def _float_structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
-    """Return what results depend on, by layer: its operator, its parameters and the layers that
-    it reads.
+    """Return the operator, the parameters and the float inputs of each float layer, by its
+    name.
 
-    Sizes may differ, and so may integers, which index and are not quantized.
+    Sizes are left out. So are integer layers: they compute sizes and indices, and are not
+    quantized.
     """
-    floats = {node.name: node for node in graph.nodes if node.is_float}
+    float_nodes = {node.name: node for node in graph.nodes if node.is_float}
     structure: dict[str, tuple[Any, ...]] = {}
-    for name, node in floats.items():
-        read = tuple(ref for ref in node.refs() if ref in floats)
+    for name, node in float_nodes.items():
+        inputs = tuple(ref for ref in node.refs() if ref in float_nodes)
         parameters = tuple(node.params.items())
-        structure[name] = (node.op, node.target, parameters, read)
+        structure[name] = (node.op, node.target, parameters, inputs)
     return structure
 
 

@@ -1,6 +1,4 @@
-"""A result folder without the model: the activations that it quantizes, and how it gets other
-scales.
-"""
+"""Give the activations of a result folder other scales, without the model and without data."""
 
 from __future__ import annotations
 
@@ -55,26 +53,27 @@ _Entries = dict[str, dict[str, JsonObject]]
 
 
 class CalibratedFolder:
-    """A result folder whose scales of activations can be found again from its statistics.
+    """A result folder whose scales of activations can be computed from its statistics.
 
     Attributes:
-        opened: its files.
+        opened: its open files.
         header: of quant_info.json.
         plan: the content of plan.json.
-        entries: those of quant_info.json by layer and role, with those that joins left.
-        specs: by layer and role.
-        planned: the entries of plan.json, by layer and role in the order of execution.
+        entries: the tensors of quant_info.json, by layer and role. Those that joins leave
+            unquantized are included.
+        specs: the spec of each of these tensors.
+        planned: the tensors of plan.json, by layer and role in the order of execution.
 
     Raises:
-        ResultError: it is incomplete, damaged, or something in it depends on the scales of
-            activations.
+        ResultError: the folder is incomplete or damaged, or its results depend on more than
+            statistics.
     """
 
     def __init__(self, place: Path) -> None:
         self.opened = read_info(place)
         self.header = self.opened.header
         self.plan = self.opened.plan
-        for why in self._dependent():
+        for why in self._obstacles():
             raise ResultError(
                 f"{place} cannot be retuned: {why}",
                 help="calibrate again with the other config",
@@ -92,15 +91,17 @@ class CalibratedFolder:
             for role, tensor in _observed_tensors(row).items():
                 self.planned[row["name"], role] = tensor
 
-    def _dependent(self) -> Iterator[str]:
-        """Yield why the result depends on more than statistics, in sentences."""
+    def _obstacles(self) -> Iterator[str]:
+        """Yield sentences that say why the scales cannot be computed from statistics alone."""
         if self.header["settings"]["target_device"] == "DPU":
             yield "scales for the DPU are aligned with each other, layer by layer"
         yield from why_statistics_insufficient(self.header, "retune")
 
     @property
     def activations(self) -> list[Key]:
-        """Return those with a scale that was found on data, in the order of execution."""
+        """Return the activations whose scale was computed from data, in the order of
+        execution.
+        """
         keys: list[Key] = []
         for key in self.quantized:
             spec = self.specs[key]
@@ -110,7 +111,7 @@ class CalibratedFolder:
 
     @property
     def quantized(self) -> list[Key]:
-        """Return all quantized activations."""
+        """Return all quantized activations, in the order of execution."""
         keys: list[Key] = []
         for key in self.planned:
             if key in self.specs and not is_parameter(key[1]):
@@ -119,7 +120,7 @@ class CalibratedFolder:
 
     @cached_property
     def document(self) -> Document:
-        """Return the user's config file; the resolved config if there was no file."""
+        """Return the user's config file, or the resolved config if there was no file."""
         file = self.plan.get("config")
         if file:
             return parse_document(Text(file["name"], file["text"]))
@@ -127,7 +128,9 @@ class CalibratedFolder:
         return Document.of(resolved, self._config_name())
 
     def _config_name(self) -> str:
-        """Return the name of the config in the first origin that has one."""
+        """Return the name of the config from the first origin that has one, such as "config"
+        from "config:12:5".
+        """
         for tensor in self.planned.values():
             for origin in tensor["origins"].values():
                 if origin != "default":
@@ -136,15 +139,15 @@ class CalibratedFolder:
         return "config"
 
     def source(self, key: Key) -> str:
-        """Return the layer whose value is quantized."""
+        """Return the layer whose output is quantized under this key."""
         return str(self.planned[key].get("source", key[0]))
 
     def members(self, key: Key) -> list[str]:
-        """Return the layers that share the quantization of a tensor, its own last."""
+        """Return the layers whose tensors share one scale with this tensor. Its own is last."""
         return [*self.planned[key].get("shared_with", ()), key[0]]
 
     def statistics(self) -> ObserverStates:
-        """Return the states of the observers of calibration, by layer and role."""
+        """Return the states of the observers of the calibration, by layer and role."""
         states: ObserverStates = {}
         for key, tensor in self.opened.statistics().items():
             layer, role, name = key.rsplit("|", 2)
@@ -160,8 +163,8 @@ class CalibratedFolder:
         planned: Mapping[Key, JsonObject],
         statistics: ObserverStates,
     ) -> None:
-        """Write the result folder of this calibration with other scales. What is there stays
-        until all is written.
+        """Write the results of this calibration with other scales. The old results stay until
+        all files are written.
 
         Args:
             place: the folder to write.
@@ -186,7 +189,7 @@ class CalibratedFolder:
             del info[layer][role]
             if not info[layer]:
                 del info[layer]
-        # Only the model decides which layers the rules match.
+        # Which layers the rules of the new config match cannot be found without the model
         plan = {name: value for name, value in self.plan.items() if name != "rules"}
         plan["config"] = config_file(config)
         plan["layers"] = [_replanned(row, planned, left) for row in plan["layers"]]
@@ -230,9 +233,12 @@ class CalibratedFolder:
         self,
         entries: _Entries,
     ) -> tuple[dict[str, JsonObject], set[Key]]:
-        """Return the header's entries on joins, decided again, and the tensors that joins leave
-        unquantized.
+        """Decide again how joins are quantized, as this depends on the scales.
+
+        Returns:
+            The entries of joins in the header, and all tensors that joins leave unquantized.
         """
+        # The width of the range that all codes of an activation cover
         widths: dict[Key, float] = {}
         for layer, roles in entries.items():
             for role, entry in roles.items():
@@ -262,7 +268,9 @@ def _specs(entries: _Entries) -> dict[Key, QuantizationSpec]:
 
 
 def _observed_tensors(row: JsonMapping) -> JsonObject:
-    """Return the tensors of a layer in plan.json by role, with those that joins left."""
+    """Return the tensors of a layer in plan.json by role. Those that joins leave unquantized
+    are included.
+    """
     return {**row.get("tensors", {}), **row.get("left_by_joins", {})}
 
 
@@ -279,8 +287,12 @@ def _replanned(
     planned: Mapping[Key, JsonObject],
     left: Container[Key],
 ) -> JsonObject:
-    """Return a layer of plan.json with new entries, and its tensors sorted into those that are
-    quantized and those that joins leave.
+    """Return a layer of plan.json with changed tensors.
+
+    Args:
+        row: the layer.
+        planned: the changed tensors.
+        left: the tensors that joins leave unquantized now. plan.json lists them apart.
     """
     new: JsonObject = dict(row)
     new.pop("tensors", None)

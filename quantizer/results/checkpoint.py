@@ -1,5 +1,5 @@
-"""Checkpoints of a run's stages: files of one folder that are consistent after a stop at any
-write.
+"""Save and restore checkpoints of the stages of a run. A run that is killed at any moment
+leaves a consistent checkpoint.
 """
 
 import logging
@@ -27,15 +27,15 @@ from quantizer.storage.files import (
 from quantizer.storage.opened_files import json_digest
 
 SAVE_INTERVAL_S = 30.0
-"""Seconds of work that a kill may cost."""
-# 3: which values were out of memory; 4: files by digest, a checksum; 5: histograms of samples
-# have weights.
+"""Seconds between two checkpoints, which is the work that a kill may cost."""
+# 3: says which tensors were deferred. 4: files are named by digest, and there is a checksum.
+# 5: the histograms of samples have weights.
 _FORMAT = 5
 _WITHOUT_RESUME = "run without --resume"
 
 
 class _Stored(NamedTuple):
-    """A tensor with the digest of the file that holds it, and its name there."""
+    """A tensor, the digest of the file that it is in, and its name in that file."""
 
     tensor: Tensor
     digest: str
@@ -43,11 +43,19 @@ class _Stored(NamedTuple):
 
 
 class Checkpoint:
-    """`checkpoint.<name>.json` and the files of tensors that it names, which are called by
-    their digests. The JSON file is written last.
+    """A checkpoint of one stage: `checkpoint.<name>.json`, and tensor files that it refers to.
 
-    A save writes only tensors that are new. Tensors are compared by identity, so a changed one
-    must be another object. Each is restored on its device, and out of memory if it was.
+    Tensor files are called by their digests, so a new one replaces none that the JSON file
+    refers to. The JSON file is written last.
+
+    A save writes only tensors that no file has yet. They are recognized by identity: a tensor
+    must not be changed in place between two saves. Tensors are restored on their devices, and
+    deferred ones as deferred ones.
+
+    Args:
+        folder: the folder of the files.
+        name: the name of the stage.
+        key: what must be equal in the run that resumes.
     """
 
     def __init__(
@@ -59,10 +67,11 @@ class Checkpoint:
         self._info = folder / f"checkpoint.{name}.json"
         self._key = {"format": _FORMAT, **key}
         self._stored: dict[int, _Stored] = {}
-        """By the tensor's id. It is kept here so that no other tensor gets this id."""
+        """By the id of the tensor. The tensor is referred to, so that no other one gets its id.
+        """
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write a snapshot. A stop in the middle leaves the one before."""
+        """Write a snapshot. If the process is stopped meanwhile, the previous one stays valid."""
         self._write_new(snapshot.tensors)
         stored: dict[int, _Stored] = {}
         places: dict[str, list[Any]] = {}
@@ -83,12 +92,14 @@ class Checkpoint:
         }
         checksum = json_digest(content)
         write_json(self._info, content | {"checksum": checksum})
+        # Tensor files of earlier snapshots are not needed any more
         used = {self._path(entry.digest) for entry in stored.values()}
         present = set(self._info.parent.glob(f"{self._info.stem}.*.safetensors"))
         for path in present - used:
             path.unlink(missing_ok=True)
 
     def _write_new(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors that no file has yet to a new file."""
         new: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if id(tensor) not in self._stored:
@@ -102,7 +113,7 @@ class Checkpoint:
             self._stored[id(tensor)] = _Stored(tensor, digest, name)
 
     def restore(self) -> Snapshot | None:
-        """Return the last snapshot of a run with the same key; None if there is none.
+        """Return the last snapshot of a run with the same key, or None if there is none.
 
         Raises:
             ResultError: it is damaged, or belongs to another run.
@@ -123,7 +134,12 @@ class Checkpoint:
             return Snapshot(tensors, info["state"])
 
     def _read(self, places: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors at the places that `save` wrote down."""
+        """Return the tensors of a snapshot by name.
+
+        Args:
+            places: by name, what `save` has written: the digest of the file, the name in it,
+                the device, and whether the tensor was deferred.
+        """
         files: dict[str, dict[str, DeferredTensor]] = {}
         restored: dict[tuple[str, str], Tensor] = {}
         tensors: dict[str, Tensor] = {}
@@ -141,6 +157,11 @@ class Checkpoint:
         return tensors
 
     def _open(self, digest: str) -> dict[str, DeferredTensor]:
+        """Return the tensors of a file, after comparing it with its digest.
+
+        Raises:
+            ResultError: the file is missing or was changed.
+        """
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise ValueError(f"{digest!r:.80} is no digest")
         path = self._path(digest)
@@ -157,9 +178,10 @@ def _move_to_device(
     device: str,
     is_deferred: bool,
 ) -> Tensor:
-    """Return a stored tensor on its device, out of memory if it was.
+    """Return a stored tensor on its device, deferred if it was deferred when it was saved.
 
-    The checkpoint may be removed first, so a deferred tensor is written to another file.
+    A deferred tensor is copied to a temporary file, as the file of the checkpoint may be
+    removed while the tensor is still needed.
     """
     if not isinstance(device, str):
         raise ValueError(f"{device!r} is no device")
@@ -171,12 +193,12 @@ def _move_to_device(
 
 
 class Checkpoints(Events):
-    """Saves checkpoints of a run's stages in one folder: at boundaries, from time to time, and
-    when the run stops.
+    """Saves checkpoints of the stages of a run: at their boundaries, every `SAVE_INTERVAL_S`
+    seconds, and when the run stops with an error.
 
     Args:
         folder: the result folder.
-        resume: whether stages resume from what is there.
+        resume: whether stages continue from the checkpoints in the folder.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
@@ -191,10 +213,11 @@ class Checkpoints(Events):
         name: str,
         key: Mapping[str, Any],
     ) -> Snapshot | None:
-        """Return the snapshot of a stage that a stopped run left, if this run resumes it.
+        """Return the snapshot of a stage from which this run continues, or None if it begins
+        anew.
 
         Raises:
-            ResultError: as `Checkpoint.restore` says.
+            ResultError: the checkpoint is damaged, or belongs to another run.
         """
         checkpoint = Checkpoint(self.folder, name, key)
         self._open[name] = checkpoint
@@ -203,7 +226,7 @@ class Checkpoints(Events):
         return checkpoint.restore()
 
     def stored_key(self, name: str) -> Mapping[str, Any]:
-        """Return the key of a checkpoint; an empty one if there is none that can be read."""
+        """Return the key of a checkpoint, or an empty one if there is no readable checkpoint."""
         path = self.folder / f"checkpoint.{name}.json"
         info = read_json(path) if path.exists() else None
         key = info.get("key") if isinstance(info, dict) else None
@@ -215,6 +238,7 @@ class Checkpoints(Events):
 
     def remove(self) -> None:
         """Remove all checkpoints, as the run is complete."""
+        # The JSON files go first: they refer to the others
         for pattern in ("checkpoint.*.json", "checkpoint.*"):
             for path in sorted(self.folder.glob(pattern)):
                 path.unlink(missing_ok=True)
@@ -235,10 +259,11 @@ class Checkpoints(Events):
         stage: RunStage,
         error: BaseException | None,
     ) -> None:
-        """Save what a stop would lose.
+        """Save the work since the last checkpoint, if the run stops with an error that a later
+        run may not have.
 
-        Nothing is saved if the data are the reason and the stage needs the same data: a run
-        with other data could not resume from it.
+        After a DataError in a stage that needs the same data, nothing is saved: the user has to
+        change the data, and a run with other data cannot continue from here.
         """
         if not isinstance(error, (KeyboardInterrupt, QuantizerError)):
             return
@@ -246,7 +271,7 @@ class Checkpoints(Events):
             return
         if stage.snapshot is None or not stage.done or not self._is_unsaved:
             return
-        # Several ranks exchange their batches only now and then.
+        # With several ranks, the snapshot has fewer batches: those until the last exchange
         snapshot = self._save(stage)
         done = snapshot.state.get("batches", stage.done)
         progress = f"{done} {stage.unit}"
@@ -264,11 +289,15 @@ class Checkpoints(Events):
 
 
 def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
-    """Refuse to resume in another mode than the checkpoint's, before anything is computed
-    again.
+    """Check that a run resumes with the finetuning mode of its checkpoint. This is called
+    before anything is computed.
+
+    Args:
+        checkpoints: of the run.
+        mode: of `--fast_finetune`, or None without it.
 
     Raises:
-        ResultError: there is a checkpoint, and it is of another mode.
+        ResultError: the checkpoint has another mode.
     """
     stored = checkpoints.stored_key("finetune").get("mode")
     if stored and stored != mode:

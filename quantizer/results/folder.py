@@ -1,6 +1,4 @@
-"""The result folder: what calibration leaves and how commands read it back. checksums.json is
-written last.
-"""
+"""Read a result folder: the files that calibration and tests write, opened and checked."""
 
 from __future__ import annotations
 
@@ -35,22 +33,30 @@ from quantizer.storage.opened_files import (
 RESULT_FORMAT = 7  # 6: joins are decided by calibration; 7: the folder holds its graph
 STATISTICS_FILE = "statistics.safetensors"
 ALGORITHMS_FILE = "algorithms.json"
-GRAPH_FILE, CONSTANTS_FILE = GRAPH_FILES = ("graph.json", "graph.safetensors")
-"""The traced graph, and the constants of the model's code that it reads."""
-PLAN_FILE, RESOLVED_CONFIG_FILE = ORIGIN_FILES = ("plan.json", "config.resolved.json")
-"""Where decisions come from. quant_info.json does not name it: calibrations that decide the
-same may differ in it.
+GRAPH_FILE = "graph.json"
+CONSTANTS_FILE = "graph.safetensors"
+GRAPH_FILES = (GRAPH_FILE, CONSTANTS_FILE)
+"""The traced graph, and its tensors that the model's code has as constants."""
+PLAN_FILE = "plan.json"
+RESOLVED_CONFIG_FILE = "config.resolved.json"
+ORIGIN_FILES = (PLAN_FILE, RESOLVED_CONFIG_FILE)
+"""The files that say which line of the config decides each setting. quant_info.json does not
+list them: configs that say the same in other words give the same calibration, but not the same
+origins.
 """
 CHECKSUMS_FILE = "checksums.json"
-"""Names every file of a calibration by its sha256. Readers open it first."""
-REPORT_FILE, ANALYSIS_FILE = FINDINGS_FILES = ("report.json", "analysis.json")
-"""What test mode and `analyze` found. Each has its own checksum, and the one of the calibration
-that it is about.
+"""Lists the files of a calibration with their sha256. It is the index of the set, which readers
+open first.
 """
-RUN_FILE, COMMANDS_KEY = "run.json", "commands"
-"""The facts of the last run, and the commands that have made the results. Nothing else of it is
-read.
+REPORT_FILE = "report.json"
+ANALYSIS_FILE = "analysis.json"
+FINDINGS_FILES = (REPORT_FILE, ANALYSIS_FILE)
+"""The findings of test mode and of `analyze`. Each has a checksum, and the sha256 of the
+calibration that it is about: see `OpenedResults.read_findings`.
 """
+RUN_FILE = "run.json"
+COMMANDS_KEY = "commands"
+"""The key of run.json that has the commands that made the results. Only this key is read."""
 FILES_OF_TESTS = (
     *FINDINGS_FILES,
     "report.html",
@@ -58,8 +64,10 @@ FILES_OF_TESTS = (
     "exact.json",
     "export/verify.json",
 )
-"""The same and what is made of it. It holds for one calibration only."""
+"""All files about one calibration that are removed when another one replaces it."""
 _CALIBRATE_AGAIN = "run --quant_mode calib again"
+_CALIBRATION_KEY = "calibration"
+_CHECKSUM_KEY = "checksum"
 RESULT_SET_KIND = FileSetKind(
     CHECKSUMS_FILE,
     changed="was changed after calibration",
@@ -71,10 +79,13 @@ RESULT_SET_KIND = FileSetKind(
 
 @dataclass(frozen=True)
 class OpenedResults:
-    """A calibration in a folder: its files, open and checked, and quant_info.json as values.
+    """The open files of a calibration. They stay those of this calibration if another run
+    replaces them in the folder.
 
-    Everything that is read of it is of this one calibration, whatever another run writes
-    meanwhile.
+    Attributes:
+        files: open, and compared with their checksums.
+        header: the facts of the calibration, from quant_info.json.
+        entries: of quant_info.json for each quantized tensor, by layer and role.
     """
 
     files: OpenedFiles
@@ -83,7 +94,7 @@ class OpenedResults:
 
     @property
     def folder(self) -> Path:
-        """Return where it lies."""
+        """Return the folder of the files."""
         return self.files.folder
 
     @property
@@ -92,8 +103,8 @@ class OpenedResults:
         return self.folder / INFO_FILE
 
     @cached_property
-    def network(self) -> str:
-        """Return the sha256 of quant_info.json, which equal calibrations have in common."""
+    def identity(self) -> str:
+        """Return the sha256 of quant_info.json, which identifies the quantized network."""
         return self.files[INFO_FILE].digest()
 
     @cached_property
@@ -108,26 +119,27 @@ class OpenedResults:
 
     @cached_property
     def commands(self) -> dict[str, list[str]]:
-        """Return the commands that made these results, as words by mode.
+        """Return the commands that made these results, each as a list of words, by mode.
 
-        There are none where run.json is damaged or of others.
+        Return none if run.json is missing, damaged, or about other results. The last run may
+        have written only that file.
         """
         if RUN_FILE not in self.files:
             return {}
         try:
-            sealed = read_json(self.files[RUN_FILE])[COMMANDS_KEY]
-            commands = {
-                mode: words
-                for mode, words in sealed.items()
-                if mode not in ("calibration", "checksum")
-            }
-            is_whole = self.sealed(commands) == sealed
-        except (ResultError, LookupError, TypeError, AttributeError):
+            stored = read_json(self.files[RUN_FILE])[COMMANDS_KEY]
+            commands = dict(stored)
+            for key in (_CALIBRATION_KEY, _CHECKSUM_KEY):
+                commands.pop(key, None)
+            is_about_this = self.with_checksum(commands) == stored
+        except (ResultError, LookupError, TypeError, ValueError, AttributeError):
             return {}
-        return commands if is_whole and fits(commands, dict[str, list[str]]) else {}
+        if is_about_this and fits(commands, dict[str, list[str]]):
+            return commands
+        return {}
 
     def statistics(self) -> Mapping[str, Tensor]:
-        """Return what calibration has seen, by `layer|role|name`.
+        """Return the statistics of all observers, by `layer|role|name`.
 
         Raises:
             ResultError: the file is damaged.
@@ -135,12 +147,12 @@ class OpenedResults:
         file = self.files[STATISTICS_FILE]
         return checked_statistics(read_tensors(file), file.path)
 
-    def about(self, name: str) -> dict[str, Any]:
-        """Return what a file of SEALED says of this calibration; nothing where there is none,
-        or it is of another.
+    def read_findings(self, name: str) -> dict[str, Any]:
+        """Return the content of a file of `FINDINGS_FILES`. Return nothing if the file is
+        missing or about another calibration.
 
         Raises:
-            ResultError: the file was changed since it was written.
+            ResultError: the file is damaged, or was changed after it was written.
         """
         if name not in self.files:
             return {}
@@ -148,36 +160,46 @@ class OpenedResults:
         content = checked_json(file)
         if not isinstance(content, dict):
             raise _calibrate_again(f"{file.path} is damaged: it is no object")
-        unsealed = {key: value for key, value in content.items() if key != "checksum"}
-        if content.get("checksum") != json_digest(unsealed):
+        findings = dict(content)
+        checksum = findings.pop(_CHECKSUM_KEY, None)
+        if checksum != json_digest(findings):
             help_ = f"remove {file.path}, then run the command that wrote it again"
             raise ResultError(f"{file.path} was changed after it was written", help=help_)
-        return unsealed if content.get("calibration") == self.network else {}
+        if findings.get(_CALIBRATION_KEY) != self.identity:
+            return {}
+        return findings
 
-    def sealed(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of a file of SEALED, which says what it is about."""
-        whole = {**content, "calibration": self.network}
+    def with_checksum(self, findings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return findings with what `read_findings` checks: the identity of this calibration,
+        and a checksum.
+        """
+        whole = {**findings, _CALIBRATION_KEY: self.identity}
+        # The checksum is that of the values after reading: tuples become lists, keys texts
         as_read: dict[str, Any] = json.loads(json.dumps(whole))
-        return as_read | {"checksum": json_digest(as_read)}
+        return as_read | {_CHECKSUM_KEY: json_digest(as_read)}
 
 
 @dataclass(frozen=True)
 class QuantInfo(OpenedResults):
-    """The same with the solution that the files hold."""
+    """The open files of a calibration, with the solution that they contain."""
 
     solution: Solution
 
     @property
     def settings(self) -> Settings:
-        """Return the global settings calibration ran with."""
-        known = {f.name for f in fields(Settings)} - {"places"}
-        return Settings(
-            **{key: value for key, value in self.header["settings"].items() if key in known}
-        )
+        """Return the global settings of the calibration."""
+        names = {field.name for field in fields(Settings)} - {"places"}
+        stored = self.header["settings"]
+        return Settings(**{name: stored[name] for name in stored if name in names})
 
 
 def why_statistics_insufficient(header: Mapping[str, Any], purpose: str) -> Iterator[str]:
-    """Yield why statistics do not suffice to `purpose` a calibration, in sentences."""
+    """Yield sentences that say why a calibration cannot be derived from statistics alone.
+
+    Args:
+        header: of quant_info.json.
+        purpose: the verb of what the caller wants to do, such as "merge".
+    """
     if header.get("fast_finetune"):
         yield (
             "fast finetuning needs the values that layers read, and statistics do not hold them"
@@ -189,7 +211,10 @@ def why_statistics_insufficient(header: Mapping[str, Any], purpose: str) -> Iter
 
 
 def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
-    """Return what a calibration has decided of joins."""
+    """Return how a calibration has quantized joins, by the name of the join.
+
+    It is the inverse of `write.joins_entry`. JSON has lists where the classes have tuples.
+    """
     decisions: dict[str, JoinDecision] = {}
     for name, entry in header["joins"].items():
         left: list[Key] = []
@@ -200,7 +225,8 @@ def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
             stored[field] = tuple((layer, role) for layer, role in stored[field])
         if stored["single"] is not None:
             stored["single"] = tuple(stored["single"])
-        join = JoinPlan(name=name, **{**stored, "scalable": tuple(stored["scalable"])})
+        stored["scalable"] = tuple(stored["scalable"])
+        join = JoinPlan(name=name, **stored)
         figures = {key: entry[key] for key in ("scale", "gains", "lost_bits", "lost_db")}
         decisions[name] = JoinDecision(join, **figures, left=tuple(left))
     return decisions
@@ -211,12 +237,12 @@ def read_info(folder: Path) -> QuantInfo:
     solution.
 
     Raises:
-        ResultError: missing, unfinished, from another format, or a file was changed since.
+        ResultError: it is missing, incomplete, of another format, or a file was changed.
     """
     opened = open_results(folder)
-    files, header, entries = opened.files, opened.header, opened.entries
     try:
-        return QuantInfo(files, header, entries, solution_of(files, header, entries))
+        solution = solution_of(opened.files, opened.header, opened.entries)
+        return QuantInfo(opened.files, opened.header, opened.entries, solution)
     except (
         KeyError,
         TypeError,
@@ -234,7 +260,7 @@ def open_results(folder: Path) -> OpenedResults:
     """Open the calibration in a folder and compare its files with their checksums.
 
     Raises:
-        ResultError: as `read_info` does.
+        ResultError: it is missing, incomplete, of another format, or a file was changed.
     """
     files = open_files(folder, RESULT_SET_KIND, _read_digests, (*FINDINGS_FILES, RUN_FILE))
     content = _checked_info(files)
@@ -242,70 +268,75 @@ def open_results(folder: Path) -> OpenedResults:
 
 
 def open_written(folder: Path, names: Collection[str]) -> OpenedResults:
-    """Open quant_info.json and the files `names` of a calibration that this process wrote while
-    it holds the lock.
+    """Open some files of a calibration that this process has just written, while it holds the
+    lock.
 
-    What quant_info.json says is not checked again: for a large network that takes as long as
-    writing it.
+    The content of quant_info.json is not validated again. For a large network this takes as
+    long as writing it.
+
+    Args:
+        folder: the result folder.
+        names: of the files to open. quant_info.json is always opened.
 
     Raises:
         ResultError: a file is missing or damaged.
     """
 
-    def digests(index: OpenFile) -> Mapping[str, str]:
-        return {
-            name: digest
-            for name, digest in _read_digests(index).items()
-            if name in (INFO_FILE, *names)
-        }
+    def read_some_digests(index: OpenFile) -> Mapping[str, str]:
+        digests = _read_digests(index)
+        return {name: digests[name] for name in digests if name in (INFO_FILE, *names)}
 
-    files = open_files(folder, RESULT_SET_KIND, digests, (*FINDINGS_FILES, RUN_FILE))
+    optional = (*FINDINGS_FILES, RUN_FILE)
+    files = open_files(folder, RESULT_SET_KIND, read_some_digests, optional)
     content = read_json(files[INFO_FILE])
     return OpenedResults(files, content["header"], content["tensors"])
 
 
 def _read_digests(index: OpenFile) -> dict[str, str]:
-    """Return the sha256 of each file of a calibration, as checksums.json has it."""
+    """Return the sha256 of each file of a calibration, from checksums.json.
+
+    Raises:
+        ResultError: the file is damaged.
+    """
     content = read_json(index)
-    listed = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(listed, dict) or INFO_FILE not in listed:
+    digests = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(digests, dict) or INFO_FILE not in digests:
         raise _calibrate_again(f"{index.path} is damaged: it is no list of files")
-    if not all(
-        isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
-        for digest in listed.values()
-    ):
-        raise _calibrate_again(f"{index.path} is damaged: it has no digest of a file")
-    return listed
+    for digest in digests.values():
+        if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+            raise _calibrate_again(f"{index.path} is damaged: it has no digest of a file")
+    return digests
 
 
 def _checked_info(files: OpenedFiles) -> dict[str, Any]:
-    """Return the content of quant_info.json, if calibration can have written it together with
-    the other files.
+    """Return the content of quant_info.json.
+
+    Raises:
+        ResultError: it is of another format, was changed, or calibration cannot have written it
+            together with the other files.
     """
     file = files[INFO_FILE]
     content: Any = read_json(file)
-    if (
-        not isinstance(content, dict)
-        or content.get("complete") is not True
-        or "header" not in content
-    ):
+    is_complete = isinstance(content, dict) and content.get("complete") is True
+    if not is_complete or "header" not in content:
         raise _calibrate_again(f"{file.path} is not complete: calibration did not finish")
     header = content["header"]
     if not isinstance(header, dict) or header.get("format") != RESULT_FORMAT:
         text = f"{file.path} is not of format {RESULT_FORMAT}, which this version reads"
         raise ResultError(text, help="calibrate again")
-    named = header.get("files")
+    digests = header.get("files")
     listed = _read_digests(files[CHECKSUMS_FILE])
-    if not isinstance(named, dict) or not named.items() <= listed.items():
+    if not isinstance(digests, dict) or not digests.items() <= listed.items():
         raise _calibrate_again(
             f"{file.path} is damaged: header/files has other files than {CHECKSUMS_FILE}"
         )
     checked = {key: content.get(key) for key in ("header", "tensors")}
-    if content.get("checksum") != json_digest(checked):
+    if content.get(_CHECKSUM_KEY) != json_digest(checked):
         raise _calibrate_again(f"{file.path} was changed after calibration")
     check_content(content, file.path)
     return content
 
 
-def _calibrate_again(what: str) -> ResultError:
-    return ResultError(what, help=_CALIBRATE_AGAIN)
+def _calibrate_again(message: str) -> ResultError:
+    """Return an error whose help is to calibrate again."""
+    return ResultError(message, help=_CALIBRATE_AGAIN)

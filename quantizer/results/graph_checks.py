@@ -1,5 +1,5 @@
-"""Checks of the graph in a result folder: what tracing cannot have written is refused before a
-node of it runs.
+"""Check the graph in a result folder before any of its operators runs: anybody may have written
+the file. A graph that tracing cannot produce is refused.
 """
 
 import math
@@ -17,7 +17,7 @@ from quantizer.graph.targets import packet, refine, resolve_target
 from quantizer.storage.files import damaged
 
 MAX_VALUES = 1 << 31
-"""How many values a tensor of a stored graph may have."""
+"""The most values that a tensor of a stored graph may have."""
 _TOO_MANY = f"it asks for more than {MAX_VALUES} values"
 _WITHOUT_OPERATOR = ("input", "parameter", "constant")
 _ARITHMETIC = frozenset(
@@ -30,21 +30,29 @@ _ARITHMETIC = frozenset(
         *(operator.le, operator.gt, operator.ge, operator.getitem),
     )
 )
-"""Functions of Python's `operator` that compute with sizes; others run code by its name."""
+"""The functions of Python's `operator` that traced graphs use to compute sizes. Others, such as
+`operator.methodcaller`, could run any code.
+"""
 _SIZES = ("size", "output_size", "repeats", "dims", "shape", "pad")
-"""Arguments that say how large a result is."""
+"""Names of arguments that determine the size of an operator's result."""
 _BOUNDS = ("start", "end", "steps", "n", "m", "row", "col")
-"""Arguments that say so where nothing is read."""
+"""Names of further such arguments of operators without inputs, such as `arange`."""
 
 Fault = tuple[str, str]
 """A place in graph.json, and what is wrong there."""
 
 
 def check_graph(stored: StoredGraph, header: Mapping[str, Any], path: Path) -> None:
-    """Refuse a graph that tracing cannot have made, or that is not the one of this calibration.
+    """Check that tracing can have written a graph, and that it is the graph of this
+    calibration.
+
+    Args:
+        stored: the graph.
+        header: of quant_info.json.
+        path: the file of the graph, for errors.
 
     Raises:
-        ResultError: naming the file, the place in it and the reason.
+        ResultError: it is not. The file, the place in it and the reason are named.
     """
     for faults in (
         _faults_of_header(stored, header),
@@ -57,7 +65,7 @@ def check_graph(stored: StoredGraph, header: Mapping[str, Any], path: Path) -> N
 
 
 def operator_fault(node: Node) -> str | None:
-    """Return why tracing cannot have written the operator of a node; None if it can."""
+    """Return why tracing cannot have written the operator of a node, or None if it can."""
     expected = node.op
     if node.op in STUB_OPERATORS.values():
         expected = MARK
@@ -73,7 +81,7 @@ def operator_fault(node: Node) -> str | None:
 
 
 def _is_allowed(target: str) -> bool:
-    """Return whether a target is arithmetic with sizes or an operator without effects."""
+    """Return whether a target is arithmetic with sizes or an operator without side effects."""
     namespace, _, name = target.partition(".")
     if namespace == "operator":
         return name in _ARITHMETIC
@@ -86,6 +94,7 @@ def _is_allowed(target: str) -> bool:
 
 
 def _is_resolved(target: str) -> bool:
+    """Return whether torch has this operator."""
     try:
         resolve_target(target)
     except ValueError:
@@ -94,8 +103,8 @@ def _is_resolved(target: str) -> bool:
 
 
 def _has_no_side_effects(target: str) -> bool:
-    """Return whether an operator outside the table takes no text, such as the name of a file,
-    and writes to none of its arguments.
+    """Return whether an operator that is not in the table only computes: it takes no text, such
+    as the name of a file, and changes none of its arguments.
     """
     try:
         schema: Any = getattr(resolve_target(target), "_schema", None)
@@ -105,13 +114,14 @@ def _has_no_side_effects(target: str) -> bool:
         return False
     for argument in schema.arguments:
         kind = str(argument.type)
+        # "t" is a type variable, which stands for any type
         if "str" in kind or "Any" in kind or kind == "t":
             return False
     return True
 
 
 def _faults_of_header(stored: StoredGraph, header: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield where a graph is another than quant_info.json says."""
+    """Yield the differences between a graph and quant_info.json."""
     graph = stored.graph
     if graph.model != header["model"]:
         yield "model", f"it is {graph.model!r}, not {header['model']!r}"
@@ -127,7 +137,7 @@ def _faults_of_header(stored: StoredGraph, header: Mapping[str, Any]) -> Iterato
 
 
 def _faults_of_nodes(stored: StoredGraph) -> Iterator[Fault]:
-    """Yield the nodes that no trace has, or that read what does not stand before them."""
+    """Yield the faults of nodes, such as reading a node that comes later."""
     known: set[str] = set()
     for index, node in enumerate(stored.graph.nodes):
         place = f"nodes/{index}"
@@ -150,7 +160,7 @@ def _faults_of_nodes(stored: StoredGraph) -> Iterator[Fault]:
 
 
 def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
-    """Yield what is wrong with the inputs of a graph and with their lengths."""
+    """Yield the faults of the inputs of a graph, and of their lengths that may vary."""
     inputs = [node for node in graph.nodes if node.op == "input"]
     numbers = [node.attrs.get("index") for node in inputs]
     if numbers != list(range(len(inputs))):
@@ -175,7 +185,7 @@ def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
 
 
 def _faults_of_sizes(stored: StoredGraph) -> Iterator[Fault]:
-    """Yield shapes and arguments that ask for more memory than any network has."""
+    """Yield shapes and arguments that would take more memory than any network needs."""
     for path, kind in stored.tensors.items():
         if math.prod(kind.shape) > MAX_VALUES:
             yield f"tensors/{path}", _TOO_MANY
@@ -196,8 +206,8 @@ def _faults_of_sizes(stored: StoredGraph) -> Iterator[Fault]:
 
 
 def _product(sizes: Any) -> float:
-    """Return the product of the numbers in an argument or a shape, as far as they are larger
-    than 1.
+    """Return the product of the sizes in an argument or a shape. Sizes below 1 count as 1, and
+    negative ones, which are relative, by their magnitude.
     """
     if not isinstance(sizes, (list, tuple)):
         sizes = [sizes]

@@ -1,5 +1,5 @@
-"""The traced graph in a result folder: graph.json, and graph.safetensors with the constants
-that only the code of the model holds.
+"""Write and read the traced graph of a result folder: graph.json, and graph.safetensors with
+the tensors that the code of the model has as constants.
 """
 
 import logging
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
     """Write a traced graph, and return the sha256 of each file by its name.
 
-    A graph that could not be read back is not written: its model is traced again.
+    A graph that `read_graph` would refuse is not written. Its model is traced again instead.
     """
     constants = {path: graph.tensors[path] for path in graph.constants}
     faults = [operator_fault(node) for node in graph.nodes]
@@ -40,7 +40,7 @@ def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
     for fault in filter(None, faults):
         _logger.debug("the graph of %s is not stored: %s", graph.model, fault)
         return {}
-    # The order of keys is that of arguments
+    # Not sorted: the order of keys is the order of an operator's arguments
     digests = {
         GRAPH_FILE: write_bytes(folder / GRAPH_FILE, json_parts(content, sort_keys=False))
     }
@@ -50,7 +50,7 @@ def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
 
 
 def read_graph(opened: OpenedResults) -> tuple[StoredGraph, Mapping[str, Tensor]] | None:
-    """Return the graph of a calibration and its constants; None if it has none.
+    """Return the graph of a calibration and its constants, or None if there is no graph.
 
     Raises:
         ResultError: a file is damaged, or holds what tracing cannot have written.

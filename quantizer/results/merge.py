@@ -16,20 +16,24 @@ _TOGETHER = "calibrate once on all data instead: several ranks can share it"
 
 
 def statistics_of(info: QuantInfo) -> StoredStatistics:
-    """Return what a calibration has seen.
+    """Return the statistics of a calibration.
 
     Raises:
-        ResultError: the file is damaged.
+        ResultError: their file is damaged.
     """
     return StoredStatistics(info.statistics(), int(info.header["batches"]))
 
 
 def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
-    """Refuse folders whose statistics cannot be merged into one calibration.
+    """Check that the statistics of folders can be merged into one calibration.
+
+    Args:
+        infos: the open folders.
+        config: of the calibrations.
 
     Raises:
-        ResultError: they are of different models or configs, or the solution depends on values
-            that are not stored.
+        ResultError: the folders are of different models or configs, or more than statistics is
+            needed to calibrate.
     """
     first = infos[0]
     for info in infos[1:]:
@@ -47,7 +51,7 @@ def _differences(
     first: Mapping[str, Any],
     other: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Yield why two calibrations are not of one model and config, in sentences."""
+    """Yield sentences about what differs in the models or configs of two calibrations."""
     if first["model"] != other["model"]:
         yield f"it is of {other['model']}, not of {first['model']}"
     layer = fingerprint.first_difference(first["layers"], other["layers"])
@@ -73,7 +77,7 @@ def _differences(
 
 
 def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yield why the solution cannot be found again from statistics, in sentences."""
+    """Yield sentences that say what a calibration needs besides statistics."""
     for algorithm in config.algorithms:
         if algorithm.needs_data:
             yield (
@@ -84,7 +88,7 @@ def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
-    """Return the fingerprint of all data. Its digest is that of the digests."""
+    """Return one fingerprint of the data of all folders. Its digest is the hash of theirs."""
     samples = 0
     batches = 0
     kinds: dict[str, set[Any]] = {}
@@ -94,8 +98,8 @@ def merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
         samples += data["samples"]
         batches += data["batches"]
         digest.update(data["digest"].encode())
-        for name, names_of_kinds in data["inputs"].items():
-            kinds.setdefault(name, set()).update(names_of_kinds)
+        for name, input_kinds in data["inputs"].items():
+            kinds.setdefault(name, set()).update(input_kinds)
     inputs = {name: sorted(kinds[name]) for name in sorted(kinds)}
     return {
         "samples": samples,

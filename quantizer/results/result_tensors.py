@@ -1,4 +1,4 @@
-"""Convert a solution to the result folder's files of tensors and entries of the header, and
+"""Convert a solution to the tensor files of a result folder and entries of its header, and
 back.
 """
 
@@ -26,8 +26,9 @@ from quantizer.storage.opened_files import OpenedFiles
 from quantizer.storage.tensor_shards import deferred_shards
 
 _RESCALED = "rescaled.safetensors"
-"""The file with float parameters, by `<module>.<parameter>`, with which the network computes
-the same as the model. It has those for which WEIGHTS_FILE has codes or other values.
+"""The file with the float parameters that algorithms have rescaled, by `<module>.<parameter>`.
+With them, the float network computes the same as the model. Parameters that WEIGHTS_FILE has
+with the same values are left out.
 """
 TENSOR_FILES = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES, _RESCALED)
 _Parameters = dict[str, dict[str, Tensor]]
@@ -35,7 +36,7 @@ _Parameters = dict[str, dict[str, Tensor]]
 
 
 def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tensor]]:
-    """Return the files of a solution, with their tensors by name. Codes are packed."""
+    """Return the tensors of a solution, by file and name. Codes are packed."""
     modules = network.module_names
     weights = dict(network.state_dict())
     scales: dict[str, Tensor] = {}
@@ -45,7 +46,7 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
         if tensor.codes is not None:
             name = f"{module}.{parameter_name(role)}"
             weights[name] = _packed(tensor.codes, spec)
-        # Scales of groups are too many for quant_info.json.
+        # There are too many groups to list their scales in quant_info.json
         if spec.qscheme == "per_group" and not spec.is_dynamic:
             parts = pack_scales(tensor.scale, spec.scale_type)
             for part, values in parts.items():
@@ -56,7 +57,7 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
     for layer, parameters in solution.rescaled.items():
         replaced = solution.weights.get(layer, {})
         for key, parameter in parameters.items():
-            # The same tensor is in WEIGHTS_FILE already.
+            # The same tensor is in WEIGHTS_FILE already
             if replaced.get(key) is not parameter:
                 rescaled[f"{modules[layer]}.{key}"] = parameter
     files = {WEIGHTS_FILE: weights}
@@ -70,7 +71,7 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
 
 
 def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
-    """Return codes as a file holds them; deferred if they are."""
+    """Return codes as they are stored. Deferred codes stay deferred."""
     if not isinstance(codes, DeferredTensor):
         return pack(codes, spec)
     shape = packed_shape(codes.shape, spec)
@@ -79,7 +80,7 @@ def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
 
 
 def header_of(network: Network, solution: Solution) -> dict[str, Any]:
-    """Return the header's entries on what algorithms and finetuning changed."""
+    """Return the entries of the header about what algorithms and finetuning have changed."""
     modules = network.module_names
     header: dict[str, Any] = {}
     if solution.absorption:
@@ -155,7 +156,13 @@ def _parameters(
     kind: str,
     tensors: Mapping[str, Tensor],
 ) -> _Parameters:
-    """Return the parameters that the header's entry `replaced` names under `kind`."""
+    """Return parameters by layer and name.
+
+    Args:
+        replaced: the entry of the header with the names of parameters, by layer and kind.
+        kind: "weights" or "rescaled".
+        tensors: by `<module>.<parameter>`.
+    """
     parameters: _Parameters = {}
     for layer, row in replaced.items():
         for key in row[kind]:

@@ -1,4 +1,4 @@
-"""Recompute the scales of activations for other range methods, without the model and without
+"""Compute the scales of activations for another range method, without the model and without
 data.
 """
 
@@ -32,22 +32,28 @@ from quantizer.results.write import scale_positions
 
 _AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
 _HISTOGRAM = "histogram"
-"""Stands for the role in the key of a histogram that was kept beside ranges."""
+"""Stands in place of the role in the key of a histogram that calibration stores in addition to
+ranges.
+"""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of how ranges are found. A field that is None stays as it is."""
+    """New settings of the ranges of activations. A field that is None stays as it is."""
 
     method: str | None = None
     percentage: float | None = None
     statistic: str | None = None
 
     def apply(self, spec: QuantizationSpec, form: str) -> QuantizationSpec:
-        """Return a spec with the change, as a config of this form would have it.
+        """Return a spec with the change, as a config of a form would state it.
+
+        Args:
+            spec: the spec before.
+            form: of the config, layered or hierarchical.
 
         Raises:
-            UsageError: the form has no word for it.
+            UsageError: the form cannot state it.
         """
         method = self.method or spec.method
         fields: JsonObject = {"method": method}
@@ -71,11 +77,17 @@ def retune_activations(
     change: Change,
     layers: Collection[str] | None = None,
 ) -> Retuned:
-    """Return the activations of these layers, or of all, with a change of their ranges.
+    """Return the activations of some layers, or of all, with new settings of their ranges.
+
+    Args:
+        folder: the results.
+        change: the new settings.
+        layers: the layers; None for all.
 
     Raises:
-        UsageError: nothing changes, or the form has no such word.
-        ResultError: other tensors would share a quantization than before.
+        UsageError: nothing changes, or the form of the config cannot state the change.
+        ResultError: tensors that share a scale now would not share it any more, or the other
+        way round.
         ConfigError: the config would not be valid.
     """
     form = form_of(folder.document.value)
@@ -101,12 +113,19 @@ def retune_activations(
 
 
 class Retuned:
-    """Tensors before and after a change, and the config with the change.
+    """A result folder with new settings of ranges. Nothing is computed or written before that
+    is asked for.
 
     Attributes:
-        tensors: before and after.
-        text: of the new config.
+        tensors: the specs of the changed tensors, before and after.
+        text: the text of the new config.
         config: the new config.
+
+    Args:
+        folder: the results.
+        tensors: as the attribute.
+        value: the new config as JSON.
+        paths: the place of each changed field in the new config.
     """
 
     def __init__(
@@ -129,11 +148,12 @@ class Retuned:
 
     @cached_property
     def entries(self) -> tuple[dict[Key, JsonObject], ObserverStates]:
-        """Return the new entries of quant_info.json, and the states of all observers. They
-        equal those of a calibration with the new config.
+        """Return the new entries of quant_info.json, and the states of all observers.
+
+        Both equal those of a calibration with the new config.
 
         Raises:
-            ResultError: the stored statistics do not suffice. The message says what is missing.
+            ResultError: the statistics do not have what the new settings need, which is named.
         """
         folder = self._folder
         states = folder.statistics()
@@ -141,16 +161,17 @@ class Retuned:
         missing: dict[str, list[str]] = {}
         sources_of_ranges: set[str] = set()
         for (source, spec), keys in _shared_observers(folder, folder.specs).items():
-            # The first key with a state has the observer that the group shares.
+            # The activations of a group share one observer. Its state is under one of their
+            # keys
             owner = next(key for key in keys if key in states)
             if owner in self.tensors:
                 after = self.tensors[owner].after
                 histogram = states.get((source, _HISTOGRAM))
-                beside = None
+                distribution = None
                 if histogram is not None:
-                    beside = _observer(DISTRIBUTION, histogram)
+                    distribution = _observer(DISTRIBUTION, histogram)
                 try:
-                    observer = _observer(spec, states[owner]).restated(after, beside)
+                    observer = _observer(spec, states[owner]).restated(after, distribution)
                 except (LookupError, ValueError) as error:
                     layer, role = owner
                     missing.setdefault(str(error), []).append(f"{role} of {layer}")
@@ -158,6 +179,7 @@ class Retuned:
                 for layer, role in keys:
                     entry = folder.entries[layer][role]
                     entries[layer, role] = _entry(entry, after, observer)
+                # A calibration with the new config would store a histogram in addition
                 if histogram is None and not observer.has_histogram:
                     states[source, _HISTOGRAM] = states[owner]
                 states[owner] = observer.state_dict()
@@ -165,6 +187,7 @@ class Retuned:
                 sources_of_ranges.add(source)
         for why, names in missing.items():
             raise ResultError(f"{why}: {first_names(names, 3)}", help=_AGAIN)
+        # Where all observers have a histogram, calibration stores none in addition
         for source, role in list(states):
             if role == _HISTOGRAM and source not in sources_of_ranges:
                 del states[source, role]
@@ -174,7 +197,8 @@ class Retuned:
         """Write the result folder. It equals that of a calibration with the new config.
 
         Raises:
-            ResultError: the stored statistics do not suffice, or the folder cannot be written.
+            ResultError: the statistics do not have what the new settings need, or the folder
+                cannot be written.
         """
         entries, statistics = self.entries
         self._folder.write(
@@ -186,7 +210,7 @@ class Retuned:
         )
 
     def _planned(self) -> dict[Key, JsonObject]:
-        """Return the entries of plan.json, with the new specs and places in the new text."""
+        """Return the tensors of plan.json, with the new specs and with origins in the new text."""
         entries: dict[Key, JsonObject] = {}
         for key, planned in self._folder.planned.items():
             origins: dict[str, str] = {}
@@ -199,8 +223,12 @@ class Retuned:
         return entries
 
     def _origin(self, key: Key, field: str, origin: str) -> str:
-        """Return the place of a field in the new text, whose place in the old one is
-        `origin`.
+        """Return the origin of a field of a spec in the new text.
+
+        Args:
+            key: the tensor.
+            field: the field of its spec.
+            origin: its origin in the old text.
         """
         layer, role = key
         for field_key in (
@@ -217,12 +245,12 @@ class Retuned:
         return self._moved(origin)
 
     def _moved(self, origin: str) -> str:
-        """Return the place in the new text of a value that did not change."""
+        """Return the origin in the new text of a value that did not change."""
         path = self._before.paths_at.get(origin)
         if path is None:
             return origin
         if path[:1] == ("layer_quantize_config",) and len(path) > 1:
-            # New entries may stand before this one.
+            # New entries may come before this one, so it is found by its selector
             selectors = [_selector(entry) for entry in self._after.at(path[0])]
             selector = _selector(self._before.at(*path[:2]))
             if selector not in selectors:
@@ -238,7 +266,7 @@ def _shared_observers(
     folder: CalibratedFolder,
     specs: Mapping[Key, QuantizationSpec],
 ) -> dict[tuple[str, QuantizationSpec], list[Key]]:
-    """Return the activations that share an observer, by the layer observed and the spec."""
+    """Return the activations that share an observer, by the observed layer and the spec."""
     groups: dict[tuple[str, QuantizationSpec], list[Key]] = {}
     for key in folder.activations:
         group = (folder.source(key), specs[key])
@@ -250,10 +278,10 @@ def _require_same_sharing(
     folder: CalibratedFolder,
     changed: Mapping[Key, Restated],
 ) -> None:
-    """Refuse changes after which other tensors would share a quantization than before.
+    """Check that the same activations share an observer after a change as before.
 
     Raises:
-        ResultError: naming the tensors.
+        ResultError: naming the activations.
     """
     specs = dict(folder.specs)
     for key, tensor in changed.items():
@@ -275,8 +303,15 @@ def _changed_config(
     *,
     is_for_all: bool,
 ) -> tuple[JsonObject, Paths]:
-    """Return the new config and the path of each new word. If all activations change, the words
-    are at the levels that state the old ones; else each layer has an entry.
+    """Return the new config and the place of each changed field in it.
+
+    If all activations change, fields are changed where the old config states them. Otherwise
+    each changed layer gets an entry of its own.
+
+    Args:
+        folder: the results.
+        changed: the changed tensors.
+        is_for_all: whether all activations change.
     """
     if is_for_all:
         others: list[tuple[str, Mapping[str, str]]] = []
@@ -299,7 +334,7 @@ def _changed_config(
 
 
 def _selector(entry: JsonMapping) -> tuple[object, object]:
-    """Return which layers a layer entry is for."""
+    """Return the two fields that select the layers of a layer entry."""
     return entry.get("layer_type"), entry.get("layer_name")
 
 
@@ -315,7 +350,7 @@ def _entry(
     spec: QuantizationSpec,
     observer: Observer,
 ) -> JsonObject:
-    """Return an entry of quant_info.json with another scale."""
+    """Return an entry of quant_info.json with the scale of an observer."""
     qparams = observer.qparams()
     shape = torch.tensor(entry["scale"]).shape
     scale = qparams.scale.view(shape)

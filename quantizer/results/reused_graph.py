@@ -1,5 +1,5 @@
-"""Whether a module still computes what the graph in a result folder says. Then the graph stands
-for a new trace.
+"""Reuse the graph in a result folder instead of a new trace, if it is certain that the module
+still computes the same.
 """
 
 import logging
@@ -28,16 +28,19 @@ from quantizer.sources.module_state import preserve_module_state
 _logger = logging.getLogger(__name__)
 
 _ROUNDINGS = 8
-"""So many roundings to the output's dtype may two ways to compute it be apart."""
+"""By how many roundings to their dtype the outputs of module and graph may differ. Both add the
+same numbers, perhaps in another order.
+"""
 _SAMPLES = 2
-"""Samples that the module and the graph are compared on, where the batch is open."""
+"""The number of samples that module and graph are compared on, if the batch size is not fixed.
+"""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DifferentError(Exception):
-    """The module computes something else than the graph, or the graph something else than it
-    says.
+    """The graph cannot be reused: the module does not compute the same, or an operator does not
+    give the dtype or the shape that the graph says.
     """
 
 
@@ -47,14 +50,14 @@ def reused_graph(
     module: nn.Module,
     batch: Batch,
 ) -> Graph | None:
-    """Return the stored graph with the tensors of the module, if a trace of the module would
-    give the same; None if that is not certain.
+    """Return the stored graph with the tensors of the module, or None if it is not certain that
+    a trace of the module would give the same graph.
 
-    The module has the classes that were traced, and gives the same values as the graph. Every
-    node gives what the graph says: a tensor of its dtype, whose sizes follow the batch and the
-    lengths where they are open.
+    It is certain if: the submodules have the classes that were traced; the module and the graph
+    give the same outputs; every node gives a tensor of the dtype and shape in the graph; and
+    its sizes follow the batch size and the input lengths exactly where the graph says so.
 
-    Returns None for a model whose weights stay in their files, which nobody runs twice.
+    A model whose weights stay in files is always traced: running it takes longer.
     """
     graph = stored.bound(module, constants)
     if graph is None or graph.is_deferred:
@@ -65,15 +68,17 @@ def reused_graph(
             return _verify_graph(graph, module, batch)
         except KeyboardInterrupt:
             raise
-        # Whatever a module raises, a trace of it explains better
+        # Code of the user's may raise anything. A trace of it gives a better message
         except BaseException as error:  # noqa: BLE001
             _logger.debug("the stored graph is not used: %s", error)
             return None
 
 
 def _with_classes(graph: Graph, module: nn.Module) -> Graph:
-    """Return the graph with the qualified classes of the modules; raise an error if a node was
-    traced in a module of another class.
+    """Return the graph with the full class names of the modules in place of short ones.
+
+    Raises:
+        DifferentError: a node was traced in a module of another class.
     """
     namer = Namer(module)
     if namer.model != graph.model:
@@ -90,7 +95,12 @@ def _with_classes(graph: Graph, module: nn.Module) -> Graph:
 
 
 def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
-    """Return the graph with the output type of the module, if both compute the same."""
+    """Return the graph with the output type of the module, after checking that both compute the
+    same.
+
+    Raises:
+        DifferentError: they do not.
+    """
     calls = _SmallCalls(graph, batch)
     run = _Run(graph, calls.of(_SAMPLES))
     args, kwargs = calls.of(_SAMPLES)
@@ -112,7 +122,11 @@ def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
 
 
 def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:
-    """Raise an error if the graph returns something else than the module."""
+    """Check that the graph returns what the module returns.
+
+    Raises:
+        DifferentError: it does not.
+    """
     if len(expected) != len(leaves):
         raise DifferentError("the module returns more or less")
     for value, leaf in zip(expected, leaves, strict=True):
@@ -121,14 +135,17 @@ def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:
 
 
 class _Run:
-    """One run of the operators of a graph.
+    """The results of running the operators of a graph.
 
-    The operators are those of the trace, not the layers that stand for them, which may add in
-    another order.
+    The traced operators run, and not the layers of `Network`, which may add numbers in another
+    order.
 
     Attributes:
-        shapes: the shape of each node's tensor.
-        leaves: the leaves of the output.
+        shapes: the shape of the tensor that each node gives.
+        leaves: the output, flattened.
+
+    Raises:
+        DifferentError: a node gives another dtype or shape than the graph says.
     """
 
     def __init__(self, graph: Graph, call: _Call) -> None:
@@ -154,14 +171,14 @@ class _Run:
         self.leaves: list[Any] = self._read(graph.output)
 
     def _read(self, value: Any) -> Any:
-        """Return the nested value with what nodes gave in place of their names."""
+        """Return a nested value with the results of nodes in place of references to them."""
         return map_refs(value, self._values.__getitem__)
 
     def _run(self, node: Node) -> None:
-        """Run a node, and note the shape of what it gives.
+        """Run a node, and store its result and its shape.
 
         Raises:
-            DifferentError: it gives something else than the node says.
+            DifferentError: it gives another dtype or shape than the graph says.
         """
         if node.op != "input":
             self._values[node.name] = self._value(node)
@@ -178,7 +195,7 @@ class _Run:
             raise DifferentError(f"{node.name} is another value")
 
     def _value(self, node: Node) -> Any:
-        """Return what a node computes of the values before it."""
+        """Return the result of a node."""
         if node.op in ("parameter", "constant"):
             return self._graph.weight(node)
         arguments = self._read(node.inputs)
@@ -200,13 +217,16 @@ class _Run:
         smaller: "_Run",
         other: "_Run",
     ) -> None:
-        """Raise an error if sizes of a node follow the batch or the lengths, and it does not
-        say so.
+        """Check that exactly those sizes of a node follow the batch size and the input lengths
+        of which the graph says so.
 
         Args:
-            node: gives a tensor.
+            node: a node that gives a tensor.
             smaller: a run with one sample less.
-            other: a run with other lengths.
+            other: a run with other input lengths.
+
+        Raises:
+            DifferentError: another size does, or one of these does not.
         """
         name = node.name
         shape = self.shapes[name]
@@ -236,7 +256,11 @@ def _takes_list_of_parameters(target: str) -> bool:
 
 
 def _check_kind(node: Node, value: Tensor) -> None:
-    """Raise an error if a node gives another dtype or another shape, open sizes aside."""
+    """Check that a tensor has the dtype and the fixed sizes of a node.
+
+    Raises:
+        DifferentError: it does not.
+    """
     shape = node.shape
     if shape is None or node.dtype != value.dtype:
         raise DifferentError(f"{node.name} gives another kind of tensor")
@@ -249,12 +273,12 @@ def _check_kind(node: Node, value: Tensor) -> None:
 
 
 def _are_nearly_equal(one: Any, other: Any) -> bool:
-    """Return whether two outputs are equal but for the rounding of a few additions, which may
-    be in another order.
+    """Return whether two outputs are equal, or differ only as if numbers were added in another
+    order.
     """
     are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
     if not are_tensors:
-        # Of numbers that are NaN, too
+        # In contrast to ==, this holds for two numbers that are NaN
         return repr(one) == repr(other)
     if one.dtype != other.dtype:
         return False
@@ -266,7 +290,9 @@ def _are_nearly_equal(one: Any, other: Any) -> bool:
 
 @contextmanager
 def _without_fast_paths() -> Iterator[None]:
-    """Compute attention as it is traced, and not in one kernel of its own."""
+    """Disable torch's fused kernel for attention, which traces do not contain, inside the
+    `with` block.
+    """
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -276,10 +302,11 @@ def _without_fast_paths() -> Iterator[None]:
 
 
 class _SmallCalls:
-    """Makes calls like a batch of other sizes, of tensors that nobody else has.
+    """Makes arguments of a call from a batch, with other batch sizes and lengths. The tensors
+    are copies, as the module may change them in place.
 
     Attributes:
-        are_open: whether the number of samples is open.
+        are_open: whether the batch size is not fixed.
 
     Raises:
         DifferentError: the batch has other arguments than the graph.
@@ -304,11 +331,11 @@ class _SmallCalls:
         self.are_open = bool(self._open)
 
     def of(self, samples: int) -> _Call:
-        """Return a call of so many samples, with the lengths of the batch."""
+        """Return a call with this number of samples and the lengths of the batch."""
         return self._call(self._sized(samples))
 
     def of_other_lengths(self, samples: int) -> _Call:
-        """Return a call of so many samples and of other lengths than the batch."""
+        """Return a call with this number of samples and other lengths than the batch."""
         leaves = self._sized(samples)
         for length in self._lengths:
             for index, axis in length.axes:
@@ -317,7 +344,9 @@ class _SmallCalls:
         return self._call(leaves)
 
     def _sized(self, samples: int) -> list[Any]:
-        """Return copies of the leaves, of so many samples where the batch is open."""
+        """Return copies of the arguments, with this number of samples where the batch size is
+        not fixed.
+        """
         leaves = list(self._leaves)
         for index, leaf in enumerate(leaves):
             if index in self._open:
@@ -332,14 +361,16 @@ class _SmallCalls:
 
 
 def _of_samples(tensor: Tensor, samples: int) -> Tensor:
-    """Return a copy of so many samples, some of them repeated if there are fewer."""
+    """Return a copy of the first samples. If there are fewer, they are repeated."""
     copies = math.ceil(samples / len(tensor))
     repeated = torch.cat([tensor[:samples]] * copies)
     return repeated[:samples].clone()
 
 
 def _path_key(entry: Any) -> Any:
-    """Return the index, key or name of an entry of a path, as traces have it."""
+    """Return the index, key or name in an entry of a pytree path, as `Graph.input_paths` has
+    it.
+    """
     for attribute in ("idx", "key", "name"):
         key = getattr(entry, attribute, None)
         if key is not None:
@@ -348,7 +379,9 @@ def _path_key(entry: Any) -> Any:
 
 
 def _of_other_length(tensor: Tensor, axis: int, least: int) -> Tensor:
-    """Return the tensor shorter by one, or longer where it is as short as it can be."""
+    """Return the tensor shorter by one along an axis, or longer by one if it has the least
+    length.
+    """
     size = tensor.shape[axis]
     if size > least:
         shorter = tensor.narrow(axis, 0, size - 1)

@@ -1,6 +1,4 @@
-"""What a calibration was made of, against what is there now: another model or another config is
-refused.
-"""
+"""Check that a model and a config are those of a calibration."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -17,7 +15,11 @@ from quantizer.results.folder import QuantInfo, stored_joins
 
 
 def check_model(info: QuantInfo, original: Graph) -> None:
-    """Refuse a model that is not the calibrated one.
+    """Check that a model is the calibrated one.
+
+    Args:
+        info: the calibration.
+        original: the graph of the model.
 
     Raises:
         ResultError: naming the first layer or tensor that differs.
@@ -34,9 +36,10 @@ def check_model(info: QuantInfo, original: Graph) -> None:
         info.header["weights"], fingerprint.weight_digests(original)
     )
     if path is not None:
-        owner = next(
-            (node.name for node in original.nodes if path in node.params.values()), path
-        )
+        owner = path
+        for node in reversed(original.nodes):
+            if path in node.params.values():
+                owner = node.name
         raise ResultError(
             f"the weights are not those that were calibrated: {path} of layer {owner} differs",
             help="calibrate again, or pass the same --weights",
@@ -44,16 +47,21 @@ def check_model(info: QuantInfo, original: Graph) -> None:
 
 
 def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
-    """Return the plan with its joins decided as in the calibration; refuse one of another
-    config.
+    """Return a plan with its joins quantized as in the calibration.
+
+    Args:
+        info: the calibration.
+        config: of this run.
+        plan: made from this config.
 
     Raises:
-        ResultError: naming the first setting or layer that differs.
+        ResultError: the config is not the calibrated one. The first setting or layer that
+            differs is named.
     """
     plan = with_decisions(plan, stored_joins(info.header))
-    for what in _differences(info, config, plan.tensors):
+    for difference in _differences(info, config, plan.tensors):
         raise ResultError(
-            f"the config is not the calibrated one: {what}",
+            f"the config is not the calibrated one: {difference}",
             help="calibrate with this config first, or leave out --config_file",
         )
     return plan
@@ -62,7 +70,7 @@ def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
 def _differences(
     info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]
 ) -> Iterator[str]:
-    """Yield the settings and tensors that differ from those of the calibration."""
+    """Yield sentences about settings and tensors that differ from those of the calibration."""
     names = [field.name for field in fields(Settings) if field.name != "places"]
     for name in names:
         present = getattr(config.settings, name)
@@ -72,7 +80,9 @@ def _differences(
     algorithms = [written(algorithm.settings) for algorithm in config.algorithms]
     if algorithms != info.header["algorithms"]:
         yield "its algorithms differ"
-    known = info.solution.tensors
-    for key in [*planned, *known]:
-        if key not in planned or key not in known or planned[key].spec != known[key].spec:
-            yield f"{key[1]} of layer {key[0]} differs"
+    calibrated = info.solution.tensors
+    for key in [*planned, *calibrated]:
+        is_in_both = key in planned and key in calibrated
+        if not is_in_both or planned[key].spec != calibrated[key].spec:
+            layer, role = key
+            yield f"{role} of layer {layer} differs"

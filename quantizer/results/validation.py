@@ -1,5 +1,5 @@
-"""Check the content of a result folder's files: against their schemas, and whether calibration
-can have written it. The files are data that anyone may have written.
+"""Check the content of a result folder's files: against their schemas, and by rules that
+schemas cannot express. Anybody may have written these files.
 """
 
 import math
@@ -25,11 +25,12 @@ _SIMPLE_SCHEMAS: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "integer"}, {int}),
     ({"type": "string"}, {str}),
 ]
-"""Schemas of numbers and texts, with the Python types of the values that they accept."""
+"""Schemas of single numbers and texts, with the Python types of the values that fit them."""
 
 
 def check_content(content: Any, path: Path) -> None:
-    """Refuse content of quant_info.json that does not fit its schema, or disagrees with itself.
+    """Check that the content of quant_info.json fits its schema, and that calibration can have
+    written its values together.
 
     Raises:
         ResultError: naming the file, the place in it and the reason.
@@ -53,11 +54,16 @@ def check_content(content: Any, path: Path) -> None:
 
 
 def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
+    """Check that settings have the names and types of the fields of `Settings`.
+
+    Raises:
+        ResultError: naming the first that does not.
+    """
     hints = get_type_hints(Settings)
     del hints["places"]
-    strange = sorted(settings.keys() ^ hints.keys())
-    if strange:
-        why = f"it lacks or has {first_names(strange)}"
+    unexpected = sorted(settings.keys() ^ hints.keys())
+    if unexpected:
+        why = f"it lacks or has {first_names(unexpected)}"
         raise damaged(path, "header/settings", why)
     for name, value in settings.items():
         if not fits(value, hints[name]):
@@ -86,6 +92,17 @@ def _check_schema(
     schema: str,
     definition: str | None = None,
 ) -> None:
+    """Check content against a schema.
+
+    Args:
+        content: of the file.
+        path: the file, for errors.
+        schema: the file of the schema.
+        definition: the part of the schema to use, or None for all of it.
+
+    Raises:
+        ResultError: naming the first place that does not fit.
+    """
     for error in _validator(schema, definition).iter_errors(content):
         place = "/".join(map(str, error.absolute_path))
         raise damaged(path, place, error.message)
@@ -93,11 +110,15 @@ def _check_schema(
 
 @cache
 def _validator(schema: str, definition: str | None) -> Any:
-    # This import takes a fifteenth of the time that torch takes.
+    """Return a validator for a schema, or for a definition in it.
+
+    It is stricter than the standard for integers, and faster for lists of numbers or texts.
+    """
+    # Imported here, as it is slow
     from jsonschema import Draft7Validator, validators
 
     def is_integer(_: Any, value: object) -> bool:
-        # To JSON Schema 8.0 is an integer, to torch it is not.
+        # For JSON Schema, 8.0 is an integer. torch refuses it as a size
         return isinstance(value, int) and not isinstance(value, bool)
 
     check_items = Draft7Validator.VALIDATORS["items"]
@@ -108,7 +129,7 @@ def _validator(schema: str, definition: str | None) -> Any:
         values: Any,
         parent_schema: Any,
     ) -> Iterator[Any]:
-        # A list of numbers or texts need not be checked value by value.
+        # The library checks each value, which takes long for the scales of a network
         if not isinstance(values, list) or not _fits_plainly(item_schema, values):
             yield from check_items(validator, item_schema, values, parent_schema)
 
@@ -125,7 +146,7 @@ def _validator(schema: str, definition: str | None) -> Any:
 
 
 def _fits_plainly(item_schema: Any, values: list[Any]) -> bool:
-    """Return whether an item schema has only a type, and all values have that."""
+    """Return whether an item schema is one of `_SIMPLE_SCHEMAS`, and all values fit it."""
     types = set(map(type, values))
     for schema, accepted in _SIMPLE_SCHEMAS:
         if schema == item_schema:
@@ -134,7 +155,7 @@ def _fits_plainly(item_schema: Any, values: list[Any]) -> bool:
 
 
 def _number_fault(entry: Mapping[str, Any]) -> str | None:
-    """Return why the numbers of a tensor's entry cannot come from calibration; None if they
+    """Return why calibration cannot have written the numbers of a tensor's entry, or None if it
     can.
     """
     for name in ("scale", "observed_min", "observed_max"):
@@ -154,13 +175,13 @@ def _number_fault(entry: Mapping[str, Any]) -> str | None:
 
 
 def spec_fault(fields: Mapping[str, Any], role: str) -> str | None:
-    """Return why these cannot be the fields of a spec for a tensor in a role; None if they
+    """Return why these cannot be the fields of a spec for a tensor in a role, or None if they
     can.
     """
     hints = get_type_hints(QuantizationSpec)
-    strange = sorted(fields.keys() ^ hints.keys())
-    if strange:
-        return f"its spec lacks or has {first_names(strange)}"
+    unexpected = sorted(fields.keys() ^ hints.keys())
+    if unexpected:
+        return f"its spec lacks or has {first_names(unexpected)}"
     for name, value in fields.items():
         if not fits(value, hints[name]):
             return f"{value!r} is no {name}"
@@ -183,14 +204,14 @@ def _granularity_fault(spec: QuantizationSpec, role: str) -> str | None:
     """Return what is wrong with the groups and channels of a spec."""
     with_groups = ["per_group"]
     if is_parameter(role):
-        # Each expert of a layer has a scale.
+        # A layer of experts has one scale per expert, which is a group
         with_groups.append("per_tensor")
         if spec.ch_axis:
-            # Groups of transposed convolutions have channels.
+            # A transposed convolution with groups has its channels group by group
             with_groups.append("per_channel")
     size = spec.group_size
     if size == -1 and spec.qscheme == "per_group":
-        # One group for the whole channel.
+        # -1 stands for one group per channel
         size = None
     if size is not None and (size < 1 or spec.qscheme not in with_groups):
         return f"{spec.qscheme} has no groups of {size}"
@@ -200,8 +221,10 @@ def _granularity_fault(spec: QuantizationSpec, role: str) -> str | None:
 
 
 def _rule_fault(spec: QuantizationSpec, role: str) -> str | None:
-    """Return the rule that a spec breaks in both forms of the config: one form may allow what
-    the other forbids.
+    """Return the rule that a spec breaks in both forms of the config, or None if there is none.
+
+    One form may allow what the other forbids, and quant_info.json does not say which one the
+    user's config has.
     """
     base = base_role(role)
     if base not in ROLES:

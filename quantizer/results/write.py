@@ -1,4 +1,6 @@
-"""Write a result folder: statistics, codes, the network's code, and last checksums.json."""
+"""Write a result folder: statistics, codes, the code of the network, and checksums.json at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ from quantizer.storage.tensor_shards import tensor_files_and_index, write_shards
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
-    """Refuse to write over the results of another model, or over code of the user's.
+    """Check that no results of another model and no code of the user's would be replaced.
 
     Raises:
         ResultError: the folder holds results of another model and `overwrite` is not set, or it
@@ -76,7 +78,7 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
     try:
         owner = read_json(folder / INFO_FILE)["header"]["model"]
     except (ResultError, KeyError, TypeError):
-        # Nobody could use such results.
+        # Such results are damaged, so nobody needs them
         return
     if owner != model:
         raise ResultError(
@@ -95,7 +97,8 @@ def write_results(
     run: Mapping[str, Any],
     origins: Mapping[str, Iterable[bytes] | bytes] | None = None,
 ) -> None:
-    """Write the result folder of a calibration. What is there stays until all is written.
+    """Write the result folder of a calibration. The old results stay until all files are
+    written.
 
     Args:
         folder: the result folder.
@@ -103,9 +106,11 @@ def write_results(
         calibration: the plan and the observers.
         solution: how each tensor is quantized.
         config: the config of the calibration.
-        run: further entries of the header, the same in equal runs: those of
-            `CalibrationRequest.header`, or at least of `fingerprint.model_digests`.
-        origins: the content of the files of ORIGINS; by default that of plan and config.
+        run: further entries of the header of quant_info.json: those of
+            `CalibrationRequest.header`, or at least those of `fingerprint.model_digests`. Equal
+            runs must have equal entries.
+        origins: the content of `ORIGIN_FILES`, by name. By default it is made from plan and
+            config.
 
     Raises:
         ResultError: the folder cannot be written.
@@ -125,18 +130,18 @@ def write_results(
         joins[name] = joins_entry(decision, _left_entries(calibration, modules, decision))
     settings = asdict(config.settings)
     del settings["places"]
-    with replace_results(folder) as new:
+    with replace_results(folder) as new_folder:
         for name, content in origins.items():
-            write_bytes(new / name, content)
+            write_bytes(new_folder / name, content)
         statistics = calibration.state_dict()
-        files = {STATISTICS_FILE: write_tensors(new / STATISTICS_FILE, statistics)}
+        files = {STATISTICS_FILE: write_tensors(new_folder / STATISTICS_FILE, statistics)}
         for name, tensors in tensors_of(network, solution).items():
-            files |= write_shards(new / name, tensors)
-        files |= write_graph(new, original)
+            files |= write_shards(new_folder / name, tensors)
+        files |= write_graph(new_folder, original)
         code = f"{graph.model}.py"
-        files[code] = write_bytes(new / code, emit(graph).encode())
+        files[code] = write_bytes(new_folder / code, emit(graph).encode())
         if solution.algorithms:
-            path = new / ALGORITHMS_FILE
+            path = new_folder / ALGORITHMS_FILE
             files[ALGORITHMS_FILE] = write_json(path, solution.algorithms)
         header = {
             "format": RESULT_FORMAT,
@@ -154,30 +159,36 @@ def write_results(
             **header_of(network, solution),
             **run,
         }
-        write_info(new, header, _tensor_entries(calibration, modules, solution))
+        write_info(new_folder, header, _tensor_entries(calibration, modules, solution))
 
 
 def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
-    """Write quant_info.json and checksums.json, which complete a calibration."""
+    """Write quant_info.json and checksums.json, the last files of a calibration.
+
+    Args:
+        folder: the folder with all other files.
+        header: the facts of the calibration.
+        entries: of each quantized tensor, by layer and role.
+    """
     content = {"header": header, "tensors": entries}
-    sealed = {**content, "checksum": json_digest(content), "complete": True}
+    with_checksum = {**content, "checksum": json_digest(content), "complete": True}
     files = dict(header["files"])
     for name in ORIGIN_FILES:
         files[name] = sha256(folder / name)
-    files[INFO_FILE] = write_json(folder / INFO_FILE, sealed)
+    files[INFO_FILE] = write_json(folder / INFO_FILE, with_checksum)
     write_json(folder / CHECKSUMS_FILE, {"files": files})
 
 
 def write_copy(folder: Path, opened: OpenedResults) -> None:
-    """Write the files of an opened calibration to another folder, in place of what was there.
+    """Write the files of an open calibration to another folder. They replace the results there.
 
     Raises:
         ResultError: they cannot be written.
     """
-    with replace_results(folder) as new:
+    with replace_results(folder) as new_folder:
         for name in opened.files.names:
             if name not in (*FINDINGS_FILES, RUN_FILE):
-                write_bytes(new / name, opened.files[name].parts())
+                write_bytes(new_folder / name, opened.files[name].parts())
 
 
 @contextmanager
@@ -207,12 +218,12 @@ def replace_results(folder: Path) -> Iterator[Path]:
 
 
 def config_file(config: Config) -> dict[str, str]:
-    """Return the entry of plan.json on the user's config file."""
+    """Return the entry of plan.json with the user's config file."""
     return {"name": Path(config.source).name, "text": config.text}
 
 
 def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return plan.json: the plan, the weights' size before and after, and the config file."""
+    """Return the content of plan.json: the plan, the sizes of the weights, and the config file."""
     before, after = weight_bytes(plan)
     content = plan.to_json()
     content["paths"] = path_names(plan.graph)
@@ -223,8 +234,9 @@ def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
 
 
 def _generated_code(folder: Path) -> list[str]:
-    """Return the name of the code that a calibration of any model generated here, if there is
-    any.
+    """Return a list of the generated code in a result folder. It is empty if there is none.
+
+    The code is called by the name of the model, which may be another one than now.
     """
     try:
         name = f"{read_json(folder / INFO_FILE)['header']['model']}.py"
@@ -277,7 +289,7 @@ def _entry(
     low = torch.as_tensor(observer.low)
     high = torch.as_tensor(observer.high)
     if spec.qscheme == "per_group":
-        # All the values of all groups would be too many for this file.
+        # There are too many groups to list their scales and ranges in a JSON file
         entry["scales_in"] = GROUP_SCALES
         entry["scale_shape"] = list(tensor.scale.shape)
         low = low.min()
@@ -297,7 +309,7 @@ def _entry(
 
 
 def scale_positions(scale: Tensor) -> Any:
-    """Return how many bits of a power-of-two scale are behind the binary point, as numbers.
+    """Return the positions of power-of-two scales: the number of bits after the binary point.
 
     >>> positions(torch.tensor([0.25, 2.0]))
     [2, -1]
@@ -311,7 +323,9 @@ def _left_entries(
     modules: Mapping[str, str],
     decision: JoinDecision,
 ) -> dict[str, dict[str, Any]]:
-    """Return the tensors that a join leaves unquantized, as they would be quantized."""
+    """Return entries of the tensors that a join leaves unquantized. They say how the tensors
+    would be quantized: `retune` may decide otherwise for the join.
+    """
     left: dict[str, dict[str, Any]] = {}
     for key in decision.left:
         layer, role = key
@@ -325,11 +339,11 @@ def joins_entry(
     decision: JoinDecision,
     left: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the header's entry on a join.
+    """Return the entry of a join in the header of quant_info.json.
 
     Args:
-        decision: how it is quantized.
-        left: the entries of the tensors that it leaves unquantized.
+        decision: how the join is quantized.
+        left: the entries of the tensors that the join leaves unquantized.
     """
     join = asdict(decision.join)
     del join["name"], join["parts"]

@@ -131,7 +131,7 @@ def everything(opened: QuantInfo) -> list[Any]:
         opened.plan,
         values,
         statistics,
-        opened.about(REPORT_FILE)["metrics"],
+        opened.read_findings(REPORT_FILE)["metrics"],
     ]
 
 
@@ -397,7 +397,7 @@ def test_a_report_of_another_calibration_is_none(
 ) -> None:
     """As a run that is not ours would leave it there."""
     shutil.copy(calibrations / "new" / "report.json", folder / "report.json")
-    assert read_info(folder).about(REPORT_FILE) == {}
+    assert read_info(folder).read_findings(REPORT_FILE) == {}
     assert run_command(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"] == {}
 

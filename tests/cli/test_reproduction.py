@@ -253,7 +253,7 @@ def test_a_damaged_run_json_is_no_error(place: Path, commands: Any) -> None:
     assert run_command(["report", "out"]) == 0
     assert json.loads((place / "out" / "report.json").read_text())["commands"] == []
     if isinstance(commands, dict):
-        sealed = open_results(place / "out").sealed(commands)
+        sealed = open_results(place / "out").with_checksum(commands)
         run.write_text(json.dumps(facts | {"commands": sealed}))
         assert run_command(["report", "out"]) == 0
         expected = ["quantizer"] if commands == {"calib": ["quantizer"]} else []
@@ -274,7 +274,7 @@ def test_a_word_of_run_json_cannot_be_a_command(place: Path) -> None:
     assert json.loads((place / "out" / "report.json").read_text())["commands"] == [], (
         "no checksum of its own"
     )
-    facts["commands"] = open_results(place / "out").sealed(
+    facts["commands"] = open_results(place / "out").with_checksum(
         {"calib": facts["commands"]["calib"]}
     )
     run.write_text(json.dumps(facts))

@@ -40,4 +40,4 @@ def test_another_solution_leaves_the_weights_where_they_are() -> None:
     solution = Solution({})
     other = calibrated.with_solution(solution)
     assert other.solution is solution
-    assert other.passed is calibrated.passed
+    assert other.graph_after_passes is calibrated.graph_after_passes
