@@ -24,12 +24,12 @@ from quantizer.nn.inplace import check_float
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
-    example_batch,
     reopen_calibration,
     reuse_or_trace,
     stored_config,
     trace_module,
 )
+from quantizer.results.calibrated_inputs import example_batch
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.folder import QuantInfo, read_info
 from quantizer.results.result_set import locked

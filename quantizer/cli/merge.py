@@ -16,7 +16,8 @@ from quantizer.cli.session import Outcome
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.report.files import REPORT_INPUTS, write_report
-from quantizer.results.calibrated import example_batch, reuse_or_trace, stored_config
+from quantizer.results.calibrated import reuse_or_trace, stored_config
+from quantizer.results.calibrated_inputs import example_batch
 from quantizer.results.folder import ORIGIN_FILES, QuantInfo, open_written, read_info
 from quantizer.results.merge import merged_data, require_mergeable, statistics_of
 from quantizer.results.result_set import locked

@@ -44,7 +44,8 @@ from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
 from quantizer.report.files import make_report, write_report
 from quantizer.report.view import TableView
-from quantizer.results.calibrated import Calibrated, reopen_calibration, window_length
+from quantizer.results.calibrated import Calibrated, reopen_calibration
+from quantizer.results.calibrated_inputs import window_length
 from quantizer.results.folder import QuantInfo, read_info
 from quantizer.results.same_calibration import check_plan
 from quantizer.sources.batches import Batch

@@ -27,7 +27,8 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.output_names import unused_names
 from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
-from quantizer.results.calibrated import Calibrated, call_with_shapes
+from quantizer.results.calibrated import Calibrated
+from quantizer.results.calibrated_inputs import call_with_shapes
 from quantizer.sources.batches import Batch
 
 

@@ -3,14 +3,13 @@ The calibration is of this process, or of a result folder.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from quantizer.calibration import absorption
 from quantizer.calibration.faithful import compare_with_model
@@ -35,6 +34,7 @@ from quantizer.graph.output_parts import Output, parts_named_as
 from quantizer.graph.parameters import placed
 from quantizer.graph.passes import for_device, run_passes
 from quantizer.nn.network import Network
+from quantizer.results.calibrated_inputs import call_with_shapes, shapes_text, window_length
 from quantizer.results.folder import RESOLVED_CONFIG_FILE, OpenedResults, QuantInfo
 from quantizer.results.graph_file import read_graph
 from quantizer.results.reused_graph import reused_graph
@@ -45,11 +45,6 @@ from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.files import read_json
 
 _logger = logging.getLogger(__name__)
-
-_Shapes = Sequence[Sequence[int | None] | None]
-"""The shape of each input, with None for the batch size; None for an input that is no tensor.
-"""
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,9 @@ class Calibrated:
 
     @cached_property
     def graph(self) -> Graph:
-        """Return the graph of the quantized network, with the layers that algorithms inserted."""
+        """Return the graph of the quantized network, with the layers that algorithms
+        inserted.
+        """
         graph = inserted(self.graph_after_passes, self.solution.insertions)
         # One scale per position fixes the number of positions
         if _has_scales_of_positions(graph, self.solution):
@@ -280,76 +277,6 @@ def stored_config(opened: OpenedResults) -> Config:
     return check_document(document).require()
 
 
-def window_length(shapes: _Shapes) -> int | None:
-    """Return the number of tokens s if the only input has the shape [b, s], else None."""
-    if len(shapes) != 1 or shapes[0] is None or len(shapes[0]) != 2:
-        return None
-    length = shapes[0][1]
-    # An input [b, 1] is one number per sample, not a text
-    return None if length == 1 else length
-
-
-def example_batch(header: Mapping[str, Any]) -> Batch:
-    """Return a batch of two samples of zeros, with the shapes and dtypes that a model was
-    calibrated with.
-
-    Args:
-        header: of quant_info.json. Its `call` has the path of each input in the arguments: 0
-            and an index, or 1 and a name, then the keys of nested containers.
-
-    Raises:
-        ResultError: quant_info.json does not say how the model is called.
-    """
-    inputs = list(zip(header["inputs"], header.get("call", ()), strict=False))
-    if not inputs or any(shape is None for shape, _ in inputs):
-        help_ = "give data: a batch to trace the model on"
-        raise ResultError("the results do not say how the model is called", help=help_)
-    # Positional arguments are under 0, keyword arguments under 1
-    roots: dict[Any, Any] = {0: {}, 1: {}}
-    for shape, (path, dtype) in inputs:
-        parent = roots
-        for key in path[:-1]:
-            parent = parent.setdefault(key, {})
-        sizes = [2 if size is None else size for size in shape]
-        parent[path[-1]] = torch.zeros(sizes, dtype=getattr(torch, dtype))
-    args = _with_tuples(roots[0])
-    kwargs = dict(_with_tuples(roots[1]))
-    return Batch(args, kwargs, None, None)
-
-
-def _with_tuples(value: Any) -> Any:
-    """Return nested dicts, with a tuple in place of each dict whose keys are indices."""
-    if not isinstance(value, dict):
-        return value
-    items = {key: _with_tuples(item) for key, item in value.items()}
-    if all(isinstance(key, int) for key in items):
-        return tuple(items.values())
-    return items
-
-
-def call_with_shapes(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    shapes: _Shapes,
-) -> _Call | None:
-    """Return a call with zeros of other shapes in place of its tensors.
-
-    Return None if there are not as many shapes as inputs.
-    """
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    if len(leaves) != len(shapes):
-        return None
-    resized: list[Any] = []
-    for leaf, shape in zip(leaves, shapes, strict=True):
-        if isinstance(leaf, Tensor) and shape is not None:
-            sizes = [len(leaf) if size is None else size for size in shape]
-            resized.append(leaf.new_zeros(sizes))
-        else:
-            resized.append(leaf)
-    call: _Call = pytree.tree_unflatten(resized, structure)
-    return call
-
-
 def _check_input_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:
     """Check that a calibration can be used for inputs of other sizes.
 
@@ -364,8 +291,8 @@ def _check_input_sizes(calibrated: Graph, now: Graph, solution: Solution) -> Non
     """
     for why in _effects_of_sizes(calibrated, now, solution):
         stored_shapes = input_shapes(calibrated)
-        stored = _shapes_text(stored_shapes)
-        present = _shapes_text(input_shapes(now))
+        stored = shapes_text(stored_shapes)
+        present = shapes_text(input_shapes(now))
         remedy = f"give data of the shape {stored}"
         length = window_length(stored_shapes)
         if length:
@@ -434,17 +361,3 @@ def _float_structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
         parameters = tuple(node.params.items())
         structure[name] = (node.op, node.target, parameters, inputs)
     return structure
-
-
-def _shapes_text(shapes: _Shapes) -> str:
-    """Return the shapes of inputs with the batch size as b.
-
-    >>> _shapes_in_words([[None, 3, 8, 8], [None, 4]])
-    '[b, 3, 8, 8] and [b, 4]'
-    """
-    texts: list[str] = []
-    for shape in shapes:
-        if shape is not None:
-            sizes = ["b" if size is None else str(size) for size in shape]
-            texts.append(f"[{', '.join(sizes)}]")
-    return " and ".join(texts)

@@ -71,7 +71,9 @@ class Checkpoint:
         """
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write a snapshot. If the process is stopped meanwhile, the previous one stays valid."""
+        """Write a snapshot. If the process is stopped meanwhile, the previous one stays
+        valid.
+        """
         self._write_new(snapshot.tensors)
         stored: dict[int, _Stored] = {}
         places: dict[str, list[Any]] = {}
@@ -226,7 +228,9 @@ class Checkpoints(Events):
         return checkpoint.restore()
 
     def stored_key(self, name: str) -> Mapping[str, Any]:
-        """Return the key of a checkpoint, or an empty one if there is no readable checkpoint."""
+        """Return the key of a checkpoint, or an empty one if there is no readable
+        checkpoint.
+        """
         path = self.folder / f"checkpoint.{name}.json"
         info = read_json(path) if path.exists() else None
         key = info.get("key") if isinstance(info, dict) else None

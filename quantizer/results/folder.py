@@ -299,7 +299,9 @@ def _read_digests(index: OpenFile) -> dict[str, str]:
         ResultError: the file is damaged.
     """
     content = read_json(index)
-    digests = content.get("files") if isinstance(content, dict) else None
+    digests: dict[str, str] | None = None
+    if isinstance(content, dict):
+        digests = content.get("files")
     if not isinstance(digests, dict) or INFO_FILE not in digests:
         raise _calibrate_again(f"{index.path} is damaged: it is no list of files")
     for digest in digests.values():

@@ -113,19 +113,18 @@ def retune_activations(
 
 
 class Retuned:
-    """A result folder with new settings of ranges. Nothing is computed or written before that
-    is asked for.
+    """A result folder with new settings of ranges. Scales are computed when they are needed.
+
+    Args:
+        folder: the results.
+        tensors: the specs of the changed tensors, before and after.
+        value: the new config as JSON.
+        paths: the place of each changed field in the new config.
 
     Attributes:
         tensors: the specs of the changed tensors, before and after.
         text: the text of the new config.
         config: the new config.
-
-    Args:
-        folder: the results.
-        tensors: as the attribute.
-        value: the new config as JSON.
-        paths: the place of each changed field in the new config.
     """
 
     def __init__(
@@ -210,7 +209,9 @@ class Retuned:
         )
 
     def _planned(self) -> dict[Key, JsonObject]:
-        """Return the tensors of plan.json, with the new specs and with origins in the new text."""
+        """Return the tensors of plan.json, with the new specs and with origins in the new
+        text.
+        """
         entries: dict[Key, JsonObject] = {}
         for key, planned in self._folder.planned.items():
             origins: dict[str, str] = {}

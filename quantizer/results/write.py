@@ -125,11 +125,6 @@ def write_results(
             PLAN_FILE: json_parts(_plan_content(plan, config)),
             RESOLVED_CONFIG_FILE: json_parts(resolved_document(config)),
         }
-    joins: dict[str, Any] = {}
-    for name, decision in solution.joins.items():
-        joins[name] = joins_entry(decision, _left_entries(calibration, modules, decision))
-    settings = asdict(config.settings)
-    del settings["places"]
     with replace_results(folder) as new_folder:
         for name, content in origins.items():
             write_bytes(new_folder / name, content)
@@ -149,17 +144,24 @@ def write_results(
             "quantizer": quantizer.__version__,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "settings": settings,
+            "settings": _settings_entry(config),
             "batches": calibration.batches,
             "inputs": fingerprint.input_shapes(original),
             "call": fingerprint.input_call_paths(original),
             "config": fingerprint.plan_digest(plan),
             "files": files,
-            "joins": joins,
+            "joins": _joins_entries(calibration, modules, solution),
             **header_of(network, solution),
             **run,
         }
         write_info(new_folder, header, _tensor_entries(calibration, modules, solution))
+
+
+def _settings_entry(config: Config) -> dict[str, Any]:
+    """Return the entry of the header with the global settings of a config."""
+    settings = asdict(config.settings)
+    del settings["places"]
+    return settings
 
 
 def write_info(folder: Path, header: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
@@ -223,7 +225,9 @@ def config_file(config: Config) -> dict[str, str]:
 
 
 def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
-    """Return the content of plan.json: the plan, the sizes of the weights, and the config file."""
+    """Return the content of plan.json: the plan, the sizes of the weights, and the config
+    file.
+    """
     before, after = weight_bytes(plan)
     content = plan.to_json()
     content["paths"] = path_names(plan.graph)
@@ -316,6 +320,19 @@ def scale_positions(scale: Tensor) -> Any:
     """
     exponents = torch.log2(scale).round()
     return (-exponents).to(torch.int32).tolist()
+
+
+def _joins_entries(
+    calibration: Calibration,
+    modules: Mapping[str, str],
+    solution: Solution,
+) -> dict[str, Any]:
+    """Return the entries of all joins in the header, by the name of the join."""
+    entries: dict[str, Any] = {}
+    for name, decision in solution.joins.items():
+        left = _left_entries(calibration, modules, decision)
+        entries[name] = joins_entry(decision, left)
+    return entries
 
 
 def _left_entries(
