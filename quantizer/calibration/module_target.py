@@ -147,7 +147,7 @@ class ModuleTarget(Target):
                 node = plan.graph.by_name[name]
                 path = node.params[parameter_name(role)]
                 paths.add(path.removesuffix(".T"))
-        check_finite(self.model, besides=paths)
+        check_finite(self.model, skipped=paths)
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield how many layers each rule selects, and what stays float."""

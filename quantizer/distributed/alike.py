@@ -18,8 +18,8 @@ def require_alike(
 
     Args:
         ranks: the processes of the run.
-        facts: all that decides the result, by name. If a mapping differs, its first different
-            entry is named.
+        facts: everything that the result depends on, by name. If a mapping differs, its first
+            entry that differs is named.
         place: names the exchange in errors.
 
     Raises:
@@ -45,6 +45,7 @@ def _difference(
     first: Any,
     other: Any,
 ) -> str:
+    """Return what differs, as the end of a sentence."""
     if not isinstance(first, Mapping) or not isinstance(other, Mapping):
         return f"{name} is {other}, not {first}"
     keys = list(first)

@@ -24,8 +24,8 @@ from quantizer.errors import DataError, QuantizerError, RankError
 
 _T = TypeVar("_T")
 _MAX_SUMMED = 1 << 24
-"""Elements that are summed at once."""
-# An exchange waits as long as the other ranks show that they are running
+"""The most elements that are summed at once. Larger tensors are summed part by part."""
+# Lost ranks are found by their counters instead: a rank may compute for any time
 _COLLECTIVE_TIMEOUT = timedelta(days=30)
 _POLL_S = 0.0005
 _LOST_HELP = (
@@ -88,8 +88,11 @@ class ProcessGroup(Ranks):
             raise self._other_error
 
     def gather(self, value: _T, place: str) -> list[_T]:
+        """Return on each rank the values of all ranks; see `Ranks`."""
         content = pickled((place, value))
         size = len(content)
+        # all_gather needs tensors of one size: sizes are exchanged first, and contents are
+        # padded
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         self._run(dist.all_gather, sizes, torch.tensor([size]))
         longest = max(map(int, sizes))
@@ -119,6 +122,10 @@ class ProcessGroup(Ranks):
         return value
 
     def sum(self, tensor: Tensor, place: str, to: int | None = None) -> Tensor:
+        """Return the sum over ranks; see `Ranks`.
+
+        Gathering and adding here fixes the order of additions, which all_reduce does not.
+        """
         self.gather((), f"{place}, {tuple(tensor.shape)}")
         is_receiver = to in (None, self.rank)
         parts: list[Tensor] = []
@@ -141,7 +148,7 @@ class ProcessGroup(Ranks):
         return torch.cat(parts).view(tensor.shape)
 
     def fail(self, error: BaseException) -> None:
-        """Report the error that ends this rank to the others. Only the first report counts."""
+        """Report the error that ends this rank to the others. They ignore later reports."""
         self._own_error = error
         if error is self._other_error or isinstance(error, RankError | KeyboardInterrupt):
             return
@@ -152,20 +159,20 @@ class ProcessGroup(Ranks):
             "code": QuantizerError.exit_code,
         }
         if isinstance(error, QuantizerError):
-            # Other errors of rank 0 are the same on all ranks
+            # All ranks have other errors at the same time, and rank 0 prints its own
             if not self.is_first or isinstance(error, DataError):
                 error.message = f"rank {self.rank}: {error.message}"
             report["message"] = error.message
             report["help"] = error.help
             report["code"] = error.exit_code
-        # The store raises it if the other ranks have ended
+        # The store raises RuntimeError if the other ranks have ended
         with contextlib.suppress(RuntimeError):
             if self._store.add("errors", 1) == 1:
                 self._store.set("error", json.dumps(report))
 
     def leave(self) -> None:
-        """End the run on this rank. The others wait for rank 0, which has printed everything
-        then: torchrun ends all ranks when one has failed.
+        """End the run on this rank. The others wait until rank 0 ends: torchrun kills all ranks
+        when the first one fails, and rank 0 must be able to print its messages.
         """
         with contextlib.suppress(RuntimeError):
             if self.is_first:
@@ -212,7 +219,8 @@ class ProcessGroup(Ranks):
     def _watch(self) -> None:
         """Show that this rank is running, and watch the others, until it leaves."""
         while not self._is_over.wait(self._beat_s):
-            # The store raises it if its process has ended: then no counter changes
+            # The store raises RuntimeError if its process has ended. Then no counter changes,
+            # and its rank will count as lost
             with contextlib.suppress(RuntimeError):
                 self._exchange_counters()
                 if self._other_error is None and self._store.check(["error"]):
@@ -227,6 +235,7 @@ class ProcessGroup(Ranks):
                 )
 
     def _exchange_counters(self) -> None:
+        """Add 1 to the counter of this rank, and read those of the others."""
         self._store.add(f"beat{self.rank}", 1)
         now = time.monotonic()
         for rank, count in self._counters.items():
@@ -236,6 +245,7 @@ class ProcessGroup(Ranks):
                 self._changed_at[rank] = now
 
     def _lost_rank(self) -> int | None:
+        """Return a rank whose counter has not changed for `timeout` seconds, or None."""
         latest = time.monotonic() - self._timeout
         for rank, changed_at in self._changed_at.items():
             if changed_at < latest:
@@ -243,6 +253,11 @@ class ProcessGroup(Ranks):
         return None
 
     def _wait_for_others(self) -> None:
+        """Wait until all ranks have joined.
+
+        Raises:
+            RuntimeError: not all have joined within the timeout.
+        """
         deadline = time.monotonic() + self._timeout
         joined = self._store.add("joined", 1)
         while joined < self.world_size:

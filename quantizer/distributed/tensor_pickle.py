@@ -27,19 +27,21 @@ def unpickled(content: Tensor, device: str) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor on the CPU."""
     address = tensor.data_ptr()
     return ctypes.string_at(address, tensor.nbytes)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain tensors as their dtype, shape, bytes and whether they are on a GPU.
-    Subclasses of tensors pickle themselves.
+    """Pickles a tensor as its dtype, shape and bytes, and whether it is on a GPU. Tensors of
+    subclasses pickle themselves.
     """
 
     def persistent_id(
         self,
         value: Any,
     ) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
+        """Return what is pickled in place of a tensor, or None for other objects."""
         if type(value) not in (Tensor, nn.Parameter):
             return None
         tensor = value.detach().cpu().contiguous()
@@ -59,6 +61,7 @@ class _Unpickler(pickle.Unpickler):
         self._device = device
 
     def persistent_load(self, stored: Any) -> Tensor:
+        """Return the tensor of which `persistent_id` has returned `stored`."""
         dtype, shape, content, is_on_gpu = stored
         tensor = torch.empty(shape, dtype=dtype)
         if content:

@@ -1,4 +1,4 @@
-"""Collect what the report shows, report.json, from a result folder alone. Nothing is run."""
+"""Collect the content of report.json from the files of a result folder. No network is run."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ from quantizer.results.validation import checked_json
 from quantizer.storage.files import deferred_tensors
 
 _STABLE = 0.02
-"""A range is stable once later batches change its scale by no more than this share."""
-_BATCH_COUNTS = 24
-"""Numbers of batches for which a curve says what was known after them."""
-_MAX_CODE_BITS = 16
-"""A sample has fewer values than wider codes."""
+"""A scale is stable from the batch on after which it changes by no more than this share."""
+_MAX_CURVE_POINTS = 24
+"""The most points of a curve over batches."""
+_MAX_COUNTED_BITS = 16
+"""Up to this bit width, the report says which share of the codes is used. Wider formats have
+more codes than the sample has values.
+"""
 _MAX_STRIP_BARS = 240
-"""Channels, or runs of them, of which a strip shows the range."""
+"""The most bars of a strip of channels. With more channels, a bar is the range of several."""
 _COMMAND_ORDER = ("merge", "calib", "test")
-"""Commands that results come from, in the order in which they run."""
+"""The modes of commands that make results, in the order in which they run."""
 _HEADER = ("quantizer", "torch", "threads", "batches", "data", "seed", "config")
 _MEASURED = ("local_sqnr_db", "accumulated_sqnr_db", "cosine")
 _TensorStatistics = dict[Key, dict[str, Tensor]]
-"""What observers kept, by tensor and name."""
+"""The statistics of observers, by tensor and name."""
 
 
 def collect_report(
@@ -55,8 +57,8 @@ def collect_report(
 
     Args:
         opened: the calibration.
-        tested: what `tables.report` returns for a test of it, or nothing.
-        commands: what made the results; None for those that the folder names.
+        tested: what `tables.report_values` returns for a test of it, or an empty dict.
+        commands: the commands that made the results, by mode. By default those of run.json.
 
     Raises:
         ResultError: a file is missing or damaged.
@@ -85,7 +87,7 @@ def _collect_results(
     tested: JsonMapping,
     statistics: _TensorStatistics,
 ) -> JsonObject:
-    """Return the content, without that of algorithms.json and analysis.json."""
+    """Return the content that comes from the calibration and from a test of it."""
     header = opened.header
     plan = opened.plan
     config = plan.get("config") or {}
@@ -123,7 +125,12 @@ def _collect_results(
 
 
 def _config_line(origins: list[str], name: str) -> int | None:
-    """Return the last line of the config `name` that says something about a tensor."""
+    """Return the number of the last line of a config that decides a setting of a tensor.
+
+    Args:
+        origins: where the settings come from, such as "config.json:12:5".
+        name: of the config.
+    """
     lines = []
     for origin in origins:
         match = re.fullmatch(rf"{re.escape(name)}:(\d+):\d+", origin)
@@ -133,7 +140,7 @@ def _config_line(origins: list[str], name: str) -> int | None:
 
 
 def _sort_key_of_damage(row: JsonMapping) -> float:
-    """Return the SQNR that rows are sorted by. Those without one come last."""
+    """Return the SQNR by which rows are sorted. Rows without one come last."""
     sqnr_db: float | None = row["local_sqnr_db"]
     return math.inf if sqnr_db is None else sqnr_db
 
@@ -198,9 +205,9 @@ def _statistics_by_value(
     plan: JsonMapping,
     statistics: _TensorStatistics,
 ) -> _TensorStatistics:
-    """Return what was observed of each value under each spec.
+    """Return the statistics of activations, by the layer that computes the value and the spec.
 
-    One tensor keeps it for all that share the value and the spec.
+    Several tensors may read the same value with the same spec. Only one of them has statistics.
     """
     observed = {}
     for node in plan["layers"]:
@@ -213,7 +220,10 @@ def _statistics_by_value(
 
 
 def _observed_range(entry: JsonMapping) -> JsonObject:
-    """Return the least and the greatest value, and those of each channel."""
+    """Return the least and the greatest value of a tensor, and those of its channels.
+
+    A dead channel has only zeros.
+    """
     lows = _flatten(entry["observed_min"])
     highs = _flatten(entry["observed_max"])
     row: JsonObject = {"low": min(lows), "high": max(highs)}
@@ -249,11 +259,18 @@ def _distribution(
     spec: QuantizationSpec,
     entry: JsonMapping,
 ) -> JsonObject:
-    """Return what the histogram of an activation says about its scale."""
+    """Return what the histogram of an activation shows about its scale.
+
+    Args:
+        histogram: the histogram of the value.
+        own_statistics: the statistics of this tensor, perhaps with its range after each batch.
+        spec: of the tensor.
+        entry: of quant_info.json.
+    """
     tensors = {}
     for name, tensor in histogram.items():
         if name != "batches":
-            # Adding 0 reads a deferred tensor.
+            # Adding 0 loads a deferred tensor
             tensors[name] = tensor + 0
     distribution = TensorDistribution(Histogram.from_tensors(tensors), spec)
     scale = torch.tensor(entry["scale"])
@@ -266,7 +283,7 @@ def _distribution(
         "histogram": distribution.drawn(),
         "methods": distribution.methods(qparams),
     }
-    if spec.dtype == "int" and spec.bit_width <= _MAX_CODE_BITS:
+    if spec.dtype == "int" and spec.bit_width <= _MAX_COUNTED_BITS:
         row["codes_used"] = distribution.codes_used(qparams)
     if spec.statistic != POOLED and "batches" in own_statistics:
         row["batches"] = _stability_curve(own_statistics["batches"] + 0, distribution)
@@ -274,13 +291,17 @@ def _distribution(
 
 
 def _stability_curve(ranges: Tensor, distribution: TensorDistribution) -> JsonObject:
-    """Return what was known after so many batches: the limits, the SQNR of the scale, and after
-    how many batches the scale is stable.
+    """Return the limits and the SQNR that fewer batches would have given, and after how many
+    batches the scale is stable.
+
+    Args:
+        ranges: of each batch.
+        distribution: of all values.
     """
     total = len(ranges)
     counts = set()
-    for step in range(1, _BATCH_COUNTS + 1):
-        count = round(total * step / _BATCH_COUNTS)
+    for step in range(1, _MAX_CURVE_POINTS + 1):
+        count = round(total * step / _MAX_CURVE_POINTS)
         counts.add(max(1, count))
     curve: JsonObject = {
         "total": total,
@@ -304,7 +325,7 @@ def _stability_curve(ranges: Tensor, distribution: TensorDistribution) -> JsonOb
 
 
 def _flatten(value: Any) -> list[float]:
-    """Return one number, or several in nested lists, as one list."""
+    """Return a number, or the numbers of nested lists, as one list."""
     if not isinstance(value, list):
         return [value]
     numbers = []

@@ -1,4 +1,4 @@
-"""Compare two calibrations, or two plans, of one model tensor by tensor. Nothing is run."""
+"""Compare two calibrations, or two plans, of one model tensor by tensor. No network is run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantizer.sources.directions import BY_NAME, Directions
 
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _NEGLIGIBLE = 1e-3
-"""By so little, relative to the first, figures may differ from machine to machine."""
+"""The relative difference of figures that may come from another machine alone."""
 _Pair = tuple[float | None, float | None]
 
 
@@ -29,12 +29,12 @@ class Side:
     """One of the two calibrations or plans.
 
     Attributes:
-        model: its name.
-        tensors: by key, a spec as JSON with what else is known of the tensor.
+        model: the name of the model.
+        tensors: by key, the spec as JSON. Calibrations also have scales and SQNRs.
         figures: by name.
         paths: the module path of each layer.
         metrics: the names of the figures that `evaluate` returns.
-        directions: whether less or more of them is better, as far as that is declared.
+        directions: the declared directions of metrics.
     """
 
     model: str
@@ -47,10 +47,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """The tensors and the figures that differ, each with both values.
+    """The tensors and the figures that differ between two sides.
 
-    A value is None where one side has none. `worse` are the figures by which the second side
-    loses. Of `unknown` figures nothing says whether less is better.
+    Attributes:
+        rows: a row for each tensor that differs, with both values of what differs.
+        figures: both values of each figure that differs. A value is None if the side has none.
+        worse: the names of figures that are worse on the second side.
+        unknown: the names of figures of which it is not known whether less is better.
     """
 
     rows: list[JsonObject]
@@ -59,7 +62,7 @@ class Difference:
     unknown: list[str]
 
     def to_json(self) -> JsonObject:
-        """Return the difference for programs, with infinite figures as null."""
+        """Return the difference as JSON. Infinite figures are None."""
         figures = {}
         for name, values in self.figures.items():
             figures[name] = list(map(finite_or_none, values))
@@ -72,10 +75,10 @@ class Difference:
 
 
 def side_of_folder(place: Path) -> Side:
-    """Return what a result folder holds, with SQNRs if it was tested.
+    """Return the calibration in a result folder, with SQNRs if it was tested.
 
     Raises:
-        ResultError: it is incomplete, or was changed.
+        ResultError: the folder is incomplete, or was changed.
     """
     opened = read_info(place)
     plan = opened.plan
@@ -97,12 +100,14 @@ def side_of_folder(place: Path) -> Side:
         figures=figures,
         paths=plan["paths"],
         metrics=frozenset(tested.get("pairs", {})),
-        directions=Directions.of_declared(tested.get("lower_is_better", {})),
+        directions=Directions.from_json(tested.get("lower_is_better", {})),
     )
 
 
 def _figures(tested: JsonMapping) -> dict[str, float | None]:
-    """Return the figures of a test, and those of each output or part if there are several."""
+    """Return the figures of a test. If there are several outputs or parts, their figures are
+    included.
+    """
     figures: dict[str, float | None] = dict(tested.get("metrics", {}))
     outputs = tested.get("outputs", [])
     if "sqnr_db" in figures and figures["sqnr_db"] is None:
@@ -113,7 +118,7 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
                 sqnrs.append(sqnr_db)
         figures["sqnr_db"] = min(sqnrs, default=None)
     if len(outputs) < 2:
-        # It equals the SQNR of the only part.
+        # It equals the SQNR of the only output
         figures.pop(POOLED_FIGURE, None)
         return figures
     if POOLED_FIGURE in figures and figures[POOLED_FIGURE] is None:
@@ -125,7 +130,11 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
 
 
 def _output_figures(row: JsonMapping) -> Iterator[tuple[str, float | None]]:
-    """Yield the figures of one output or part. For floats, equal values are no quality."""
+    """Yield (name, value) of the figures of one output or part.
+
+    Quantized floats are seldom equal, so the share of equal values is a figure only of outputs
+    that are not floats.
+    """
     if row["kind"] == "float":
         yield "sqnr_db", _output_sqnr_db(row)
         yield "cosine", row["cosine"]
@@ -139,7 +148,7 @@ def _output_figures(row: JsonMapping) -> Iterator[tuple[str, float | None]]:
 def _output_sqnr_db(row: JsonMapping) -> float | None:
     """Return the SQNR of an output or part, or None if it has none.
 
-    Files have null for an infinite SQNR.
+    report.json has null in place of infinity. Then the share of equal values shows the sign.
     """
     sqnr_db: float | None = row["sqnr_db"]
     if sqnr_db is not None or row["kind"] != "float":
@@ -148,14 +157,19 @@ def _output_sqnr_db(row: JsonMapping) -> float | None:
 
 
 def side_of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
-    """Return what a config does to a model whose layers have these module paths."""
+    """Return a plan as a side of a comparison.
+
+    Args:
+        plan: of a config for the model.
+        paths: the module path of each layer.
+    """
     tensors = {key: {"spec": tensor.spec.to_json()} for key, tensor in plan.tensors.items()}
     _, quantized_bytes = weight_bytes(plan)
     return Side(plan.graph.model, tensors, {"weight_bytes": quantized_bytes}, paths)
 
 
 def compare_sides(first: Side, second: Side) -> Difference:
-    """Return what differs, in the order of the first side."""
+    """Return the tensors and figures that differ, in the order of the first side."""
     rows = []
     tensors = {**first.tensors, **second.tensors}
     for key in tensors:
@@ -171,10 +185,10 @@ def compare_sides(first: Side, second: Side) -> Difference:
         if before != after:
             figures[name] = (before, after)
     metrics = first.metrics | second.metrics
-    directions = second.directions.beside(first.directions)
+    directions = second.directions.with_fallback(first.directions)
     result = Difference(rows, figures, worse=[], unknown=[])
     for name, values in figures.items():
-        if _follows(name, metrics):
+        if _is_derived(name, metrics):
             continue
         is_lower_better = directions.of_figure(name, metrics)
         if is_lower_better is None:
@@ -184,8 +198,8 @@ def compare_sides(first: Side, second: Side) -> Difference:
     return result
 
 
-def _follows(name: str, metrics: frozenset[str]) -> bool:
-    """Return whether a figure follows from a metric, which is compared itself."""
+def _is_derived(name: str, metrics: frozenset[str]) -> bool:
+    """Return whether a figure is computed from a metric. The metric is compared itself."""
     for suffix in ("_float", DROP, RATIO):
         if name.endswith(suffix) and name.removesuffix(suffix) in metrics:
             return True
@@ -232,9 +246,8 @@ def _is_worse(
     *,
     is_lower_better: bool,
 ) -> bool:
-    """Return whether the second value of a figure is worse.
-
-    A missing value where there was one is worse, too.
+    """Return whether the second value of a figure is worse. A value that is missing now is
+    worse, too.
     """
     if before is None or before == -math.inf:
         return False
@@ -289,7 +302,9 @@ def _pair_text(pair: Iterable[float | None] | None) -> str:
 
 
 def _scale_ratios(pair: Iterable[Any] | None) -> str:
-    """Return by what factor a scale changed; of several scales the least and the largest."""
+    """Return the factor by which a scale changed. For several scales, return the least and the
+    largest factor.
+    """
     if pair is None:
         return ""
     before, after = [value if isinstance(value, list) else [value] for value in pair]

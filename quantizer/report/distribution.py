@@ -1,5 +1,5 @@
-"""Compute what a tensor's histogram and its scale say together: the share that is clipped, the
-codes that are used, the SQNR.
+"""Compute figures of a scale from the histogram of a tensor: the share of clipped values, the
+share of used codes, the SQNR.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quantizer.observers import RANGE_METHODS, Observer, code_range_of
 
 _DRAWN_BINS = 128
 _PERCENTAGES = (99.9, 99.99)
-"""Percentages of the ranges that the percentile method would give."""
+"""The percentages for which the report shows the limits of the percentile method."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class TensorDistribution:
     def _occupied(self) -> tuple[Tensor, Tensor]:
         """Return the centres of the bins that have values, and their counts.
 
-        No centre lies further out than any value.
+        Centres of the outermost bins are moved to the least and the greatest value, if these
+        are nearer to zero.
         """
         histogram = self.histogram
         bins = histogram.counts[0].nonzero().squeeze(1)
@@ -99,8 +100,8 @@ class TensorDistribution:
 
         begins = code_of(centres - half_bin)
         ends = code_of(centres + half_bin)
-        # How many bins begin at a code, less those that ended before it: the running sum says
-        # how many bins cover a code.
+        # At each code: how many bins begin there, minus how many ended just before. The running
+        # sum of this is the number of bins that cover the code.
         changes = torch.zeros(last_code - first_code + 2, dtype=torch.int64)
         ones = torch.ones_like(begins)
         changes.index_add_(0, begins, ones)
@@ -111,8 +112,8 @@ class TensorDistribution:
     def methods(self, qparams: QParams) -> dict[str, tuple[float, float]]:
         """Return the limits that each range method would give on all values at once, by name.
 
-        The method of the spec itself has those of `qparams`. Methods that have no range for
-        such a spec are left out.
+        The method of the spec itself has the limits of `qparams`. Methods that cannot be used
+        with such a spec are left out.
         """
         changes: dict[str, JsonObject] = {}
         for method in RANGE_METHODS:
@@ -138,7 +139,7 @@ class TensorDistribution:
         return limits
 
     def drawn(self) -> JsonObject:
-        """Return the counts in few equal bins between the least and the greatest value."""
+        """Return the counts in the bins of a drawing, from the least to the greatest value."""
         low = float(self.histogram.low)
         high = float(self.histogram.high)
         width = (high - low) or 1.0

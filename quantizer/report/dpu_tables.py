@@ -1,4 +1,6 @@
-"""Tables about the DPU: its integers against the simulation, and what it can run."""
+"""Make tables about the DPU: its integer arithmetic compared with the simulation, and the
+layers that it can run.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +14,8 @@ from quantizer.report.view import Listing, TableView
 
 
 def exact_table(comparison: ExactComparison, view: TableView) -> Listing:
-    """Return a row per tensor with codes, in execution order. Those with the most wrong codes
-    are shown first.
+    """Return a table with a row for each tensor with codes, in execution order. If there are
+    too many, those with the most differing codes are shown.
     """
     lines = []
     ranks = []
@@ -40,8 +42,8 @@ def support_table(
     verdicts: Mapping[str, Verdict],
     view: TableView,
 ) -> Listing:
-    """Return a row per layer: what runs it, and why not the DPU. The layers that the DPU cannot
-    run are shown first.
+    """Return a table with a row for each layer: the device that runs it, and why it is not the
+    DPU. If there are too many, the layers that the DPU cannot run are shown.
     """
     lines = []
     ranks = []
@@ -56,7 +58,12 @@ def support_table(
 
 
 def approximations(graph: Graph, reference: Graph) -> Iterator[str]:
-    """Yield a line per layer that the DPU computes in another way than the float network."""
+    """Yield a line for each layer that the DPU computes differently than the float network.
+
+    Args:
+        graph: after the passes for the DPU.
+        reference: the graph before.
+    """
     for node in graph.nodes:
         before = reference.by_name[node.name]
         if (node.target, node.attrs) != (before.target, before.attrs):

@@ -1,4 +1,4 @@
-"""The report in the result folder: report.json, its values, and report.html, which shows
+"""Write the report of a result folder: report.json with values, and report.html, which shows
 them.
 """
 
@@ -21,7 +21,7 @@ from quantizer.storage.files import write_json, write_text
 
 REPORT_PAGE = "report.html"
 REPORT_INPUTS = (PLAN_FILE, STATISTICS_FILE, ALGORITHMS_FILE)
-"""The files that a report is made of, beside quant_info.json."""
+"""The files that a report needs besides quant_info.json."""
 Commands = Mapping[str, list[str]]
 
 
@@ -30,19 +30,19 @@ def make_report(
     tested: JsonMapping,
     commands: Commands | None = None,
 ) -> tuple[JsonObject, str]:
-    """Return the values and the page of a calibration and of a test of it.
+    """Return the content of report.json and of report.html.
 
     Args:
         opened: the calibration.
-        tested: what `tables.report` returns for a test of it, or nothing.
-        commands: what made the results; None for those that the folder names.
+        tested: what `tables.report_values` returns for a test of it, or an empty dict.
+        commands: the commands that made the results, by mode. By default those of run.json.
 
     Raises:
         ResultError: a file is missing or damaged.
     """
     try:
         text = json.dumps(collect_report(opened, tested, commands), sort_keys=True)
-        # The same values as those who read the file get.
+        # The page must be the same when it is made from report.json later
         values: JsonObject = json.loads(text)
         return values, page(values)
     except DAMAGE_ERRORS as error:
@@ -63,12 +63,12 @@ def write_report(
     """Write report.json and report.html of a calibration, and return the values.
 
     Args:
-        opened: the calibration. A caller that writes into its folder holds the lock, and has
-            checked that the calibration is still there.
-        tested: as `report_of` takes it; by default what the report in the folder has of a test.
-        place: another folder to write to.
-        commands: those that made the results; by default as run.json had them when they were
-            opened.
+        opened: the calibration. To write into its folder, the caller must hold the lock and
+            have checked that the calibration was not replaced.
+        tested: the figures of a test, as for `make_report`. By default those of the report that
+            is already in the folder.
+        place: the folder to write to. By default that of the calibration.
+        commands: as for `make_report`.
 
     Raises:
         ResultError: a file is damaged, or cannot be written.

@@ -1,4 +1,4 @@
-"""The drawings of a report as files, and its figures for TensorBoard."""
+"""Write the drawings of a report to files, and its figures for TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quantizer.report.page.rows import layer_name, rows_in_order
 from quantizer.storage.atomic_write import remove_left_over
 from quantizer.storage.files import write_bytes
 
-_PIXELS = 2
-"""Of a PNG for one unit of a drawing."""
+_PNG_ZOOM = 2
+"""Pixels of a PNG per unit of a drawing."""
 
 
 def _svg(drawing: str) -> bytes:
@@ -28,16 +28,22 @@ def _png(drawing: str) -> bytes:
     except ImportError:
         advice = f"{pip_line('plots')}, or write SVG"
         raise UsageError("PNG needs resvg-py", help=advice) from None
-    return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PIXELS))
+    return bytes(resvg_py.svg_to_bytes(svg_string=drawing, zoom=_PNG_ZOOM))
 
 
 PLOT_WRITERS: Mapping[str, Callable[[str], bytes]] = {"svg": _svg, "png": _png}
-"""The types of files, and what makes their content."""
+"""The functions that convert an SVG drawing to the content of a file, by the suffix of the
+file.
+"""
 
 
 def write_plots(values: JsonMapping, folder: Path, kind: str = "svg") -> list[Path]:
-    """Write each drawing of report.json's values into a folder, as .svg or, with the extra
-    "plots", as .png.
+    """Write each drawing of a report to a file, and return the files.
+
+    Args:
+        values: the content of report.json.
+        folder: the folder to write to.
+        kind: "svg", or "png", which needs the extra "plots".
 
     Raises:
         UsageError: there is no such kind, or its package is missing.
@@ -60,8 +66,12 @@ def write_plots(values: JsonMapping, folder: Path, kind: str = "svg") -> list[Pa
 
 
 def write_events(values: JsonMapping, folder: Path) -> None:
-    """Write what TensorBoard shows: metrics, SQNR by depth, the histogram of each activation,
-    and the config.
+    """Write an event file of TensorBoard: metrics, SQNR by depth, the histogram of each
+    activation, and the config.
+
+    Args:
+        values: the content of report.json.
+        folder: the folder to write to.
 
     Raises:
         UsageError: the package tensorboard is missing.

@@ -1,5 +1,5 @@
-"""Tables and figures of an analysis: what each weight's width costs, and which was chosen.
-Nothing is run.
+"""Make tables and JSON of an analysis: the noise of each weight at each bit width, and the
+chosen widths.
 """
 
 from quantizer.config.json_types import JsonObject
@@ -16,8 +16,10 @@ def analysis_table(
     choice: WidthChoice | None,
     view: TableView,
 ) -> Listing:
-    """Return a row per weight: with a choice, its width; without one, what each width costs,
-    the most sensitive weight first.
+    """Return a table with a row for each weight.
+
+    With a choice, it has the chosen widths. Without one, it has the noise at each width, the
+    most sensitive weight first.
     """
     if choice is None:
         return _sensitivity_table(analysis, view)
@@ -25,7 +27,9 @@ def analysis_table(
 
 
 def _sensitivity_table(analysis: Analysis, view: TableView) -> Listing:
-    """Return how far the noise at each width lies below the output, in dB."""
+    """Return the SQNR at the output if only one weight is quantized, for each weight and
+    width.
+    """
     total = sum(row.noise[0] for row in analysis.rows)
     lines = []
     for row in sorted(analysis.rows, key=lambda row: (-row.noise[0], row.name)):
@@ -73,7 +77,9 @@ def _percent(part: float, whole: float) -> str:
 
 
 def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
-    """Return a line for each quantized weight that has no choice."""
+    """Return a line for each quantized weight whose width cannot be changed, with the
+    reason.
+    """
     lines = []
     for name, why in analysis.kept.items():
         lines.append(view.text(f"not analysed: {name}: {why}"))
@@ -84,7 +90,7 @@ def analysis_json(
     analysis: Analysis,
     choice: WidthChoice | None = None,
 ) -> JsonObject:
-    """Return an analysis for programs. Noise is relative to the output's energy."""
+    """Return an analysis as JSON. Noise is relative to the energy of the output."""
     layers = []
     widths = list(map(str, analysis.widths))
     for position, row in enumerate(analysis.rows):
@@ -125,7 +131,13 @@ def choice_json(
     choice: WidthChoice,
     measured: float,
 ) -> JsonObject:
-    """Return what a choice takes and gives; `measured` is the energy of its noise."""
+    """Return the size and the SQNR of a choice as JSON.
+
+    Args:
+        analysis: of the model.
+        choice: the index of the width of each weight.
+        measured: the energy of the noise that was measured with this choice.
+    """
     return {
         "mean_bits": analysis.mean_bits(choice),
         **_size_json(analysis, choice),
@@ -139,7 +151,9 @@ def choice_line(
     choice: WidthChoice,
     measured: float,
 ) -> str:
-    """Return a line on a choice; `measured` is the energy of its noise."""
+    """Return a line about a choice, with arguments as for `choice_json`. It begins with
+    `label`.
+    """
     megabytes = analysis.bytes(choice) / 1e6
     predicted_db = analysis.db(analysis.total(choice))
     return (
@@ -150,7 +164,9 @@ def choice_line(
 
 
 def ablation_json(ablation: Ablation) -> JsonObject:
-    """Return what each tensor does to the output, in the order of `ablation_table`."""
+    """Return the effect of each tensor on the output as JSON, in the order of
+    `ablation_table`.
+    """
     rows = []
     for effect in _by_gain(ablation):
         layer, role = effect.key
@@ -169,8 +185,8 @@ def ablation_json(ablation: Ablation) -> JsonObject:
 
 
 def ablation_table(ablation: Ablation, view: TableView) -> Listing:
-    """Return what each tensor does to the output. The tensor comes first without which the
-    output would gain most.
+    """Return a table of the effect of each tensor on the output. First is the tensor whose
+    quantization costs most SQNR.
     """
     lines = []
     ranks = []
@@ -190,7 +206,9 @@ def _by_gain(ablation: Ablation) -> list[Effect]:
 
 
 def ablation_line(ablation: Ablation) -> str:
-    """Return the SQNR of the output, and the gain below which gains mean nothing."""
+    """Return a line with the SQNR of the output and the noise floor, below which gains mean
+    nothing.
+    """
     floor_db = ablation.floor_db
     floor = "one batch does not tell what is noise"
     if floor_db is not None:

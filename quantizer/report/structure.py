@@ -1,4 +1,6 @@
-"""Show a graph's structure: its blocks, the layers that read one value, where factors fold."""
+"""Make tables of the structure of a graph: its blocks, the layers that read the same value, and
+where factors can be folded into.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,9 +14,10 @@ _TITLES = ("layers that read one value", "channels", "factors are folded into")
 
 
 def structure_tables(graph: Graph, structure: Structure) -> Iterator[Listing | str]:
-    """Yield the groups of each kind of block once, and those outside of blocks.
+    """Yield tables and lines about the groups of layers that read the same value.
 
-    Names are relative to a block.
+    Blocks with the same groups are shown once, with names relative to the block. Groups outside
+    of blocks follow.
     """
     paths_by_rows: dict[tuple[TableRow, ...], list[str]] = {}
     for number, block in enumerate(structure.blocks):

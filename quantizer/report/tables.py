@@ -1,4 +1,4 @@
-"""Make rows of plans, layers and damage, as tables for the terminal and as files."""
+"""Make the tables of plans, layers and their SQNR, for the terminal and for files."""
 
 import csv
 import io
@@ -19,14 +19,16 @@ from quantizer.report.view import Listing, TableRow, TableView
 _BAR_WIDTH = 20
 """Characters of a full bar."""
 _LOSSLESS_DB = 144.0
-"""Noise this far below a signal is less than float32 resolves with its 24 bits."""
+"""The SQNR of float32, whose significand has 24 bits. A tensor with a higher SQNR counts as not
+damaged.
+"""
 
 
 def layer_rows(
     comparison: NetworkComparison,
     specs: Mapping[Key, QuantizationSpec],
 ) -> list[JsonObject]:
-    """Return a row per quantized tensor, that with the lowest local SQNR first."""
+    """Return a row for each quantized tensor, sorted by local SQNR, the lowest first."""
     rows = []
     for noise in comparison.layers:
         spec = specs[noise.layer, noise.role]
@@ -50,7 +52,11 @@ def _layer_row(noise: LayerNoise, spec: QuantizationSpec) -> JsonObject:
 
 
 def figures_by_tensor(tested: JsonMapping) -> dict[Key, JsonObject]:
-    """Return the rows of a report by layer and role; `tested` may be empty."""
+    """Return the tensors of a test by layer and role.
+
+    Args:
+        tested: what `report_values` returns for a test, or an empty dict without a test.
+    """
     figures = {}
     for row in tested.get("layers", ()):
         figures[row["layer"], row["tensor"]] = row
@@ -62,19 +68,20 @@ def report_values(
     rows: Iterable[JsonMapping],
     stamp: str | None,
 ) -> JsonObject:
-    """Return the figures of a test for programs, with infinite ones as null.
+    """Return the figures of a test as report.json has them. JSON has no infinity: infinite
+    figures are None.
 
     Args:
-        scores: of the quantized network against the float one.
+        scores: of the quantized network compared with the float one.
         rows: what `layer_rows` returns.
-        stamp: marks results that say nothing about real data.
+        stamp: a text that reports must show, such as "random data", or None.
     """
     values: JsonObject = {"metrics": finite_row(scores.metrics)}
     if scores.pairs:
         values["pairs"] = {name: finite_row(pair) for name, pair in scores.pairs.items()}
-    declared = scores.directions.declared_of(scores.pairs)
-    if declared:
-        values["lower_is_better"] = declared
+    lower_is_better = scores.directions.to_json(scores.pairs)
+    if lower_is_better:
+        values["lower_is_better"] = lower_is_better
     values["outputs"] = output_rows(scores.comparison.outputs)
     values["warnings"] = [warning.to_json() for warning in scores.warnings]
     if scores.passes is not None:
@@ -86,12 +93,12 @@ def report_values(
 
 
 def finite_row(row: JsonMapping) -> JsonObject:
-    """Return figures by name, with None for numbers that are infinite or undefined."""
+    """Return figures by name, with None in place of infinite and undefined numbers."""
     return {name: finite_or_none(value) for name, value in row.items()}
 
 
 def output_rows(outputs: Iterable[OutputFigures]) -> list[JsonObject]:
-    """Return the figures of each output and part for programs, with infinite ones as null."""
+    """Return the figures of each output and part as report.json has them."""
     rows = []
     for output in outputs:
         for part in output.rows:
@@ -104,7 +111,9 @@ def output_rows(outputs: Iterable[OutputFigures]) -> list[JsonObject]:
 
 
 def named_outputs(outputs: Iterable[Output]) -> list[JsonObject]:
-    """Return the names of outputs and of their parts before a run, for programs."""
+    """Return the names of outputs and of their parts for `inspect --json`. Nothing has run
+    yet.
+    """
     rows = []
     for output in outputs:
         parts = []
@@ -117,7 +126,9 @@ def named_outputs(outputs: Iterable[Output]) -> list[JsonObject]:
 
 
 def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
-    """Yield a line on each output with the names that gates take (`sqnr_db[0.scores]>=30`)."""
+    """Yield a line for each output, with the names that can be used in gates, such as
+    `sqnr_db[0.scores]>=30`.
+    """
     for output in outputs:
         texts = []
         for part in output.parts:
@@ -134,7 +145,12 @@ def output_lines(outputs: Iterable[Output]) -> Iterator[str]:
 
 
 def output_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
-    """Return the figures of outputs and parts for people; `rows` are those of `output_rows`."""
+    """Return a table of the figures of outputs and parts.
+
+    Args:
+        rows: what `output_rows` returns.
+        view: what to show.
+    """
     lines = []
     for row in rows:
         name = row["name"]
@@ -165,7 +181,7 @@ def output_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
 
 
 def as_csv(rows: Sequence[JsonMapping]) -> str:
-    """Return layers.csv, with a header line."""
+    """Return rows as CSV, the content of layers.csv, with a header line."""
     file = io.StringIO()
     names = list(rows[0]) if rows else ["layer"]
     writer = csv.DictWriter(file, fieldnames=names, lineterminator="\n")
@@ -177,7 +193,7 @@ def as_csv(rows: Sequence[JsonMapping]) -> str:
 def describe_spec(spec: QuantizationSpec) -> str:
     """Return a spec in one line: number format, granularity, range method and rounding.
 
-    What is usual is left out.
+    Settings with their usual values are left out.
 
     >>> describe_spec(QuantizationSpec(qscheme="per_channel", ch_axis=0))
     'int8 per_channel maxmin half_even'
@@ -230,9 +246,14 @@ def finite_or_none(value: Any) -> Any:
 
 
 def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
-    """Return the quantized tensors, the most damaged first; `rows` are those of `layer_rows`.
+    """Return a table of quantized tensors, the most damaged first.
 
-    The bar is the tensor's own noise-to-signal ratio, relative to the worst one.
+    The length of a bar is the noise-to-signal ratio of the tensor alone, relative to the worst
+    one.
+
+    Args:
+        rows: what `layer_rows` returns.
+        view: what to show.
     """
     noise_ratios = [10 ** (-row["local_sqnr_db"] / 10) for row in rows]
     worst = max(noise_ratios, default=0.0)
@@ -290,7 +311,9 @@ def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
 
 
 def rule_table(plan: Plan) -> Listing:
-    """Return how many layers and tensors each block of the config is about."""
+    """Return how many layers each rule of the config matches, and how many tensors it
+    decides.
+    """
     rows = []
     for rule in plan.rules:
         row = (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
@@ -353,7 +376,7 @@ def layer_table(
 
 
 def why_float(reason: str) -> str:
-    """Return why a layer's output is not quantized, as a table says it.
+    """Return why the output of a layer is not quantized, as tables show it.
 
     >>> why_float("computed in float"), why_float("quantized at relu")
     ('float: computed in float', 'quantized at relu')
@@ -362,7 +385,7 @@ def why_float(reason: str) -> str:
 
 
 def shape_text(node: Node) -> str:
-    """Return the shape of an output as text: `bx3x8x8` for one of any batch size."""
+    """Return the shape of an output as text, with b for the batch size: `bx3x8x8`."""
     if node.shape is None:
         return ""
     sizes = ["b" if size is None else str(size) for size in node.shape]
@@ -370,5 +393,5 @@ def shape_text(node: Node) -> str:
 
 
 def number_text(value: float | None, form: str, missing: str = "") -> str:
-    """Return a number in a format, or `missing` if there is none."""
+    """Return a number formatted by `form`, or `missing` if it is None."""
     return missing if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""Lay out tables for a terminal: names of layers, rows to show, widths of columns."""
+"""Lay out tables for a terminal: choose rows and columns, name layers, and fit the width."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,18 +23,19 @@ _MIN_WRAPPED_WIDTH = 24
 
 @dataclass(frozen=True)
 class Listing:
-    """A table whose first column is a name to copy, so it may wrap but never loses letters.
+    """A table whose first column is a name that users copy. It may wrap, but is never
+    shortened.
 
-    It shows the first of `layouts` that fits. If none fits, the last layout is shown: first the
-    text of its last column wraps, then the names. If even that is too wide, each row is its
-    name and, indented below, its other columns.
+    The first of `layouts` that fits the terminal is shown. If none fits, the last one is shown,
+    and its last column wraps, then the names. If even that is too wide, each row becomes its
+    name, and indented below it the other columns.
 
     Args:
         titles: of all columns.
         rows: one text for each title.
         numbers: titles of columns that are aligned right and never wrap.
         layouts: titles to show together, the widest layout first; by default all titles.
-        note: a line below the table.
+        note: a line to show below the table.
     """
 
     titles: TableRow
@@ -131,13 +132,14 @@ class Listing:
 
 @dataclass(frozen=True)
 class TableView:
-    """What tables show of a network: by default all rows, under exact names.
+    """Which rows tables show of a network, and under which names. By default they show all rows
+    under exact names.
 
     Args:
-        names: exact name -> what the layer is called in tables.
-        top: the most rows to show; rows that say little are then left out, too. None shows all.
-        layers: exact names of the layers to show; None shows all.
-        remedy: how to see the rows that are left out.
+        names: the name to show for each exact name of a layer.
+        top: the most rows to show. Rows without a rank are then never shown. None shows all.
+        layers: the exact names of the layers to show. None shows all.
+        remedy: how to see the rows that are not shown.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -172,12 +174,12 @@ class TableView:
         Each row begins with the exact name of a layer.
 
         Args:
-            titles: as in `Listing`, and so are `rows`, `numbers` and `layouts`.
-            ranks: of each row. If there are too many rows, those with the lowest ranks are
-                shown, and none without a rank.
-            what: what a row is about.
+            titles: as in `Listing`, and so are `rows`, `numbers` and `layouts`. ranks: of each
+            row. Rows with the lowest ranks are shown first if there are too many. None marks
+            rows that say little.
+            what: the noun for a row.
             idle: what the rows without a rank have in common, as in "3 of them without loss".
-            also: where else the hidden rows are.
+            also: a text about where else the hidden rows are.
         """
         selected = []
         selected_ranks = []

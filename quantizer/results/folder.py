@@ -318,7 +318,7 @@ def _checked_info(files: OpenedFiles) -> dict[str, Any]:
             together with the other files.
     """
     file = files[INFO_FILE]
-    content: Any = read_json(file)
+    content: dict[str, Any] = read_json(file)
     is_complete = isinstance(content, dict) and content.get("complete") is True
     if not is_complete or "header" not in content:
         raise _calibrate_again(f"{file.path} is not complete: calibration did not finish")

@@ -26,12 +26,12 @@ class Arguments:
     """The arguments that `forward` takes.
 
     Args:
-        names: its positional parameters.
-        required: how many of them have no default.
-        tensors: how many of them, from the first on, may be tensors and are not labels.
-        most: how many arguments it takes by position.
-        takes_labels: whether it has a parameter for labels.
-        known: the names of all its parameters.
+        names: of its positional parameters.
+        required: the number of them without a default.
+        tensors: the number of leading ones that may get a tensor and are not labels.
+        most: the largest number of positional arguments.
+        takes_labels: whether it has an optional parameter for labels.
+        known: the names of all parameters.
     """
 
     names: tuple[str, ...] = ()
@@ -43,8 +43,8 @@ class Arguments:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return the keys of targets in dicts and files. An input that `forward` requires is
-        not one of them.
+        """Return the keys that mean a target in dicts and files. A name that `forward` requires
+        is an input instead.
         """
         required = self.names[: self.required]
         return tuple(name for name in TARGET_NAMES if name not in required)
@@ -57,10 +57,10 @@ class Arguments:
     def has_target(self, item: Sequence[Any]) -> bool:
         """Return whether the last element of a tuple is the target.
 
-        It is if the tuple has one element more than `forward` needs, or than it can take.
-        Models of transformers require none of several inputs. They take the last element as an
-        input unless it looks like a target: a value for each sample, or, if the model has
-        labels, a value for each token.
+        If `forward` requires arguments, the last element is the target if the tuple has one
+        element more than `forward` requires, or than it can take. Models of transformers
+        require none of their inputs. For them the last element is the target if it looks like
+        one: a value for each sample or, if the model takes labels, a value for each token.
 
         Raises:
             DataError: the tuple has too few or too many elements.
@@ -83,6 +83,7 @@ class Arguments:
         )
 
     def _is_target(self, item: Sequence[Any]) -> bool:
+        """Return whether the last element of a tuple looks like a target."""
         first = item[0]
         last = item[-1]
         is_pair = len(item) == 2
@@ -133,20 +134,20 @@ def _may_be_tensor(parameter: inspect.Parameter) -> bool:
 
 
 def is_one_per_sample(tensor: Tensor) -> bool:
-    """Return whether there is one value for each sample, as class labels are."""
+    """Return whether a tensor has one value per sample, as class labels have."""
     return tensor.dim() < 2 or tensor.shape[1:].numel() == 1
 
 
 @dataclass(frozen=True)
 class FilledArguments:
-    """The arguments of `forward` that a batch fills.
+    """Which arguments of `forward` the tensors of a batch are passed to.
 
     Args:
         arguments: their names.
         target: whether the batch also has a target.
-        passed_over: the argument that the target might have been, or "".
+        passed_over: the name of the argument that the target could have been passed to, or "".
         doubtful: whether the target does not look like one.
-        left_out: names of tensors for which `forward` has no argument.
+        left_out: the names of tensors for which `forward` has no argument.
     """
 
     arguments: tuple[str, ...]
@@ -162,7 +163,7 @@ class FilledArguments:
         return fields
 
     def __str__(self) -> str:
-        """Return a sentence, or "" if there is one input and nothing to choose."""
+        """Return a sentence for the log, or "" if the data has one input and nothing else."""
         unfilled = [name for name in (self.passed_over, *self.left_out) if name]
         is_plain = len(self.arguments) == 1 and not unfilled
         text = f"batches fill {', '.join(self.arguments)} of forward()"

@@ -1,6 +1,4 @@
-"""Turn items of the user's data into batches, the form in which a model is called, and compute
-a fingerprint of the data.
-"""
+"""Convert items of the user's data into batches, and compute a fingerprint of the data."""
 
 from __future__ import annotations
 
@@ -22,17 +20,23 @@ PLAIN_TENSORS_HELP = (
     "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
 )
 _SAMPLED = 1024
-"""Values of each tensor whose order the fingerprint checks."""
+"""How many values of each tensor the fingerprint includes by position."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """The arguments of one call of the model, `module(*args, **kwargs)`.
 
-    Tensors have the samples along dimension 0. `raw` is the item as the user's data gave it.
-    `target` is None if the data has no labels. `left_out` names tensors for which the model has
-    no argument. If `is_stable` is false, the loader may overwrite the tensors when the next
-    batch is read: keep `stable()` instead.
+    Tensors have the samples along dimension 0.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        target: the labels, or None if the data has none.
+        raw: the item as the user's data gave it. `evaluate` gets it.
+        left_out: the names of tensors for which the model has no argument.
+        is_stable: whether the tensors keep their values when the next batch is read. A loader
+            may reuse their memory. To keep a batch, call `stable()`.
     """
 
     args: tuple[Any, ...]
@@ -79,7 +83,7 @@ class Batch:
         return replace(moved, is_stable=self.is_stable or are_copies)
 
     def stable(self) -> Batch:
-        """Return a batch that no loader overwrites: this one, or copies with equal strides."""
+        """Return a batch whose tensors no loader overwrites: this one, or a copy."""
         if self.is_stable:
             return self
         return replace(self._map(_copy), is_stable=True)
@@ -116,10 +120,11 @@ class Batch:
 
 
 class Fingerprint:
-    """The count, shapes, dtypes and a digest of the batches passed to `update`, in their order.
+    """The number, shapes, dtypes and a digest of the batches passed to `update`, in their
+    order.
 
-    Two runs with different fingerprints saw different data. Equal fingerprints are no proof:
-    the digest reads each value once, and is not a cryptographic hash.
+    Runs with different fingerprints have used different data. Runs with equal fingerprints have
+    very probably used the same data: the digest is not a cryptographic hash.
     """
 
     def __init__(self) -> None:
@@ -157,10 +162,15 @@ def count_not_finite(
     tensor: Tensor,
     is_sound: Callable[[Tensor], Tensor] = torch.isfinite,
 ) -> int:
-    """Count the values that are not sound."""
+    """Count the values of a tensor that are not finite, or for which `is_sound` is false.
+
+    Args:
+        tensor: of any dtype.
+        is_sound: returns a boolean for each value. It must be true for finite values.
+    """
     if not tensor.is_floating_point():
         return 0
-    # A finite sum proves that all values are finite, and reads each of them once
+    # The usual case, in one pass without a copy: if the sum is finite, so are all values
     if torch.isfinite(tensor.float().sum()):
         return 0
     sound = is_sound(tensor.double())
@@ -169,7 +179,9 @@ def count_not_finite(
 
 @contextmanager
 def prefix_errors(place: str) -> Iterator[None]:
-    """Put `place` before the message of a `DataError` from within."""
+    """Add `place` before the message of a `DataError` that is raised inside the `with`
+    block.
+    """
     try:
         yield
     except DataError as error:
@@ -177,7 +189,9 @@ def prefix_errors(place: str) -> Iterator[None]:
 
 
 def prefix_batch_errors(number: int) -> AbstractContextManager[None]:
-    """Put the number of a batch, from 0, before the message of a `DataError` from within."""
+    """Add the number of a batch, from 0, before the message of a `DataError` that is raised
+    inside the `with` block.
+    """
     return prefix_errors(f"batch {number}: ")
 
 
@@ -292,11 +306,12 @@ def _map_tensors(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return a copy with the strides of the tensor, so that kernels add up its values in the
-    same order.
+    """Return a copy with the strides of the tensor. Kernels add up values in the order of the
+    strides, so only then the copy gives the same results.
 
-    The memory between the first and the last value is copied: for an expanded tensor, that is
-    little. A view that uses less than half of this memory is copied value by value.
+    The memory from the first to the last value is copied. For an expanded tensor this is less
+    than its number of values. A view that uses less than half of that memory gets contiguous
+    strides instead.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
     is_plain = type(values) is Tensor and values.layout is torch.strided
@@ -312,8 +327,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> tuple[int, list[int]]:
-    """Return the exact sum of the bits read as integers, and some evenly spaced ones, which
-    depend on the order.
+    """Return the sum of all values, and some evenly spaced ones, all read as integers.
+
+    The sum depends on each value, but not on their order. The spaced values show the order.
 
     A cryptographic hash of 100 images of 224x224 takes 90 ms, 3 % of a calibration pass. This
     digest takes a tenth of that.

@@ -69,7 +69,8 @@ class Batches:
         fingerprint: of the batches, once a pass is complete.
         length: batches in a pass, if known.
         first_size: samples in the first batch, once it was read.
-        stands_in: whether it is an example input, which has only the shape of the data.
+        stands_in: whether they are an example input, which has the shapes of the data but not
+            its values.
         arguments: of the model's `forward`.
         filled: the arguments that batches fill, once the first batch was read.
 
@@ -92,7 +93,7 @@ class Batches:
 
     @property
     def seen(self) -> Mapping[str, Any]:
-        """Return the fingerprint of the batches read so far in the current pass."""
+        """Return the fingerprint of the batches that were read so far in this pass."""
         return self._seen.to_json()
 
     @property
@@ -156,7 +157,8 @@ class Batches:
                 self.first_size = batch.size
             seen.update(batch)
             yield batch
-            # Heap fragmentation grows with each batch, to several times the memory in use
+            # Without this, the freed memory of batches stays resident, several times of what is
+            # used
             trim_heap(TRIM_AFTER_GROWTH)
         if seen.batches == 0:
             raise DataError(f"{self.label} gives no batch", help=_FORMS)
@@ -185,16 +187,17 @@ class Batches:
             _logger.log(level, "%s: %s", self.label, text)
 
     def _subset(self) -> Iterator[Batch]:
+        """Yield the batches of a pass, up to the number of samples to use."""
         if self.subset_len is None:
             yield from self.open_pass()
             return
-        left = self.subset_len
+        remaining = self.subset_len
         for batch in self.open_pass():
-            if batch.size > left:
-                batch = batch.first(left)
+            if batch.size > remaining:
+                batch = batch.first(remaining)
             yield batch
-            left -= batch.size
-            if left <= 0:
+            remaining -= batch.size
+            if remaining <= 0:
                 return
 
 
@@ -326,8 +329,10 @@ def _random_data(
 
 
 def find_files(spec: str) -> tuple[str, list[Path]]:
-    """Return the kind of the data files, and the files sorted by name. A folder of images is
-    returned as it is. If the data does not come from files, return ("", []).
+    """Return the kind of data files, and the files sorted by name.
+
+    For a folder with images, or with nothing that is known, the folder itself is returned: the
+    images may be in class folders. If the data does not come from files, return ("", []).
 
     Raises:
         DataError: there are no such files, or files of no kind or of several.
@@ -366,10 +371,10 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
 
 
 def _prefetched(read: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    """Yield the batches. A thread reads up to two of them ahead; an exception is raised in the
-    place of its batch.
+    """Yield batches that a thread reads up to two batches ahead.
 
-    The thread ends when the iterator is exhausted or closed.
+    If reading a batch raises an error, it is raised here in place of that batch. The thread
+    ends when the iterator is exhausted or closed.
     """
     batches = read()
     thread = ThreadPoolExecutor(1, "prefetch")

@@ -20,8 +20,8 @@ CHECKPOINT_INDEX = "model.safetensors.index.json"
 def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     """Return the model that `from_pretrained` would build, with deferred parameters.
 
-    Return None if `from_pretrained` would rename, fuse or convert weights: then names, shapes
-    or dtypes in the files differ from the model's.
+    Return None if the files have other names, shapes or dtypes than the model. Then
+    `from_pretrained` renames, fuses or converts weights.
 
     Raises:
         Exception: of transformers and safetensors, as `from_pretrained` would.
@@ -35,13 +35,13 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     if not stored or getattr(config, "quantization_config", None) is not None:
         return None
     model = getattr(transformers, architecture)
-    # Auto classes do not have it
+    # Auto classes have no such method
     if not hasattr(model, "_from_config"):
         return None
     dtype = config.dtype or next(iter(stored.values())).dtype
     with accelerate.init_empty_weights(include_buffers=False):
         module: nn.Module = model._from_config(config, dtype=dtype)
-    # Initialization without values has untied them
+    # Building the model on the meta device has untied its weights
     module.tie_weights()  # type: ignore[operator]
     if not _fits(module, stored):
         return None
@@ -101,7 +101,7 @@ def require_inside(source: Path, name: str) -> None:
 
 
 def _fits(module: nn.Module, stored: dict[str, DeferredTensor]) -> bool:
-    """Return whether the files hold exactly the parameters, and no buffer."""
+    """Return whether the files have exactly the parameters of the module, and no buffers."""
     if any(buffer.is_meta for buffer in module.buffers()):
         return False
     parameters = dict(module.named_parameters())

@@ -65,7 +65,7 @@ _FIGURES_LOWER_IS_BETTER = {
     "onnx_int8_share": False,
     "weight_bytes": True,
 }
-"""Whether less is better of what the package itself measures."""
+"""Whether less is better, for the figures that the package itself measures."""
 
 
 @dataclass(frozen=True)
@@ -125,20 +125,24 @@ class Directions:
         """Return all names that are declared."""
         return self.lower | self.higher
 
-    def declared_of(self, metrics: Iterable[str]) -> dict[str, bool]:
-        """Return whether less is better, of those of the metrics that are declared."""
+    def to_json(self, metrics: Iterable[str]) -> dict[str, bool]:
+        """Return whether less is better, by name, for those of the metrics that are
+        declared.
+        """
         return {metric: metric in self.lower for metric in metrics if metric in self.declared}
 
     @classmethod
-    def of_declared(cls, lower_is_better: Mapping[str, bool]) -> Directions:
-        """Return the directions that a result of `declared_of` describes."""
+    def from_json(cls, lower_is_better: Mapping[str, bool]) -> Directions:
+        """Return the directions from which `to_json` has made this mapping."""
         lower = frozenset(metric for metric, is_lower in lower_is_better.items() if is_lower)
         return cls(lower, frozenset(lower_is_better) - lower)
 
-    def beside(self, other: Directions) -> Directions:
-        """Return these directions, and another file's for names that are not declared here."""
-        lower = self.lower | (other.lower - self.higher)
-        higher = self.higher | (other.higher - self.lower)
+    def with_fallback(self, fallback: Directions) -> Directions:
+        """Return these directions, and those of `fallback` for names that are not declared
+        here.
+        """
+        lower = self.lower | (fallback.lower - self.higher)
+        higher = self.higher | (fallback.higher - self.lower)
         return Directions(lower, higher)
 
     def lower_is_better(self, metric: str) -> bool | None:
@@ -198,7 +202,7 @@ BY_NAME = Directions()
 
 
 def how_to_declare(metric: str) -> str:
-    """Return what to write where a metric has no direction."""
+    """Return the help of errors about a metric whose direction is unknown."""
     lower, higher = _DECLARATIONS
     names = f"{{{quoted(metric)}}}"
     return f"write {lower} = {names} or {higher} = {names} into the file of evaluate()"

@@ -120,10 +120,10 @@ def read_checkpoint(
     transformers = importlib.import_module("transformers")
     model = getattr(transformers, architecture)
     logs = transformers.utils.logging
-    # It would also draw into a log file
+    # The progress bar would also be written to log files
     logs.disable_progress_bar()
     verbosity = logs.get_verbosity()
-    # The report contains its warnings
+    # Its warnings are in the report as well
     logs.set_verbosity_error()
     options = {"dtype": "auto", "trust_remote_code": False, **settings}
     try:

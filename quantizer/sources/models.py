@@ -53,7 +53,7 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
 }
-"""Files that hold no model, by suffix: the reason, and what to give instead."""
+"""The reason and the help of the error for files that are not models, by suffix."""
 Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
 """A function that runs a model on the data and returns metrics by name."""
 
@@ -87,7 +87,8 @@ class LoadedModel:
         evaluate: the user's function.
         directions: of the metrics that the file declares.
         tokenizer: loads the function from text to token ids.
-        example: returns an item of the data for a length in tokens, for its shape alone.
+        example: returns an item with the shapes of the data, for a number of tokens. Its values
+            mean nothing.
     """
 
     module: nn.Module
@@ -161,11 +162,11 @@ def materialize_lazy_layers(module: nn.Module, batch: Batch) -> None:
 
 
 def try_first_batch(module: nn.Module, batch: Batch) -> None:
-    """Run a model that could not be traced on the batch that was to trace it.
+    """Run a model that could not be traced, to find out whether the batch is the reason.
 
     Raises:
-        DataError: it cannot run at all, so the batch does not fit the model.
-        ModelError: it would end the process.
+        DataError: the model cannot run on the batch either.
+        ModelError: the model would end the process.
     """
     inputs: list[str] = []
     for _, tensor in batch.tensors():
@@ -179,13 +180,14 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
         module(*batch.args, **batch.kwargs)
 
 
-def load_evaluate(spec: str, beside: Directions = BY_NAME) -> Evaluate:
+def load_evaluate(spec: str, fallback: Directions = BY_NAME) -> Evaluate:
     """Return the function `evaluate(model, data)` of `--evaluate FILE.py`, or the one that
     `FILE.py:function` names.
 
     Args:
         spec: the file, or the file and the function.
-        beside: the directions in the model's file, for metrics that this file does not declare.
+        fallback: the directions in the model's file, for metrics that this file does not
+            declare.
 
     Raises (also when the function is called): DataError: there is none, it raises, it does not
     return a dict of numbers, or the file does not declare its metrics as sets of names.
@@ -195,7 +197,7 @@ def load_evaluate(spec: str, beside: Directions = BY_NAME) -> Evaluate:
     if name is None:
         name = "evaluate"
     function = _checked_evaluate(user, user.get(name))
-    return Evaluate(function, Directions.declared_by(user).beside(beside))
+    return Evaluate(function, Directions.declared_by(user).with_fallback(fallback))
 
 
 def _from_python(spec: str) -> LoadedModel:

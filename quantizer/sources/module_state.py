@@ -1,5 +1,5 @@
-"""Save and restore what a call of a user's module may change besides its output: buffers,
-attributes, modes and the random generators.
+"""Save and restore what a call of the user's module may change: its buffers, its attributes,
+and the global random generators.
 """
 
 import random
@@ -14,14 +14,19 @@ from torch import nn
 
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_ATTRIBUTES_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _REGISTRIES = ("_buffers", "_parameters", "_modules")
 
 
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute of a module as it was. If its value is a list, dict or set, `content` is a
-    copy.
+    """The value of an attribute at one moment.
+
+    Args:
+        part: the module that has the attribute.
+        name: of the attribute.
+        value: the same object, not a copy.
+        content: a copy of the value if it is a list, dict or set, else None.
     """
 
     part: nn.Module
@@ -45,8 +50,8 @@ class _Attribute:
 
 
 class ModuleState:
-    """The state of a module at one moment, without the values of its parameters and without
-    what other objects store.
+    """The state of a module at one moment. The values of parameters and the state of objects
+    that are not modules are not included.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,7 +63,7 @@ class ModuleState:
                 self._registries.append((part, name, dict(registry)))
         self._buffers = []
         for buffer in module.buffers():
-            # Nothing writes to deferred tensors or to those of inference mode
+            # A forward pass cannot change deferred tensors and inference tensors
             if isinstance(buffer, DeferredTensor) or buffer.is_inference():
                 continue
             self._buffers.append((buffer, buffer.clone()))
@@ -103,15 +108,16 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _named_attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the path, the submodule and the name of each attribute that torch does not use."""
+    """Yield (path, submodule, name) of each attribute that is not one of `nn.Module`."""
     for prefix, part in _parts(module):
         for name in vars(part):
-            if name not in _OF_TORCH:
+            if name not in _ATTRIBUTES_OF_TORCH:
                 path = f"{prefix}.{name}" if prefix else name
                 yield path, part, name
 
 
 def _refill(container: Any, content: Any) -> None:
+    """Give a list, dict or set a content. It stays the same object: others may refer to it."""
     container.clear()
     if isinstance(container, list):
         container.extend(content)
@@ -123,14 +129,14 @@ def _are_equal(container: Any, other: Any) -> bool:
     """Return whether two containers hold the same or equal objects."""
     try:
         return bool(container == other)
-    # Tensors and arrays compare value by value
+    # Comparing containers of tensors or arrays raises an error
     except (RuntimeError, ValueError, TypeError):
         return False
 
 
 @contextmanager
 def preserve_module_state(module: nn.Module) -> Iterator[ModuleState]:
-    """Restore the module and the global random generators at the end."""
+    """Restore a module and the global random generators when the `with` block ends."""
     state = ModuleState(module)
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")

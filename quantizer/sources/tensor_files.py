@@ -1,7 +1,8 @@
-"""Read tensors of `.safetensors`, `.pt`, `.pth`, `.npy` and `.npz` files, also as batches.
+"""Read the tensors of `.safetensors`, `.pt`, `.pth`, `.npy` and `.npz` files, or batches of
+them.
 
-Code is never unpickled. An error says whether a file is empty, truncated, a Git LFS pointer, an
-HTML page or pickled code.
+Pickled code is never run. Errors say why a file cannot be read: it is empty, truncated, a Git
+LFS pointer, an HTML page, or has pickled code.
 """
 
 import io
@@ -33,19 +34,21 @@ from quantizer.storage.process_memory import size_text
 from quantizer.storage.safetensors_file import load_tensors
 
 DEFAULT_MAX_UNPACKED = 10**9
-"""The bytes that a smaller file may unpack to: one of a few bytes may ask for any number."""
+"""The bytes that a compressed file may unpack to by default. A file of a few bytes can claim
+any size.
+"""
 INPUT_NAMES = ("x", "input", "images", "data")
 NamedTensors = dict[str, Tensor]
 
 _NUMPY = numpy.lib.format
-# Parsing a header takes two hundred times its length of memory.
+# NumPy parses a header as Python, which takes two hundred times as much memory as the header
 _LONGEST_HEADER = 10_000
-_SIZES = range(1 << 63)
+_POSSIBLE_SIZES = range(1 << 63)
 _NUMPY_DTYPES = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1")
 
-# zipfile raises RuntimeError and its child NotImplementedError for encryption and unknown
-# compression, ValueError and struct.error for a damaged directory: names that are not text,
-# offsets before the beginning.
+# What zipfile raises for damaged files. RuntimeError, with its subclass NotImplementedError, is
+# for encryption and unknown compression. ValueError and struct.error are for a damaged
+# directory, such as names that are not text, or offsets before the beginning.
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, struct.error)
 
 _AGAIN = "copy or download it again"
@@ -58,23 +61,29 @@ _NOT_DATA = {
     b"<!doctype html": _HTML,
     b"<html": _HTML,
 }
-"""How files begin that hold something else, in small letters."""
+"""The first bytes of files that are not data, in lower case, with the reason and the help of
+the error.
+"""
 
 
 class _UnreadableError(Exception):
-    """Says why a file cannot be read, as the end of a sentence, and what to do, or None."""
+    """A file cannot be read. It has two arguments: the reason, as the end of a sentence, and
+    what to do, or None.
+    """
 
 
 def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None = None) -> Any:
-    """Return what a tensor file holds: a dict of tensors, or for `.npy`, `.pt` and `.pth`
-    whatever was saved.
+    """Return the content of a tensor file: a dict of tensors, for `.npy` a tensor, for `.pt` and
+    `.pth` whatever was saved.
 
     Args:
-        max_unpacked: bytes that it may unpack to if it is smaller itself; by default
-            `MOST_UNPACKED`.
+        path: the file.
+        error: the class of errors to raise.
+        max_unpacked: the bytes that it may unpack to, if it is smaller itself. By default
+            `DEFAULT_MAX_UNPACKED`.
 
     Raises:
-        error: it cannot be read, or is too large. The sentence names the file and the reason.
+        error: it cannot be read, or is too large.
     """
     limit = DEFAULT_MAX_UNPACKED if max_unpacked is None else max_unpacked
     try:
@@ -91,7 +100,11 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
 
 
 def _require_data(path: Path) -> None:
-    """Refuse a file that is empty or begins like something else."""
+    """Check that a file is not empty and does not begin like one that is not data.
+
+    Raises:
+        _UnreadableError: it is, or does.
+    """
     require_file_or_folder(path)
     with path.open("rb") as file:
         start = file.read(256)
@@ -104,20 +117,28 @@ def _require_data(path: Path) -> None:
 
 
 def _check_archive(path: Path, limit: int) -> None:
-    """Refuse an archive of which little becomes much, before anything is unpacked."""
+    """Check the size of an archive's content before anything is unpacked.
+
+    Raises:
+        _UnreadableError: it is too large.
+    """
     try:
         if not zipfile.is_zipfile(path):
             return
         with zipfile.ZipFile(path) as archive:
             size = sum(member.file_size for member in archive.infolist())
     except _ZIP_ERRORS:
-        # Its reader says why
+        # The reader of the file will raise a better error
         return
     _check_size(path, size, limit)
 
 
 def _check_tensors(path: Path, content: Any, limit: int) -> None:
-    """Refuse a tensor that is larger than the limit: a view may show one value as many."""
+    """Check the sizes of tensors. An expanded tensor may have many more values than the file.
+
+    Raises:
+        _UnreadableError: one is too large.
+    """
     for value in pytree.tree_leaves(content):
         if isinstance(value, Tensor):
             _check_size(path, value.numel() * value.element_size(), limit)
@@ -144,7 +165,8 @@ def _read_safetensors(path: Path) -> NamedTensors:
 def _read_torch(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            # About the pickle protocol and TorchScript: what matters is raised below
+            # torch warns about the pickle protocol and about TorchScript. Errors are raised
+            # below
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
@@ -154,7 +176,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _torch_failure(message: str) -> _UnreadableError:
-    """Return why `torch.load` failed, of which it gives this message."""
+    """Return the reason for an error of `torch.load`, from its message."""
     pickled = re.search(r"GLOBAL ([\w.]+)", message)
     if pickled:
         return _UnreadableError(
@@ -193,10 +215,10 @@ def _read_npz(path: Path) -> NamedTensors:
 
 
 def _read_array(file: IO[bytes]) -> Tensor:
-    """Return an array in NumPy's format.
+    """Return a tensor from a file in NumPy's format.
 
-    numpy would take True for a size and -1 for any size, and would reserve memory for values
-    that the file does not have. So its header is checked first.
+    The header is checked first: numpy accepts True and -1 as sizes, and reserves memory for
+    values that the file does not have.
     """
     if file.read(len(_NUMPY.MAGIC_PREFIX)) != _NUMPY.MAGIC_PREFIX:
         raise _UnreadableError("it is not a NumPy array file", None)
@@ -206,7 +228,7 @@ def _read_array(file: IO[bytes]) -> Tensor:
         shape, dtype = _numpy_header(file)
     except Exception as cause:
         raise _UnreadableError(damaged, None) from cause
-    if not all(type(size) is int and size in _SIZES for size in shape):
+    if not all(type(size) is int and size in _POSSIBLE_SIZES for size in shape):
         raise _UnreadableError(damaged, None)
     if dtype.str not in _NUMPY_DTYPES:
         help_ = f"save it as one of {', '.join(_NUMPY_DTYPES)}"
@@ -221,23 +243,24 @@ def _read_array(file: IO[bytes]) -> Tensor:
     try:
         array = numpy.load(file, allow_pickle=False)
     except (ValueError, OverflowError) as cause:
-        # An array without values has sizes that are too large
+        # An array without values may have sizes that numpy cannot multiply
         raise _UnreadableError(damaged, None) from cause
     return torch.from_numpy(array).contiguous()
 
 
 def _numpy_header(file: IO[bytes]) -> tuple[tuple[int, ...], numpy.dtype[Any]]:
-    """Return shape and dtype, and leave the file at the first value.
+    """Return shape and dtype. The file is then at the position of the first value.
 
     Raises:
-        Exception: the header is damaged; numpy and the parser of Python have many kinds.
+        Exception: the header is damaged. numpy and Python's parser raise many classes of
+            errors.
     """
     major, _ = _NUMPY.read_magic(file)
     read_header = _NUMPY.read_array_header_2_0
     if major == 1:
         read_header = _NUMPY.read_array_header_1_0
     with warnings.catch_warnings():
-        # About files that Python 2 wrote
+        # numpy warns about files that Python 2 wrote
         warnings.simplefilter("ignore")
         shape, _, dtype = read_header(file, max_header_size=_LONGEST_HEADER)
     return shape, dtype
@@ -258,15 +281,20 @@ def tensor_batches(
     arguments: Arguments = UNKNOWN_ARGUMENTS,
     max_unpacked: int | None = None,
 ) -> Iterator[Batch]:
-    """Yield batches of `size` samples; the last one may be smaller. In every tensor, dimension
-    0 counts the samples.
+    """Yield batches of `size` samples. The last one may be smaller.
 
-    A tensor named y, target, label or labels is the target. A tensor named x, input, images or
-    data is the input, and so is a tensor that is the only one. Several others are keyword
-    arguments. Beside such an input, only those are that `forward` takes.
+    Dimension 0 of each tensor is that of the samples. The name of a tensor decides what it is:
+
+    - y, target, label or labels: the target.
+    - x, input, images or data: the input. A single tensor is the input, whatever its name.
+    - other names: keyword arguments. If there is a tensor with a name of an input, only those
+      that `forward` takes.
 
     Args:
+        paths: the files, whose samples are joined in this order.
+        size: the number of samples of a batch.
         arguments: what `forward` takes.
+        max_unpacked: as for `read_file`.
 
     Raises:
         DataError: a file cannot be read, or its tensors are not samples.
@@ -274,7 +302,10 @@ def tensor_batches(
     pending: NamedTensors = {}
     for path in paths:
         named = _named_tensors(path, arguments, max_unpacked)
-        pending = _concatenate_samples(pending, named, path) if pending else named
+        if pending:
+            pending = _concatenate_samples(pending, named, path)
+        else:
+            pending = named
         while _count_samples(pending) >= size:
             first = {name: tensor[:size] for name, tensor in pending.items()}
             yield _as_batch(first, arguments)
@@ -284,7 +315,11 @@ def tensor_batches(
 
 
 def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -> NamedTensors:
-    """Return the tensors of a file, of which all have the same number of samples."""
+    """Return the tensors of a file, after checking that all have the same number of samples.
+
+    Raises:
+        DataError: they do not, or the file cannot be read.
+    """
     content = read_file(path, DataError, max_unpacked)
     named = {"x": content} if isinstance(content, Tensor) else content
     is_dict = isinstance(named, Mapping)
@@ -304,8 +339,13 @@ def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -
 
 
 def _check_samples(path: Path, named: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that differ in dimension 0, and one that has more samples without values
-    than its file has bytes.
+    """Check that all tensors have the same number of samples.
+
+    Tensors without values, such as [10**9, 0], take no space in a file. To bound the number of
+    batches, they may not have more samples than the file has bytes.
+
+    Raises:
+        DataError: they do not, or have.
     """
     size = path.stat().st_size
     counts: set[int | None] = set()
@@ -321,7 +361,16 @@ def _check_samples(path: Path, named: Mapping[str, Tensor]) -> None:
 
 
 def _concatenate_samples(first: NamedTensors, second: NamedTensors, path: Path) -> NamedTensors:
-    """Return the samples of two files; `path` is the second."""
+    """Return the samples of two files one after the other.
+
+    Args:
+        first: the tensors of the files so far.
+        second: the tensors of the next file.
+        path: the next file.
+
+    Raises:
+        DataError: the tensors have other names, dtypes or shapes.
+    """
     if _sample_kinds(first) != _sample_kinds(second):
         raise DataError(
             f"{path} does not go with the files before it: {_describe_tensors(second)} after "
@@ -331,7 +380,7 @@ def _concatenate_samples(first: NamedTensors, second: NamedTensors, path: Path) 
 
 
 def _sample_kinds(named: NamedTensors) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return dtype and shape of one sample by the names of tensors."""
+    """Return the dtype and the shape of one sample of each tensor, by name."""
     return {name: (tensor.dtype, list(tensor.shape[1:])) for name, tensor in named.items()}
 
 

@@ -1,11 +1,13 @@
-"""Decide which tensors torch can compute with: dense tensors of a standard dtype, in memory."""
+"""Decide whether torch can compute with a tensor: it has to be dense, of a standard dtype, and
+have values.
+"""
 
 import torch
 from torch import Tensor
 
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-_COMPUTED = (
+_DTYPES_WITH_KERNELS = (
     torch.bool,
     torch.uint8,
     torch.uint16,
@@ -52,13 +54,13 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return "is sparse" if layout.startswith("sparse") else f"has the layout {layout}"
     if tensor.is_meta:
         return "has no values"
-    if tensor.dtype not in _COMPUTED:
+    if tensor.dtype not in _DTYPES_WITH_KERNELS:
         return f"has the dtype {dtype_name(tensor.dtype)}"
     return None if _has_values(tensor) else "has no values"
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether the first value can be read. Tensors of a trace refuse it."""
+    """Return whether the first value can be read. A fake tensor of torch.export has none."""
     if not tensor.numel():
         return True
     try:

@@ -18,8 +18,10 @@ from quantizer.storage.plain_files import require_file_or_folder
 _logger = logging.getLogger(__name__)
 
 DEFAULT_SEQ_LEN = 512
-# The target of a token that does not count, as torch's cross_entropy ignores it
 UNSCORED = -100
+"""The target of a token that is not scored. It is the `ignore_index` of torch's
+cross_entropy.
+"""
 _INPUT = "input_ids"
 _BETWEEN_FILES = "\n\n"
 

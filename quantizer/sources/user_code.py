@@ -1,7 +1,7 @@
-"""Import and call the user's Python code, and report its errors with the user's own lines.
+"""Import and call the user's Python code, and report its errors with the lines of that code.
 
-No other file runs foreign code by name: `FILE.py:NAME` or `package.module:NAME`. `sys.path` is
-restored.
+Code that the user names by `FILE.py:NAME` or `package.module:NAME` runs only here. `sys.path`
+is restored afterwards.
 """
 
 import difflib
@@ -34,15 +34,17 @@ _FOREIGN_PREFIXES = (
     os.path.join(Path(__file__).parents[1], ""),
     "<frozen",
 )
-"""How the file names of code begin that is not the user's."""
+"""The beginnings of file names of code that is not the user's: Python, packages and
+quantizer.
+"""
 _IMPORTED: ContextVar[dict[Path, ModuleType] | None] = ContextVar("_IMPORTED", default=None)
 """The files imported by the current command; None if no command runs."""
 
 
 @contextmanager
 def imported_once() -> Iterator[None]:
-    """Run each file of the user's once within a command, so that `--model` and `--data` share
-    its variables. The next command runs it again: the file may have changed.
+    """Import each file of the user's only once inside the `with` block, so that `--model` and
+    `--data` share its variables. A later block imports it again, as it may have changed.
     """
     token = _IMPORTED.set({})
     try:
@@ -53,13 +55,13 @@ def imported_once() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class UserModule:
-    """A module of the user's.
+    """An imported module of the user's.
 
     Args:
-        module: the imported module.
-        folder: can be imported from while `call` runs its code.
-        label: names it in messages.
-        error: raised if it lacks a name.
+        module: the module.
+        folder: is in `sys.path` while `call` runs its code.
+        label: names the module in messages.
+        error: the class of the error if it lacks a name.
     """
 
     module: ModuleType
@@ -92,7 +94,7 @@ class UserModule:
         error: type[QuantizerError],
         *args: Any,
     ) -> Any:
-        """Return `function(*args)`, called while the module's folder can be imported from.
+        """Return `function(*args)`. During the call, the module's folder is in `sys.path`.
 
         Raises:
             error: the function raises; the user's frames are given.
@@ -119,7 +121,7 @@ def import_user_module(location: str, error: type[QuantizerError]) -> UserModule
             module = importlib.import_module(location)
         except ModuleNotFoundError as cause:
             missing = cause.name or ""
-            # Another module may be missing, which the user's code imports
+            # If the missing module is another one, the user's code has failed to import it
             if not missing or not f"{location}.".startswith(f"{missing}."):
                 raise
             raise error(
@@ -163,7 +165,8 @@ def user_errors(
         try:
             yield
         except QuantizerError as cause:
-            # Exit codes 0 and 1, success and a failed gate, are not for the user's code
+            # Exit codes 0 and 1 mean success and a failed gate. The user's code must not set
+            # them
             if cause.exit_code in (0, GateError.exit_code):
                 raise user_error(what, cause, error) from cause
             raise
@@ -174,9 +177,9 @@ def user_errors(
 @contextmanager
 def user_exits(what: str, error: type[QuantizerError]) -> Iterator[None]:
     """Turn exceptions that would end the process into `error`: `sys.exit()`, GeneratorExit and
-    the user's own BaseException. All others pass, and so does Ctrl-C.
+    subclasses of BaseException of the user's. All others pass, and so does Ctrl-C.
 
-    The body must not yield: closing a generator raises GeneratorExit in it.
+    A generator must not yield inside the `with` block: closing it raises GeneratorExit there.
     """
     try:
         yield
@@ -235,7 +238,10 @@ def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
 
 
 def _fresh_name(path: Path) -> str:
-    """Return a module name that no other file has. It does not depend on the folder."""
+    """Return a name for the module of a file that no module of another file has.
+
+    It does not depend on the folder, so that it is the same on other machines.
+    """
     stem = f"user_{path.stem}"
     name = stem
     number = 1
@@ -247,7 +253,7 @@ def _fresh_name(path: Path) -> str:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Look in `folder` first for imports, write no bytecode there, and undo both."""
+    """Put `folder` first in `sys.path` inside the `with` block, and write no bytecode."""
     _forget_namesakes(folder)
     entry = str(folder)
     wrote_bytecode = sys.dont_write_bytecode
@@ -263,8 +269,9 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _forget_namesakes(folder: Path) -> None:
-    """Forget an imported `helper.py` of another folder if `folder` has a file of that name, so
-    that each user's file gets its own.
+    """Forget imported modules of other folders whose names are those of files in `folder`.
+
+    Otherwise `import helper` in one file of the user's would give the `helper.py` of another.
     """
     importable = {str(folder)}
     for entry in sys.path:

@@ -17,7 +17,7 @@ from quantizer.sources.batches import Batch, as_batch, prefix_errors
 from quantizer.sources.user_code import import_user_module, split_spec, user_errors
 
 _END: Any = object()
-_OF_LISTS: tuple[type[Any], ...] = (type(iter([])), type(iter(())))
+_LIST_ITERATORS: tuple[type[Any], ...] = (type(iter([])), type(iter(())))
 
 
 def load_python_source(spec: str) -> Any:
@@ -37,8 +37,8 @@ def load_python_source(spec: str) -> Any:
 
 
 def call_once_if_list(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the function, but call it only once if it returns a list: the list stays in memory
-    in any case.
+    """Return a function that calls `function` only once if that returns a list. The list is in
+    memory in any case, so it is kept for later passes.
     """
     lists: list[Any] = []
 
@@ -97,8 +97,8 @@ def batches_of(
     Raises:
         DataError: the user's code fails, or an item is not a batch; the batch is named.
     """
-    # Iterating over a list runs no code of the user's that could overwrite a batch
-    are_stable = isinstance(items, _OF_LISTS)
+    # A list gives the same tensors in each pass. A loader may reuse the memory of a batch
+    are_stable = isinstance(items, _LIST_ITERATORS)
     for index in count():
         place = f"batch {index} of {label}"
         with user_errors(f"loading {place}", DataError):

@@ -47,20 +47,20 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
     module.load_state_dict(state, strict=False)
 
 
-def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
-    """Check that parameters are finite and buffers have no NaN. Buffers may hold -inf, as
-    masks.
+def check_finite(module: nn.Module, skipped: Container[str] = ()) -> None:
+    """Check that parameters are finite and that buffers have no NaN. Infinity is allowed in
+    buffers: masks have it.
 
     Args:
         module: the model.
-        besides: names of parameters that are checked elsewhere.
+        skipped: names of parameters that are checked elsewhere.
 
     Raises:
         ModelError: naming the first that is not, or that torch cannot compute with.
     """
     check_kinds(module)
     for name, tensor in _named_tensors(module):
-        if name in besides:
+        if name in skipped:
             continue
         if isinstance(tensor, nn.Parameter):
             fault = "NaN or Inf"
@@ -75,7 +75,9 @@ def check_finite(module: nn.Module, besides: Container[str] = ()) -> None:
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by name. Those of lazy layers have no values yet."""
+    """Yield (name, tensor) of parameters and buffers, except for those of lazy layers, which
+    have no values yet.
+    """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not is_lazy(tensor):
             yield name, tensor
@@ -166,7 +168,7 @@ def _missing(
     model_state: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
 ) -> list[str]:
-    """Return the names that a file lacks. It may store tied weights under one name."""
+    """Return the names that a file lacks. A tied weight needs only one of its names."""
     stored = {model_state[name].data_ptr() for name in state if name in model_state}
     missing: list[str] = []
     for name, parameter in model_state.items():
@@ -178,8 +180,10 @@ def _missing(
 
 
 def _misfit(tensor: Tensor, parameter: Tensor) -> str | None:
-    """Return why values cannot be copied as they are, or None: integers would become floats,
-    complex numbers would lose a part.
+    """Return why a tensor must not be copied into a parameter, or None if it may.
+
+    A copy from integers to floats is refused, and so is one from complex to real numbers, which
+    loses the imaginary part.
     """
     reason = unsupported_reason(tensor)
     if reason is not None:

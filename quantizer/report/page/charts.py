@@ -1,7 +1,7 @@
 """Draw histograms, lines, points and strips of channels as SVG.
 
-All drawings are as wide as the column they stand in. The page's style has their colours, by
-class.
+Drawings have a fixed width in their own units, and are scaled to the column of the page. Their
+colours are in drawing.css, by class.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from quantizer.report.page.html import Markup, element, fragment
 
 _WIDTH = 720
-"""Of a drawing, in its own units, like all lengths here."""
+"""The width of a drawing. All lengths in this file are in the units of the drawing."""
 _TOP = 22
-"""Room for a legend."""
+"""The height of the legend."""
 _LEFT = 40
-"""Room for the numbers of a vertical axis."""
+"""The width of the numbers at the vertical axis."""
 _RIGHT = 20
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at a value: where a range ends."""
+    """A vertical line in a histogram, at the end of a range."""
 
     value: float
     label: str
@@ -33,7 +33,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Series:
-    """Values by position; None where there is none."""
+    """The values of a line, by position. None leaves a gap."""
 
     label: str
     values: Sequence[float | None]
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """A place of a drawing, and the text shown when it is pointed at."""
+    """A point of a plot, and the text that is shown when the mouse is over it."""
 
     x: float
     y: float
@@ -79,8 +79,13 @@ def draw_histogram(
     *,
     title: str,
 ) -> Markup:
-    """Return counts in equal bins from `low` to `high`, their heights logarithmic, with marks
-    above them.
+    """Return a histogram with marks at the ends of ranges.
+
+    Args:
+        counts: in equal bins. Their heights are logarithmic. low: the left end of the first
+        bin. high: the right end of the last bin. marks: the marks. Those of kind "other" with
+        the same label have their labels in the same row.
+        title: of the drawing.
     """
     height = 96
     ends = [low, high, *(mark.value for mark in marks)]
@@ -149,7 +154,7 @@ def _axis(scale: _Scale, height: int) -> Markup:
 
 @dataclass(frozen=True)
 class _PointSet:
-    """Points of one kind in a plot, and what is drawn of them."""
+    """The points of one kind in a plot, drawn as a line, as circles, or as both."""
 
     label: str
     kind: str
@@ -165,13 +170,13 @@ def _plot(
     title: str,
     height: int,
 ) -> Markup:
-    """Return points and lines with a legend above and a vertical axis on the left.
+    """Return a plot with a legend at the top and a vertical axis on the left.
 
     Args:
-        point_sets: what to draw.
-        ends: least and greatest position.
+        point_sets: the points to draw.
+        ends: the least and the greatest x.
         title: of the drawing.
-        height: of the area between the legend and the lower edge.
+        height: of the plot without the legend.
     """
     values = []
     for point_set in point_sets:
@@ -220,9 +225,12 @@ def draw_lines(
     height: int = 150,
     has_points: bool = True,
 ) -> Markup:
-    """Return values along positions, with gaps where there is no value.
+    """Return lines of values by position, or empty markup if there is no value.
 
-    With `has_points` the name of each is shown when it is pointed at.
+    Args:
+        series: the lines. names: of the positions. unit: of the values. title: of the drawing.
+        height: of the plot without the legend. has_points: whether values are also drawn as
+        circles, which show the name of the position when the mouse is over them.
     """
     point_sets = []
     is_empty = True
@@ -247,7 +255,14 @@ def draw_curve(
     *,
     title: str,
 ) -> Markup:
-    """Return points joined by a line, and others beside it; `names` are those of the two."""
+    """Return points that are joined by a line, and other points.
+
+    Args:
+        points: of the line.
+        others: further points.
+        names: of the line and of the other points, for the legend.
+        title: of the drawing.
+    """
     positions = [point.x for point in (*points, *others)]
     point_sets = [
         _PointSet(names[0], "first", points),
@@ -280,8 +295,8 @@ def draw_strip(
 
 
 def _bar_outline(heights: Iterable[float], width: float) -> str:
-    """Return the edge of bars of one width, as a path from where the pen is; equal ones are one
-    step.
+    """Return the upper edge of adjacent bars as part of an SVG path. Adjacent bars of the same
+    height are one step, which makes the path shorter.
 
     >>> _steps([5, 5, 2.04], 3)
     'V5h6V2h3'
@@ -313,15 +328,15 @@ def _drawing(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round values between two others.
+    """Return about five round values between `low` and `high`, for an axis.
 
     >>> _ticks(0, 47)
     [0.0, 10.0, 20.0, 30.0, 40.0]
     """
     rough_step = ((high - low) or 1.0) / 5
     step = 10.0 ** math.floor(math.log10(rough_step))
+    # The step becomes 1, 2, 5 or 10 times a power of ten
     for factor in (2, 2.5, 2):
-        # Steps are 1, 2, 5 or 10 times a power of ten.
         if step < rough_step:
             step *= factor
     first = math.ceil(low / step)

@@ -1,4 +1,4 @@
-"""The drawings of a report, each from the content of report.json: for the page, for files, for
+"""Draw the figures of a report from the content of report.json, for the page, for files and for
 notebooks.
 """
 
@@ -18,9 +18,9 @@ _GREATEST = "greatest code"
 
 
 def figures(content: JsonMapping) -> Iterator[tuple[str, Markup]]:
-    """Yield every drawing with a name that says what it is of.
+    """Yield (name, drawing) of all drawings of a report.
 
-    Names are unique, but may have characters that are not allowed in names of files.
+    Names are unique, but may have characters that are not allowed in file names.
     """
     drawing = sqnr_by_depth(content)
     if drawing is not None:
@@ -63,7 +63,7 @@ def sqnr_by_depth(content: JsonMapping) -> Markup | None:
 def sqnr_by_size(content: JsonMapping) -> Markup | None:
     """Return the output SQNR by the size of the weights, or None without an analysis.
 
-    A curve joins the best mixed widths. Points beside it are single widths for all weights.
+    The line joins the best mixed widths. Single points have the same width for all weights.
     """
     analysis = content.get("analysis") or {}
     mixed = []
@@ -100,9 +100,8 @@ def measured_rows(content: JsonMapping) -> list[JsonObject]:
 
 
 def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
-    """Return the values of an activation, the range chosen, and those of other methods.
-
-    It is None for a tensor without a histogram.
+    """Return the histogram of an activation, with the ends of its range and of the ranges of
+    other methods. Return None for a tensor without a histogram.
     """
     if "histogram" not in row:
         return None
@@ -127,8 +126,8 @@ def channels(content: JsonMapping, row: JsonMapping) -> Markup | None:
 
 
 def limits_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
-    """Return where the range of an activation ends after so many batches, or None if that was
-    not observed.
+    """Return the ends of the range of an activation by the number of batches, or None if they
+    were not observed.
     """
     if "batches" not in row:
         return None
@@ -139,8 +138,8 @@ def limits_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
 
 
 def sqnr_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
-    """Return the SQNR of all values in the range after so many batches, or None if that was not
-    observed.
+    """Return the SQNR of all values by the number of batches that the range comes from, or None
+    if it was not observed.
     """
     if "batches" not in row:
         return None
@@ -168,9 +167,12 @@ def _draw_by_batches(
 
 
 def standalone(drawing: Markup) -> str:
-    """Return a drawing as a file of its own, in the colours for light: SVG 1.1 without
-    variables, which few programs read.
+    """Return a drawing as the content of an SVG file, in the colours of the light theme.
+
+    Few programs know CSS variables, so they are replaced by their values.
     """
+    # drawing.css has the variables of the light theme, then those of the dark theme in a block
+    # `@media`, then the rules of drawings
     light, _, rules = page_file("drawing.css").partition("@media")
     rules = rules.partition("\n}\n")[2].replace("svg ", "")
     colours = dict(re.findall(r"--(\w+): (#\w+);", light))

@@ -27,11 +27,13 @@ SECTIONS = {
     "config": "Config",
     "reproduce": "How to reproduce",
 }
-"""The titles of the sections in the order of the page, by the name of their template, which is
-also the name of their link.
+"""The titles of the sections in the order of the page. A key is the name of the template, and
+of the link to the section.
 """
 _MAX_DRAWN = 40
-"""Tensors whose curves over batches are drawn: those that become stable last."""
+"""The most tensors whose curves over batches are drawn. They are those that become stable
+last.
+"""
 
 
 def page(content: JsonMapping) -> str:
@@ -54,8 +56,8 @@ def page(content: JsonMapping) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Return the templates with the functions that they call."""
-    # Takes a tenth of a second to import, which commands without a report need not wait for.
+    """Return the environment of the templates, with the functions that they call."""
+    # Imported here, as it takes a tenth of a second
     from jinja2 import Environment, PackageLoader, pass_context
 
     environment = Environment(

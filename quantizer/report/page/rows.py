@@ -1,4 +1,6 @@
-"""Read the rows of report.json: names of layers, order, the worst tensor and output."""
+"""Read report.json for the page: names of layers, the order of rows, the worst tensor and
+output.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from typing import Any
 from quantizer.config.json_types import JsonMapping, JsonObject
 
 WEAK_DB = 25.0
-"""Below it a tensor's own quantization is worth a look."""
+"""A tensor with a lower local SQNR is marked as a warning."""
 POOR_DB = 15.0
-"""Below it a tensor's own quantization is harmful."""
+"""A tensor with a lower local SQNR is marked as bad."""
 
 
 def layer_name(content: JsonMapping, layer: str) -> str:
-    """Return what people call a layer: the path of its module."""
+    """Return the module path of a layer, which the page shows as its name."""
     paths = content["paths"]
     return str(paths.get(layer, layer))
 
@@ -58,7 +60,7 @@ def rows_in_order(content: JsonMapping) -> list[JsonObject]:
 
 
 def severity(row: JsonMapping) -> str | None:
-    """Return the class of a tensor's row: "bad", "warn" or None."""
+    """Return the CSS class of a tensor's row: "bad", "warn" or None."""
     sqnr_db = row["local_sqnr_db"]
     if sqnr_db is None:
         return None

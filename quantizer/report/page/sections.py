@@ -1,4 +1,4 @@
-"""Compute what the templates of the page show and report.json does not hold as such."""
+"""Compute values for the templates of the page from the content of report.json."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quantizer.report.page.figures import measured_rows
 from quantizer.report.page.rows import layer_name, most_damaged, tensor_name, weakest_output
 from quantizer.report.tables import number_text
 
-SATURATED = 0.01
-"""A share of clipped values that is worth a look."""
+MAX_CLIPPED = 0.01
+"""A tensor with a larger share of clipped values is listed under coverage."""
 STEEP_DB = 3.0
-"""A loss from one tensor to the next that is worth a sentence."""
+"""A larger loss from one tensor to the next is mentioned below the drawing of SQNR by depth."""
 
 
 def verdict(content: JsonMapping) -> list[str]:
@@ -75,14 +75,19 @@ def warned_outputs(content: JsonMapping) -> set[str]:
 
 @dataclass(frozen=True)
 class Fall:
-    """Between which tensor and the one before it the network loses most."""
+    """The largest loss of accumulated SQNR from one tensor to the next.
+
+    Args:
+        loss_db: the loss.
+        tensor: the name of the second tensor.
+    """
 
     loss_db: float
     tensor: str
 
 
 def steepest_fall(content: JsonMapping) -> Fall | None:
-    """Return where the accumulated SQNR falls most, or None where it falls little."""
+    """Return the largest loss of accumulated SQNR, or None if none is above `STEEP_DB`."""
     steepest = None
     largest_loss_db = STEEP_DB
     for before, after in itertools.pairwise(measured_rows(content)):
@@ -94,7 +99,7 @@ def steepest_fall(content: JsonMapping) -> Fall | None:
 
 
 def channel_facts(row: JsonMapping) -> str:
-    """Return what a folded weight says of its channels."""
+    """Return a line about the channels of a weight, shown while its drawing is folded."""
     channels = row["channels"]
     narrowest, widest = channels["widths"]
     facts = f"{channels['count']} channels, {channels['dead']} of them dead"
@@ -105,7 +110,7 @@ def channel_facts(row: JsonMapping) -> str:
 
 
 def last_to_be_stable(content: JsonMapping) -> list[JsonObject]:
-    """Return the tensors with ranges by batch, those first whose ranges change longest."""
+    """Return the tensors with curves over batches, those first that become stable last."""
     rows = [row for row in content["layers"] if "batches" in row]
     return sorted(rows, key=lambda row: -row["batches"]["stable_after"])
 
@@ -129,8 +134,8 @@ def stable_after(
 
 
 def coverage(content: JsonMapping) -> dict[str, list[str]]:
-    """Return the tensors that are not quantized or of no use, by what is wrong with them."""
-    clipped = f"more than {100 * SATURATED:g} % cut off"
+    """Return the names of tensors that are not quantized, or quantized badly, by the reason."""
+    clipped = f"clipped by more than {100 * MAX_CLIPPED:g} %"
     lists: dict[str, list[str]] = {
         "always zero": [],
         "constant": [],
@@ -141,9 +146,9 @@ def coverage(content: JsonMapping) -> dict[str, list[str]]:
     for row in content["layers"]:
         name = tensor_name(content, row)
         if "low" in row and row["low"] == row["high"]:
-            fault = "constant" if row["low"] else "always zero"
-            lists[fault].append(name)
-        if row.get("clipped", 0) > SATURATED:
+            reason = "constant" if row["low"] else "always zero"
+            lists[reason].append(name)
+        if row.get("clipped", 0) > MAX_CLIPPED:
             lists[clipped].append(name)
         if row.get("channels", {}).get("dead", 0) > 0:
             lists["with dead channels"].append(name)
@@ -155,7 +160,7 @@ def coverage(content: JsonMapping) -> dict[str, list[str]]:
 
 
 def remarks(content: JsonMapping) -> list[str]:
-    """Return what algorithms said of single layers."""
+    """Return the remarks of algorithms about single layers."""
     texts = []
     for remark in content["algorithms"]["remarks"]:
         layer = layer_name(content, remark["layer"])
