@@ -19,7 +19,7 @@ from measure import Part, peak_mb, ratios, report
 from torch import nn
 from workloads import llama, tokens
 
-from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Task, apply_adjustment
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import (
@@ -120,7 +120,7 @@ def mean_error(model: nn.Module, task: Task, graph: Graph) -> float:
 
 def rounded(task: Task, found: Adjustment) -> Graph:
     """The graph with all planned weights on their grids."""
-    graph = adjusted(task.graph, found, rounded=True)
+    graph = apply_adjustment(task.graph, found, rounded=True)
     left = {name: weight(graph, name) for name, _ in task.specs if name not in found.rounded}
     plain = {
         name: {"weight": nearest(w, SPEC, nearest_qparams(SPEC, w))} for name, w in left.items()

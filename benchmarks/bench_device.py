@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.gram import Gram
 from quantizer.config.model import Settings
-from quantizer.graph.parameters import placed
+from quantizer.graph.parameters import move_module
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.sources.batches import Batch
@@ -134,7 +134,7 @@ def static(name: str) -> Figures:
     for method in METHODS:
         planned = plan(graph, original, method=method)
         parts[method] = partial(calibration, planned, batches)
-    rounded = placed(quantized(plan(graph, original), batches[:1]), device)
+    rounded = move_module(quantized(plan(graph, original), batches[:1]), device)
     parts["quantized pass"] = partial(run, rounded, batches)
     seconds = {key: device_seconds(part) for key, part in parts.items()}
     found: Figures = {"images": IMAGES, "float_s": seconds.pop("float")}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.algorithm_schema import form_schema
-from quantizer.config.conversion.convert import converted
+from quantizer.config.conversion.convert import convert_config
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.forms.types import RoundType
@@ -67,7 +67,7 @@ def preset_row(name: str) -> str:
     """Return what converting a preset to the other form does, as a row of that table."""
     config = load_config(ROOT / "configs" / f"{name}.json").require()
     other: Form = "hierarchical" if config.form == "layered" else "layered"
-    findings = converted(config, other).findings
+    findings = convert_config(config, other).findings
     errors = [finding.message for finding in findings if finding.severity == "error"]
     if not errors:
         remarks = "; ".join(finding.message for finding in findings)

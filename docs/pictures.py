@@ -27,7 +27,7 @@ from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
-from quantizer.numerics.hadamard import factors, rotated
+from quantizer.numerics.hadamard import factors, rotate_rows
 from quantizer.report.page import charts, figures
 from quantizer.report.page.charts import Point, Series
 from quantizer.report.page.html import Markup
@@ -69,7 +69,7 @@ def rotation() -> Markup:
         torch.randint(2, (inputs.shape[1],), generator=torch.Generator().manual_seed(0)) * 2.0
         - 1
     )
-    turned = rotated(inputs, signs, *(each.float() for each in factors(inputs.shape[1])))
+    turned = rotate_rows(inputs, signs, *(each.float() for each in factors(inputs.shape[1])))
     names = "greatest |value| of a channel of the residual stream, as a power of two", "rotated"
     return by_size(names[0], inputs.abs().amax(0).log2(), names[1], turned.abs().amax(0).log2())
 

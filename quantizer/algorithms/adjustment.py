@@ -20,7 +20,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import (
     Insertion,
-    inserted,
+    with_insertions,
     with_weights,
 )
 from quantizer.graph.ir import Graph
@@ -32,7 +32,7 @@ from quantizer.storage.deferred_tensor import deferred_like
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedWeight:
     """Holds a layer's rounded weight and what it costs.
 
     Args:
@@ -49,8 +49,8 @@ class Rounded:
     before: float
     after: float
 
-    def beside(self, source: Tensor) -> Rounded:
-        """Return the same, in a file if the float weight `source` is in one."""
+    def stored_like(self, source: Tensor) -> RoundedWeight:
+        """Return the same, with its tensors in a file if the float weight `source` is in one."""
         scale = deferred_like(source, self.qparams.scale)
         zero_point = deferred_like(source, self.qparams.zero_point)
         weight = deferred_like(source, self.weight)
@@ -84,7 +84,7 @@ class Adjustment:
 
     parameters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     insertions: tuple[Insertion, ...] = ()
-    rounded: Mapping[str, Rounded] = field(default_factory=dict)
+    rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
     qparams: Mapping[str, QParams] = field(default_factory=dict)
     remarks: tuple[Remark, ...] = ()
 
@@ -100,7 +100,7 @@ class Adjustment:
         parameters = {**self.parameters, layer: of_layer}
         return replace(self, parameters=parameters, rounded=rounded, qparams=qparams)
 
-    def with_rounded(self, rounded: Mapping[str, Rounded]) -> Adjustment:
+    def with_rounded(self, rounded: Mapping[str, RoundedWeight]) -> Adjustment:
         """Return it with more layers rounded."""
         return replace(self, rounded={**self.rounded, **rounded})
 
@@ -122,7 +122,7 @@ class Adjustment:
         return replace(self, remarks=(*self.remarks, *remarks))
 
 
-def adjusted(
+def apply_adjustment(
     graph: Graph,
     adjustment: Adjustment,
     *,
@@ -135,7 +135,7 @@ def adjusted(
     if rounded:
         for layer, of_layer in adjustment.rounded.items():
             weights[layer] = {**weights.get(layer, {}), "weight": of_layer.weight}
-    return with_weights(inserted(graph, adjustment.insertions), weights)
+    return with_weights(with_insertions(graph, adjustment.insertions), weights)
 
 
 @dataclass(frozen=True)

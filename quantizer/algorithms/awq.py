@@ -35,9 +35,9 @@ from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import (
     Adjustment,
     Remark,
-    Rounded,
+    RoundedWeight,
     Task,
-    adjusted,
+    apply_adjustment,
 )
 from quantizer.algorithms.clip_search import (
     ClipSearch,
@@ -74,7 +74,7 @@ from quantizer.algorithms.sequential_runner import (
 )
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec
-from quantizer.graph.edits import rescaled
+from quantizer.graph.edits import rescale_weight
 from quantizer.graph.ir import Node
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
@@ -122,7 +122,7 @@ class _Search:
                 weight = parameter(task.graph, adjustment, name)
                 layer_qparams(name, task.specs[name, "weights"], weight)  # raises the DataError
         self.runner = SequentialRunner(
-            Network(adjusted(task.graph, before)),
+            Network(apply_adjustment(task.graph, before)),
             task.batches(),
             ActivationStore(task.memory),
             ranks=task.ranks,
@@ -274,7 +274,7 @@ class _Search:
         name: str,
         sums: GroupSums,
         factors: Tensor,
-    ) -> Rounded:
+    ) -> RoundedWeight:
         spec = self.task.specs[name, "weights"]
         layer = self.layers[name]
         node = self.task.graph.by_name[name]
@@ -286,10 +286,10 @@ class _Search:
         error = output_error(gram, weight_matrix(layer, change))
         error_rtn = error
         if not bool((factors == 1).all()):
-            original = rescaled(node, weight, inputs=1 / factors)
+            original = rescale_weight(node, weight, inputs=1 / factors)
             original_qparams = layer_qparams(name, spec, original)
             change = nearest(original, spec, original_qparams).sub_(original)
-            change = rescaled(node, change, inputs=factors)
+            change = rescale_weight(node, change, inputs=factors)
             error_rtn = output_error(gram, weight_matrix(layer, change))
         if self.settings.clip_search:
             # First with room for inputs that were always zero; without if that costs too much
@@ -304,8 +304,8 @@ class _Search:
                     break
         energy = output_error(gram, weight_matrix(layer, weight)) or 1.0
         quantized = nearest(stored, spec, qparams)
-        rounded = Rounded(quantized, qparams, error_rtn / energy, error / energy)
-        return rounded.beside(stored)
+        rounded = RoundedWeight(quantized, qparams, error_rtn / energy, error / energy)
+        return rounded.stored_like(stored)
 
     def _remark(
         self,
@@ -339,7 +339,7 @@ class _SampledRows:
         clip: bool,
     ) -> float:
         """Return |Q(W diag(s)) diag(s)^-1 X - W X|^2, the paper's equation 4."""
-        scaled = rescaled(self.node, self.weight, inputs=factors)
+        scaled = rescale_weight(self.node, self.weight, inputs=factors)
         gram = sums.divided(self.node.name, factors)
         shares = few_clip_shares(self.spec) if clip else (1.0,)
         search = ClipSearch(

@@ -18,7 +18,7 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.graph.edits import (
     Insertion,
     channels_of,
-    rescaled,
+    rescale_weight,
 )
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_names import unused_names
@@ -52,7 +52,7 @@ def fold_factors(
     fold = _fold(group, adjustment)
     for layer in _multiplied(group, fold):
         weight = parameter(graph, adjustment, layer)
-        scaled = rescaled(graph.by_name[layer], weight, inputs=factors)
+        scaled = rescale_weight(graph.by_name[layer], weight, inputs=factors)
         adjustment = adjustment.with_parameters(layer, weight=deferred_like(weight, scaled))
     if fold is None:
         return _divided_by_layer(group, factors, adjustment)
@@ -99,7 +99,7 @@ def admissible(
         smallest = max(smallest, _largest(tensor) / torch.finfo(tensor.dtype).max)
 
     def nearest_admissible(factors: Tensor) -> Tensor:
-        factors = tied(group, factors)
+        factors = tie_factors(group, factors)
         if is_narrow:
             factors = powers_of_two(factors)
         inside = factors.clamp(smallest, largest)
@@ -110,7 +110,7 @@ def admissible(
     return nearest_admissible
 
 
-def tied(group: InputGroup, factors: Tensor) -> Tensor:
+def tie_factors(group: InputGroup, factors: Tensor) -> Tensor:
     """Return the factors, with the largest one for all channels that come from one output
     channel of the layer before.
 
@@ -252,7 +252,7 @@ def _divided_in_fold(
     for key, value in _divided_parameters(graph, fold, adjustment).items():
         if key == "weight" and node.is_multiplying:
             inverse = 1 / _by_origin(fold, factors, channels_of(node, value)[0])
-            values[key] = deferred_like(value, rescaled(node, value, outputs=inverse))
+            values[key] = deferred_like(value, rescale_weight(node, value, outputs=inverse))
         else:
             inverse = 1 / _by_origin(fold, factors, value.numel()).view(value.shape)
             offset = fold.offset if key == "weight" else 0.0

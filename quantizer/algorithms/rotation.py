@@ -26,7 +26,7 @@ from quantizer.algorithms.adjustment import (
     Adjustment,
     Remark,
     Task,
-    adjusted,
+    apply_adjustment,
 )
 from quantizer.algorithms.fold import parameter
 from quantizer.algorithms.residual_stream import (
@@ -51,7 +51,7 @@ from quantizer.graph.output_names import unused_names
 from quantizer.graph.structure import InputGroup
 from quantizer.numerics.hadamard import (
     factors,
-    rotated,
+    rotate_rows,
 )
 from quantizer.storage.deferred_tensor import deferred_like
 
@@ -99,7 +99,7 @@ class _RotatedNetwork:
     ) -> None:
         self.task = task
         self.adjustment = adjustment
-        self.graph = adjusted(task.graph, adjustment)
+        self.graph = apply_adjustment(task.graph, adjustment)
         self._generator = torch.Generator().manual_seed(seed)
 
     def signs(self, channels: int) -> Tensor:
@@ -151,7 +151,7 @@ def _rotation(signs: Tensor, *, keeps_mean: bool = False) -> Rotation:
     left, right = (factor.to(signs.device) for factor in factors(len(signs)))
 
     def rotate(rows: Tensor) -> Tensor:
-        return rotated(rows, signs, left, right)
+        return rotate_rows(rows, signs, left, right)
 
     ones = torch.full_like(signs, len(signs) ** -0.5)
     normal = rotate(ones) - ones

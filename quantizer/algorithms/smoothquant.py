@@ -27,7 +27,7 @@ from quantizer.algorithms.adjustment import (
     Adjustment,
     Remark,
     Task,
-    adjusted,
+    apply_adjustment,
 )
 from quantizer.algorithms.fold import (
     admissible,
@@ -63,7 +63,7 @@ from quantizer.distributed import (
 )
 from quantizer.graph.edits import (
     by_channel,
-    rescaled,
+    rescale_weight,
 )
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
@@ -156,7 +156,7 @@ def _observed(
     with_sample: bool,
 ) -> list[tuple[InputGroup, ChannelRanges]]:
     """Return each group with the ranges of what it reads, over all batches."""
-    network = Network(adjusted(task.graph, adjustment))
+    network = Network(apply_adjustment(task.graph, adjustment))
     observed = []
     readers: dict[str, list[ChannelRanges]] = {}
     for group in groups:
@@ -258,7 +258,7 @@ def smoothing_loss(
         share = 1.0
         if spec is not None:
             weight, share = sampled_rows(weight, spec, node, rows)
-        scaled = rescaled(node, weight, inputs=factors)
+        scaled = rescale_weight(node, weight, inputs=factors)
         quantized = scaled
         if spec is not None and spec.dtype in CAST_ONLY:
             quantized = TensorQuantizer(spec)(scaled)

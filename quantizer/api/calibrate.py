@@ -12,7 +12,7 @@ from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.result import Result
 from quantizer.calibration import steps
-from quantizer.calibration.events import Events, Forked
+from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
@@ -100,7 +100,7 @@ def calibrate(
         target=TracedTarget(_traced(model, batches)),
         config=rules,
         batches=batches,
-        events=Forked(*filter(None, (watching, checkpoints))),
+        events=ForkedEvents(*filter(None, (watching, checkpoints))),
         checkpoints=checkpoints,
         seed=seed,
         fast_finetune=fast_finetune,

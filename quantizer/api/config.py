@@ -22,13 +22,13 @@ from quantizer.config.document.document import Document
 from quantizer.config.forms.aliases import canonical
 from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.load import LoadResult, check_document, default_config, load_config
-from quantizer.config.typed_fields import check_field_types, checked
+from quantizer.config.typed_fields import check_field_types, type_checked
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.storage.atomic_write import replace_file
 
 
-@checked
+@type_checked
 @dataclass
 class QuantizationSpec:
     """Describes how one tensor is quantized. None takes the value of a wider level, or the
@@ -61,7 +61,7 @@ class QuantizationSpec:
     symmetric_scale: str | None = None
 
 
-@checked
+@type_checked
 @dataclass
 class QuantizationConfig:
     """Holds the specs of a layer's tensors. None inherits: a layer from its layer type, a layer
@@ -75,7 +75,7 @@ class QuantizationConfig:
     target_device: DeviceType | None = None
 
 
-@checked
+@type_checked
 @dataclass
 class Config:
     """Holds a whole config. Later levels override earlier ones, field by field: global, layer

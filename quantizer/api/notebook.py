@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from quantizer.calibration.events import Events, Forked, Logged, RunStage
+from quantizer.calibration.events import Events, ForkedEvents, LoggedEvents, RunStage
 from quantizer.report.page.html import Markup, element
 from quantizer.report.view import Listing
 
@@ -16,8 +16,8 @@ def follower() -> Events:
     records.
     """
     if in_notebook():
-        return Forked(NotebookBars(), Logged())
-    return Logged()
+        return ForkedEvents(NotebookBars(), LoggedEvents())
+    return LoggedEvents()
 
 
 class NotebookBars(Events):

@@ -129,7 +129,7 @@ class SavedModel:
         part: str,
     ) -> Tensor:
         """Return the scale or the zero point of a quantizer, empty if it is not there."""
-        name = joined(path, "quantizers", role, part)
+        name = join_path(path, "quantizers", role, part)
         owner = self.ties.get(name, name)
         return self.tensors.get(owner, torch.empty(0))
 
@@ -189,7 +189,7 @@ class SavedModel:
             operator = operator_of(modules[path])
             channels = _input_channels(modules[path])
             for number, class_name in enumerate(layer["input_layers"]):
-                name = joined(path, "input_layers", str(number), "weight")
+                name = join_path(path, "input_layers", str(number), "weight")
                 weight = self.tensors.get(name, torch.empty(0))
                 is_of_channels = channels > 0 and list(weight.shape) == [channels]
                 if operator is None or not is_of_channels or not is_sound(weight):
@@ -224,7 +224,7 @@ def read_saved(folder: Path) -> SavedModel:
     description = _description(opened[DESCRIPTION])
     for key in ("format", "files", "checksum"):
         del description[key]
-    with _remedied():
+    with _with_remedy():
         return SavedModel(folder, read_tensors(opened[SAVED_TENSORS]), **description)
 
 
@@ -234,7 +234,7 @@ def _description(file: OpenFile) -> dict[str, Any]:
     Raises:
         ResultError: `save_quantized` cannot have written it.
     """
-    with _remedied():
+    with _with_remedy():
         content = read_json(file)
     if not isinstance(content, dict) or content.get("format") != SAVED_FORMAT:
         raise ResultError(
@@ -244,13 +244,13 @@ def _description(file: OpenFile) -> dict[str, Any]:
     checksum = content.pop("checksum", None)
     if checksum != json_digest(content):
         raise ResultError(f"{file.path} is damaged: {_CHANGED}", help=_AGAIN)
-    with _remedied():
+    with _with_remedy():
         description: dict[str, Any] = checked_json(file)
     return description
 
 
 @contextmanager
-def _remedied() -> Iterator[None]:
+def _with_remedy() -> Iterator[None]:
     """Give errors on files the remedy of a saved model."""
     try:
         yield
@@ -278,14 +278,14 @@ def structure_of(model: nn.Module) -> dict[str, str]:
                 structure[where] = f"the same as {first_path}"
         if isinstance(module, InPlace):
             for part in ("quantizers.", "input_layers."):
-                added_prefixes.append(joined(path, part))
+                added_prefixes.append(join_path(path, part))
     for name, value in model.state_dict().items():
         if not name.startswith(tuple(added_prefixes)):
             structure[name] = str(list(getattr(value, "shape", ())))
     return structure
 
 
-def joined(*parts: str) -> str:
+def join_path(*parts: str) -> str:
     """Return a dotted path; the model itself is the empty one.
 
     >>> joined("", "weight"), joined("0", "weight")
@@ -301,7 +301,7 @@ def parameter_path(
 ) -> str:
     """Return the name of the parameter in a role of the layer at `path`."""
     key = parameter_name(role)
-    return joined(path, parameters_of(module).get(key, key))
+    return join_path(path, parameters_of(module).get(key, key))
 
 
 def _planned(module: nn.Module, role: str) -> Tensor | None:

@@ -107,7 +107,7 @@ def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Bat
     return {"batches": count, "layers": rows}
 
 
-def refused(record: Record) -> frozenset[str]:
+def refused_layers(record: Record) -> frozenset[str]:
     """Return the layers whose high biases stay; an empty record refuses none."""
     rows = record.get("layers", {})
     names = set()
@@ -122,8 +122,8 @@ def refused_sentences(record: Record) -> list[str]:
     sentences = []
     for name, row in record.get("layers", {}).items():
         if not row["absorbed"]:
-            absorbing = _in_words(row["absorbing_db"])
-            eight_bits = _in_words(row["eight_bits_db"])
+            absorbing = _ratio_text(row["absorbing_db"])
+            eight_bits = _ratio_text(row["eight_bits_db"])
             batches = counted(record["batches"], "calibration batch", "calibration batches")
             sentences.append(
                 f"the high biases of {name} stay: on {batches}, the output of {row['into']} "
@@ -133,7 +133,7 @@ def refused_sentences(record: Record) -> list[str]:
     return sentences
 
 
-def _in_words(ratio: float | None) -> str:
+def _ratio_text(ratio: float | None) -> str:
     return "infinity" if ratio is None else f"{ratio:.1f} dB"
 
 

@@ -117,14 +117,14 @@ class Events:
         """Follow the end of a stage, complete or with an error."""
 
 
-class Logged(Events):
+class LoggedEvents(Events):
     """Logs messages and ignores progress, as in Python the application owns the terminal."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
         logger.log(level, "%s", text)
 
 
-class Forked(Events):
+class ForkedEvents(Events):
     """Passes everything on to several followers in order, and the end of a stage in reverse."""
 
     def __init__(self, *followers: Events) -> None:

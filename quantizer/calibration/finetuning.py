@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.adjustment import Rounded
+from quantizer.algorithms.adjustment import RoundedWeight
 from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import fingerprint
@@ -32,7 +32,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output, output_parts
-from quantizer.graph.parameters import placed
+from quantizer.graph.parameters import move_module
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
@@ -138,7 +138,7 @@ def _restored(
 
 
 @dataclass(frozen=True)
-class Finetuned:
+class FinetuningResult:
     """The result of finetuning, and the noise of the network's output on the calibration data.
 
     Args:
@@ -245,7 +245,7 @@ def finetune_network(
     seed: int,
     done: Mapping[str, FinetunedLayer],
     after_layer: Callable[[Mapping[str, FinetunedLayer]], None],
-) -> Finetuned:
+) -> FinetuningResult:
     """Learn weights, and with "adaquant" their scales, that bring the quantized network nearer
     to the float one.
 
@@ -264,7 +264,7 @@ def finetune_network(
     """
     store = store or ActivationStore()
     outputs = []
-    unfinetuned = placed(quantized_network(graph, solution), graph.device)
+    unfinetuned = move_module(quantized_network(graph, solution), graph.device)
 
     def with_outputs() -> Iterator[Batch]:
         """Yield each batch, after storing the quantized network's output for it."""
@@ -277,7 +277,7 @@ def finetune_network(
 
     with torch.no_grad():
         reference = SequentialRunner(Network(graph), with_outputs(), store)
-        network = placed(quantized_network(graph, solution), graph.device)
+        network = move_module(quantized_network(graph, solution), graph.device)
         quantized = SequentialRunner(network, batches(), store)
     layers = fast_finetune(
         reference, quantized, mode, seed=seed, done=done, after_layer=after_layer
@@ -291,16 +291,16 @@ def finetune_network(
         is_quantized = (node.name, "weights") in solution.tensors
         if node.row.is_linear_or_convolution and is_quantized and node.name not in layers:
             plain += 1
-    result = Finetuned(finetuned(solution, layers), layers, before, after, plain)
+    result = FinetuningResult(apply_finetuning(solution, layers), layers, before, after, plain)
     return replace(result, solution=solution) if result.undone else result
 
 
-def finetuned(solution: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
+def apply_finetuning(solution: Solution, layers: Mapping[str, FinetunedLayer]) -> Solution:
     """Return the solution with the weights and scales of finetuned layers."""
     rounded = {}
     for name, layer in layers.items():
         qparams = QParams(layer.scale, solution.tensors[name, "weights"].zero_point)
-        rounded[name] = Rounded(layer.weight, qparams, layer.before, layer.after)
+        rounded[name] = RoundedWeight(layer.weight, qparams, layer.before, layer.after)
     return solution.with_rounded(rounded)
 
 

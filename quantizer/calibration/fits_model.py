@@ -18,7 +18,7 @@ from quantizer.calibration.solution import Solution, writes_inplace
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.typed_fields import fits
-from quantizer.graph.edits import Insertion, channels_of, inserted
+from quantizer.graph.edits import Insertion, channels_of, with_insertions
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
@@ -300,7 +300,7 @@ def check_adjustment(
         ResultError: naming the layer.
     """
     check_insertions(adjustment.insertions, graph, what)
-    graph = inserted(graph, adjustment.insertions)
+    graph = with_insertions(graph, adjustment.insertions)
     for layer, _, reason in _parameter_faults(graph, adjustment.parameters):
         raise damaged(what, layer, reason)
     qparams = list(adjustment.qparams.items())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.config.wording import first_names
-from quantizer.graph.edits import by_channel, channels_of, rescaled
+from quantizer.graph.edits import by_channel, channels_of, rescale_weight
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.equalization import LayerPair, find_pairs
 from quantizer.nn.network import Network
@@ -175,7 +175,7 @@ def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
         if first.name in weights:
             weight = weights[first.name]
             factors = _factors(levels)
-            weights[first.name] = rescaled(first, weight, outputs=factors)
+            weights[first.name] = rescale_weight(first, weight, outputs=factors)
     return exponents
 
 
@@ -269,7 +269,7 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
         factors = _factors(exponents[first.name])
         factors = factors.to(graph.device)
         weight = _parameter(graph, changes, first, "weight")
-        scaled = rescaled(first, loaded(weight), outputs=factors)
+        scaled = rescale_weight(first, loaded(weight), outputs=factors)
         scaled = deferred_like(weight, scaled)
         changes = changes.with_parameters(first.name, weight=scaled)
         if "bias" in first.params:
@@ -279,7 +279,7 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
             changes = changes.with_parameters(first.name, bias=bias)
         weight = _parameter(graph, changes, second, "weight")
         inverse = 1 / factors[list(pair.channels)]
-        scaled = rescaled(second, loaded(weight), inputs=inverse)
+        scaled = rescale_weight(second, loaded(weight), inputs=inverse)
         scaled = deferred_like(weight, scaled)
         changes = changes.with_parameters(second.name, weight=scaled)
     return changes

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Rounded, adjusted
+from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, apply_adjustment
 from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node
@@ -226,7 +226,7 @@ class TracedModules:
         nodes = [self.graph.by_name[name] for name in names]
         return all(node.row.experts for node in nodes)
 
-    def write(self, adjustment: Adjustment) -> dict[str, Rounded]:
+    def write(self, adjustment: Adjustment) -> dict[str, RoundedWeight]:
         """Write what algorithms found into the model, except for rounded weights.
 
         Returns:
@@ -244,13 +244,13 @@ class TracedModules:
         return rounded
 
     def _insert(self, adjustment: Adjustment) -> None:
-        graph = adjusted(self.graph, adjustment)
+        graph = apply_adjustment(self.graph, adjustment)
         for row in adjustment.insertions:
             for reader in row.readers:
                 module = self.module_of(reader)
                 if module is None:
                     raise ModelError(
-                        f"{reader} is no layer of its own in the model, so nothing can be put "
+                        f"{reader} is not a module of the model, so no operator can be inserted "
                         "before it",
                         help=f"leave it out of the algorithm, or {_USE_SHELL}",
                     )
@@ -274,8 +274,8 @@ class TracedModules:
                     add_bias(module, tensor)
                 else:
                     raise ModelError(
-                        f"{name} has no {key} of its own in the model, and an algorithm would "
-                        "change it",
+                        f"an algorithm would change the {key} of {name}, but the model has no "
+                        "parameter for it alone",
                         help=f"leave the layer out of the algorithm, or {_USE_SHELL}",
                     )
         for home, tensor in values.items():

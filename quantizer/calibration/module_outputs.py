@@ -38,7 +38,7 @@ def float_outputs(traced: TracedModules, settings: Settings) -> dict[str, str]:
     return reasons
 
 
-def rectified(traced: TracedModules, settings: Settings) -> frozenset[str]:
+def layers_quantized_after_relu(traced: TracedModules, settings: Settings) -> frozenset[str]:
     """Return the plan's layers whose outputs are quantized after a ReLU.
 
     These modules compute max(x, 0) themselves. The ReLU of the model then changes nothing.

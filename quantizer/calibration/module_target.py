@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from quantizer.algorithms.adjustment import Adjustment, Rounded
+from quantizer.algorithms.adjustment import Adjustment, RoundedWeight
 from quantizer.calibration.module_algorithms import TracedModules, write_rounded
 from quantizer.calibration.module_attach import attach_solution
-from quantizer.calibration.module_outputs import float_outputs, rectified
+from quantizer.calibration.module_outputs import float_outputs, layers_quantized_after_relu
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import AlgorithmScope, Target
@@ -33,7 +33,7 @@ from quantizer.graph.modules import (
 )
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
 from quantizer.plan.model import Plan
-from quantizer.plan.remarks import MUCH, left_float, share_left, ungrouped
+from quantizer.plan.remarks import MUCH, group_size_remarks, left_float, share_left
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import preserve_module_state
@@ -74,7 +74,7 @@ class ModuleTarget(Target):
     traced: TracedModules | None = None
     rectified: frozenset[str] = frozenset()
     floats: Mapping[str, str] = field(default_factory=dict)
-    rounded: Mapping[str, Rounded] = field(default_factory=dict)
+    rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
     is_traced = False
 
     @classmethod
@@ -158,7 +158,7 @@ class ModuleTarget(Target):
             tensors = counted(rule.took_effect, "tensor")
             yield logging.INFO, f"{rule.label}: {layers}, {tensors} set"
         unsupported = left_float(uncovered_modules(self.model, plan.graph).values())
-        for text in (*ungrouped(plan), *unsupported, *_not_quantized(config, plan)):
+        for text in (*group_size_remarks(plan), *unsupported, *_not_quantized(config, plan)):
             yield logging.WARNING, text
         share = self._float_share(plan)
         level = logging.WARNING if share > MUCH else logging.INFO
@@ -224,7 +224,7 @@ class ModuleTarget(Target):
         target = replace(self, floats=floats)
         plan = target._without_floats(plan)
         traced = replace(traced, plan=plan)
-        layers = rectified(traced, plan.settings)
+        layers = layers_quantized_after_relu(traced, plan.settings)
         tree = ModuleTree(self.model, self.graph, layers)
         return replace(target, rectified=layers, tree=tree), plan
 

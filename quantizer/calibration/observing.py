@@ -375,7 +375,7 @@ def watchers(calibration: Calibration) -> Watchers:
             watch: Watch = require_finite
         elif tensor.place in histograms:
             histogram = histograms.pop(tensor.place)
-            watch = partial(observer.observe, beside=histogram)
+            watch = partial(observer.observe, companion=histogram)
         else:
             watch = observer.observe
         if tensor.channels is not None:

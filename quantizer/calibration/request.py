@@ -12,7 +12,7 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration import fingerprint
 from quantizer.calibration.absorption import Record
-from quantizer.calibration.events import Events, Logged, Snapshot
+from quantizer.calibration.events import Events, LoggedEvents, Snapshot
 from quantizer.calibration.level_channels import Exponents
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.snapshots import CheckpointStore, share_snapshot
@@ -106,7 +106,7 @@ class CalibrationRequest:
     target: Target
     config: Config
     batches: Batches
-    events: Events = field(default_factory=Logged)
+    events: Events = field(default_factory=LoggedEvents)
     checkpoints: CheckpointStore | None = None
     seed: int = 0
     fast_finetune: str | None = None

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Run, Task, adjusted
+from quantizer.algorithms.adjustment import (
+    Adjustment,
+    Remark,
+    RoundedWeight,
+    Run,
+    Task,
+    apply_adjustment,
+)
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.fits_model import check_adjustment
@@ -31,7 +38,7 @@ from quantizer.calibration.snapshots import (
 )
 from quantizer.calibration.target import AlgorithmScope
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.model import Algorithm
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import ModelError
@@ -68,7 +75,7 @@ class Progress:
 
 
 _CHECKPOINT = "the checkpoint of algorithms"
-register_dataclasses(Progress, Adjustment, Insertion, Rounded, QParams, Remark)
+register_dataclasses(Progress, Adjustment, Insertion, RoundedWeight, QParams, Remark)
 
 
 def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -243,7 +250,7 @@ def algorithms_report(
     parameters = adjustment.parameters
     remarks = adjustment.remarks
     return {
-        "algorithms": [written(algorithm.settings) for algorithm in algorithms],
+        "algorithms": [algorithm_entry(algorithm.settings) for algorithm in algorithms],
         "rounded": rounded,
         "rescaled": {name: sorted(values) for name, values in parameters.items()},
         "inserted": inserted,
@@ -309,7 +316,7 @@ def _difference_line(graph: Graph, adjustment: Adjustment, batch: Batch) -> tupl
     level of `logging`.
     """
     wanted = _outputs(graph, batch)
-    outputs = _outputs(adjusted(graph, adjustment), batch)
+    outputs = _outputs(apply_adjustment(graph, adjustment), batch)
     share = 0.0
     for target, output in zip(wanted, outputs, strict=True):
         if target.numel():

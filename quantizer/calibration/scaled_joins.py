@@ -19,7 +19,7 @@ from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration import observing
 from quantizer.calibration.observing import DISTRIBUTION, Calibration
 from quantizer.config.roles import is_parameter
-from quantizer.graph.edits import Insertion, rescaled
+from quantizer.graph.edits import Insertion, rescale_weight
 from quantizer.graph.ir import Graph, Node
 from quantizer.observers import Observer
 from quantizer.plan.groups import PART_SCALE
@@ -170,7 +170,7 @@ def _divided(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
     inverse = 1 / factors.to(weight)
     if node.row.scales_channels:
         return weight * inverse
-    return rescaled(node, weight, inputs=inverse)
+    return rescale_weight(node, weight, inputs=inverse)
 
 
 def _free_name(name: str, names: Collection[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Rounded
+from quantizer.algorithms.adjustment import RoundedWeight
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.edits import Insertion, with_weights
@@ -140,7 +140,7 @@ class Solution:
 
     def with_rounded(
         self,
-        layers: Mapping[str, Rounded],
+        layers: Mapping[str, RoundedWeight],
     ) -> Solution:
         """Return the solution with rounded weights, and their scales."""
         qparams = {}
@@ -170,7 +170,7 @@ def quantized_network(
     return network
 
 
-def encoded(
+def encode_parameters(
     graph: Graph,
     solution: Solution,
 ) -> Solution:

@@ -29,7 +29,7 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import placed
+from quantizer.graph.parameters import move_module
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
@@ -56,7 +56,7 @@ class Step:
 
 def prepare_graph(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Bring the graph into the form that is planned."""
-    refused = absorption.refused(state.absorption or {})
+    refused = absorption.refused_layers(state.absorption or {})
     target = state.target.prepared(request.config, refused)
     return replace(state, target=target)
 
@@ -100,7 +100,7 @@ def check_high_biases(request: CalibrationRequest, state: CalibrationState) -> C
         record = absorption.decide_absorption(request.target.original, config.settings, data)
     record = request.ranks.broadcast(record, "the check of absorbed biases")
     state = replace(state, absorption=record)
-    refused = absorption.refused(record)
+    refused = absorption.refused_layers(record)
     if not refused:
         return state
     for sentence in absorption.refused_sentences(record):
@@ -267,13 +267,13 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
 def align_to_dpu(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Move power-of-two scales to those that the DPU has shifts for."""
     plan = state.plan
-    solution, moves = aligned(state.solution, plan.graph, plan.settings)
+    solution, moves = align_positions(state.solution, plan.graph, plan.settings)
     for move in moves:
         request.events.message(logging.INFO, f"note: {move}")
     return replace(state, solution=solution)
 
 
-def aligned(
+def align_positions(
     solution: Solution, graph: Graph, settings: Settings
 ) -> tuple[Solution, tuple[Move, ...]]:
     """Return the solution at aligned positions, with a note at each tensor that was moved, and
@@ -309,7 +309,7 @@ def run_bias_correction(
     data = request.read_again("bias correction", "set include_bias_corr to false")
     graph = state.plan.graph
     network = quantized_network(graph, state.solution)
-    network = placed(network, graph.device)
+    network = move_module(network, graph.device)
     store = ActivationStore(request.memory)
     runner = SequentialRunner(network, data, store, request.ranks)
     count = len(graph.nodes)

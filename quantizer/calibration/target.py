@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from quantizer.algorithms.adjustment import Adjustment, adjusted
+from quantizer.algorithms.adjustment import Adjustment, apply_adjustment
 from quantizer.calibration.observing import Observable
-from quantizer.calibration.solution import Solution, encoded
+from quantizer.calibration.solution import Solution, encode_parameters
 from quantizer.config.model import Algorithm, Config, QuantizationSpec
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -143,7 +143,7 @@ class TracedTarget(Target):
         )
 
     def adjusted(self, adjustment: Adjustment) -> TracedTarget:
-        changed = adjusted(self.graph, adjustment)
+        changed = apply_adjustment(self.graph, adjustment)
         return replace(self, changed=changed)
 
     def observed(self) -> AbstractContextManager[Observable]:
@@ -167,4 +167,4 @@ class TracedTarget(Target):
         )
 
     def finished(self, solution: Solution) -> Solution:
-        return encoded(self.graph, solution)
+        return encode_parameters(self.graph, solution)

@@ -26,7 +26,7 @@ from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
-from quantizer.config.forms.weight_widths import patched
+from quantizer.config.forms.weight_widths import with_layer_entries
 from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
@@ -286,7 +286,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
         original = session.recall_graph(options, loaded, batches, reported)
         check_model(reported, original)
         if not read.config.algorithms:
-            refused = absorption.refused(reported.solution.absorption)
+            refused = absorption.refused_layers(reported.solution.absorption)
             graph = run_passes(original, read.config.settings, refused=refused)
             plan = session.resolved_plan(read, original, quiet=True, graph=graph)
             check_plan(reported, read.config, plan)
@@ -299,7 +299,7 @@ def _search_floats(subject: Subject, metric: str) -> AnalysisResult:
     search, tensors = cheapest_floats(subject, metric)
     content = search.to_json()
     content["tensors"] = sensitivity.ablation_json(tensors)
-    lines = search.lines(path_names(subject.original))
+    lines = search.summary_lines(path_names(subject.original))
     return AnalysisResult(subject.original, content, search.text, lines=lines, tensors=tensors)
 
 
@@ -328,7 +328,7 @@ def _analyze_widths(
     absorption_record = absorption.decide_absorption(
         subject.original, read.config.settings, session.on_device(options, batches)
     )
-    refused = absorption.refused(absorption_record)
+    refused = absorption.refused_layers(absorption_record)
     graph = run_passes(subject.original, read.config.settings, refused=refused)
     plan = session.resolved_plan(read, subject.original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None
@@ -369,7 +369,7 @@ def _choose(
     # The mixed widths, if both are equally good
     best = min(noise, key=noise.__getitem__)
     changes = chosen_specs(plan, analysis, choices[best])
-    config = patched(subject.read.config.document, changes)
+    config = with_layer_entries(subject.read.config.document, changes)
     _require_exact(plan, subject.original, changes, config)
     content = sensitivity.analysis_json(analysis, choices[best])
     content["written"] = best

@@ -13,7 +13,7 @@ from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
 from quantizer.cli.float_mode import evaluator_of
-from quantizer.cli.follow import followed, progress
+from quantizer.cli.follow import progress, run_display
 from quantizer.cli.gates import (
     MEASURED,
     Gate,
@@ -35,7 +35,7 @@ from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
 from quantizer.evaluation.cheapest import FloatPart, cheapest_parts, float_parts
-from quantizer.evaluation.measurable import not_measured, not_measured_by_targets
+from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import score
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
@@ -64,7 +64,7 @@ class Subject:
             target=TracedTarget(self.original),
             config=config,
             batches=self.batches,
-            events=followed(self.read.sources, quiet=True),
+            events=run_display(self.read.sources, quiet=True),
             seed=self.options.seed,
             memory=self.options.memory,
         )
@@ -129,7 +129,7 @@ class FloatSearch:
             "config": self.config,
         }
 
-    def lines(self, paths: Mapping[str, str]) -> list[str]:
+    def summary_lines(self, paths: Mapping[str, str]) -> list[str]:
         """Return the result for people, with layers by their module paths."""
         metric = self.gate.metric
         lines = [f"{metric} {self.before[metric]:.6g} with the config as it is"]
@@ -174,7 +174,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablatio
         require_known(about_all([gate]), names_in_test(MEASURED, options))
     require_known_parts([gate], output_parts(subject.original))
     evaluation = session.open_data(options, loaded, evaluation=True)
-    require_measured([gate], not_measured(subject.original))
+    require_measured([gate], never_measured_metrics(subject.original))
     if evaluator is None:
         require_measured([gate], not_measured_by_targets(evaluation.first(), subject.original))
     runs: dict[tuple[str, ...], Mapping[str, float]] = {}

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.calibration import memory_prediction, steps
-from quantizer.calibration.events import Events, Forked
+from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session, torchrun
-from quantizer.cli.follow import followed
+from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
@@ -52,14 +52,14 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             _confirm(options, request, state.plan, checkpoints)
             return state
 
-        followers: list[Events] = [followed(read.sources, quiet=options.quiet)]
+        followers: list[Events] = [run_display(read.sources, quiet=options.quiet)]
         if checkpoints:
             followers.append(checkpoints)
         request = CalibrationRequest(
             target=TracedTarget(original),
             config=read.config,
             batches=batches,
-            events=Forked(*followers, torchrun.Watched(ranks)),
+            events=ForkedEvents(*followers, torchrun.RankChecks(ranks)),
             checkpoints=checkpoints,
             seed=options.seed,
             fast_finetune=finetuned,
@@ -105,7 +105,7 @@ def _locked_folder(folder: Path, options: Options, ranks: Ranks) -> Iterator[dic
         Further entries of run.json, to fill in.
     """
     if ranks.is_first:
-        with locked(folder), runlog.run_logged(folder, options, ranks.world_size) as noted:
+        with locked(folder), runlog.log_run(folder, options, ranks.world_size) as noted:
             yield noted
     else:
         yield {}

@@ -7,7 +7,7 @@ import click
 from quantizer.cli.options import command, output_option, write_output
 from quantizer.cli.places import PathType
 from quantizer.cli.render import print_diagnostics
-from quantizer.config.conversion.convert import WRITERS, converted
+from quantizer.config.conversion.convert import WRITERS, convert_config
 from quantizer.config.diagnostics import by_place
 from quantizer.config.forms.form import Form
 from quantizer.config.load import load_config
@@ -41,7 +41,7 @@ def convert(file: str, to: Form | None, output: str) -> int:
             f"{file} already has the {wanted} form",
             help="leave out --to to write the other form",
         )
-    other = converted(config, wanted)
+    other = convert_config(config, wanted)
     findings = [one for one in result.diagnostics if one.severity != "note"]
     findings += other.findings
     print_diagnostics(by_place(findings), result.sources)

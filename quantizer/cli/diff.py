@@ -11,7 +11,7 @@ from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
-from quantizer.config.forms.compared import compared
+from quantizer.config.forms.compared import compare_configs
 from quantizer.config.load import load_config
 from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
@@ -91,7 +91,7 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
 def _show_values(first: str, second: str, options: DiffOptions) -> None:
     try:
         before = load_config(first).require()
-        values = compared(before, load_config(second).require())
+        values = compare_configs(before, load_config(second).require())
     except ValueError as error:
         raise UsageError(
             str(error), help="give --model to compare what they do to its layers"

@@ -171,7 +171,7 @@ def _lines_of_file(path: Path, verified: Verification, view: TableView) -> list[
     session = verified.default_session
     if session:
         lines.append(f"in a default session, {session.figures()}")
-        lines += map(view.text, session.lines)
+        lines += map(view.text, session.summary_lines)
     for engine in verified.engines:
         if engine.agrees:
             lines.append(engine.line)

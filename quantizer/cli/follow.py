@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from quantizer.calibration.events import NO_FOLLOWER, Events, Forked, RunStage
+from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunStage
 from quantizer.cli import session
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import Diagnostic
@@ -26,9 +26,9 @@ def progress(*, quiet: bool) -> Events:
     return Lines()
 
 
-def followed(sources: Mapping[str, str], *, quiet: bool) -> Forked:
+def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:
     """Return the display of progress and messages; `sources` are the texts of config files."""
-    return Forked(progress(quiet=quiet), Messages(sources, quiet=quiet))
+    return ForkedEvents(progress(quiet=quiet), Messages(sources, quiet=quiet))
 
 
 class Messages(Events):

@@ -9,7 +9,7 @@ from quantizer.cli.options import Options
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
 from quantizer.config.wording import closest_word
 from quantizer.errors import UsageError
-from quantizer.evaluation.scores import DROP, paired
+from quantizer.evaluation.scores import DROP, metrics_of_both
 from quantizer.graph.output_parts import Output
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 
@@ -157,7 +157,7 @@ def require_measured(gates: Iterable[Gate], not_measured: Mapping[str, str]) -> 
     """
     for gate in gates:
         for name, reason in not_measured.items():
-            if gate.metric == name or gate.metric in paired({name: _ANY_PAIR}):
+            if gate.metric == name or gate.metric in metrics_of_both({name: _ANY_PAIR}):
                 raise UsageError(
                     f"{gate.option} {gate.text!r} is not measured: {reason}",
                     help="use a metric that this run measures, or return this one from "
@@ -176,7 +176,7 @@ def names_in_test(
         directions: of the metrics, as far as they are declared.
     """
     pairs = dict.fromkeys(metrics, _ANY_PAIR)
-    names = {*_OUTPUT_FIGURES, *paired(pairs, directions)}
+    names = {*_OUTPUT_FIGURES, *metrics_of_both(pairs, directions)}
     if options.exact:
         names.add(EXACT_EQUAL)
     if "onnx" in options.deploy:
@@ -184,7 +184,7 @@ def names_in_test(
     return names
 
 
-def failed(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
+def failed_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
     """Return the gates that do not hold, of those about `metrics`."""
     texts = []
     for gate in gates:
@@ -193,7 +193,7 @@ def failed(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
     return texts
 
 
-def met(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
+def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:
     """Return a line for each gate that holds, with the value of the metric."""
     lines = []
     for gate in gates:

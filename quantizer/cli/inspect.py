@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from quantizer.cli import session
-from quantizer.cli.gates import failed, met, parse_gate, require_known
+from quantizer.cli.gates import failed_gates, met_gate_lines, parse_gate, require_known
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.render import say
 from quantizer.cli.table_view import config_to_look, filtered_view
@@ -110,9 +110,9 @@ def inspect(
     if options.file:
         write_text(Path(options.file), emit(plan.graph))
     if not options.json:
-        for line in met(gates, metrics):
+        for line in met_gate_lines(gates, metrics):
             click.echo(line)
-    not_met = failed(gates, metrics)
+    not_met = failed_gates(gates, metrics)
     if not_met:
         raise GateError(
             f"not met: {', '.join(not_met)}",

@@ -20,7 +20,7 @@ class Terminated(KeyboardInterrupt):
     """Stands for SIGTERM or SIGHUP, as KeyboardInterrupt does for Ctrl-C."""
 
 
-def handled() -> None:
+def handle_termination() -> None:
     """Handle SIGTERM and SIGHUP like Ctrl-C from now on, unless they are ignored, as under
     nohup.
     """

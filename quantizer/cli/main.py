@@ -221,7 +221,7 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
 def main() -> NoReturn:
     """Run the console script."""
     output = streams.install()
-    interrupts.handled()
+    interrupts.handle_termination()
     code = run_command(sys.argv[1:])
     sys.stdout.flush()
     if output.lost is not None:

@@ -8,7 +8,7 @@ from quantizer.calibration import steps
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session
-from quantizer.cli.follow import followed
+from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options, command, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.reproduction import remember, words_of_merge
@@ -71,7 +71,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     seed_everything(infos[0].header["seed"])
     loaded = session.open_model(options)
     batch = example_batch(infos[0].header)
-    with locked(folder), runlog.run_logged(folder, options):
+    with locked(folder), runlog.log_run(folder, options):
         original = reuse_or_trace(loaded.module, batch, first)
         check_model(infos[0], original)
         check_owner(folder, original.model, overwrite=options.overwrite)
@@ -85,7 +85,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             target=TracedTarget(original),
             config=config,
             batches=batches,
-            events=followed({}, quiet=options.quiet),
+            events=run_display({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(info) for info in infos),
             absorption=first.solution.absorption,

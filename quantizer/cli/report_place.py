@@ -48,7 +48,7 @@ def report_place(
                 _logger.warning(text, error.message)
                 yield None, {}
                 return
-        noted = stack.enter_context(runlog.run_logged(place, options, ranks.world_size))
+        noted = stack.enter_context(runlog.log_run(place, options, ranks.world_size))
         yield place, noted
 
 

@@ -134,7 +134,7 @@ def with_config(words: Sequence[str], name: str) -> list[str]:
     return [*words[:3], "--config_file", name, *words[3:]]
 
 
-def remembered(folder: Path) -> dict[str, Any]:
+def read_commands(folder: Path) -> dict[str, Any]:
     """Return the commands in run.json as its part, empty if there are none."""
     facts = _facts(folder)
     if COMMANDS_KEY not in facts:

@@ -21,7 +21,7 @@ from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated_folder import CalibratedFolder
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened
-from quantizer.results.retune import Change, Retuned, retune_activations
+from quantizer.results.retune import Change, RetunedFolder, retune_activations
 from quantizer.results.write import check_owner
 
 
@@ -120,7 +120,9 @@ def retune(folder: str, options: RetuneOptions) -> None:
     console.print(Text(one_line(line)), soft_wrap=True)
 
 
-def _write(before: CalibratedFolder, result: Retuned, target: Path, *, overwrite: bool) -> None:
+def _write(
+    before: CalibratedFolder, result: RetunedFolder, target: Path, *, overwrite: bool
+) -> None:
     """Write the result folder and its report."""
     files = before.opened.files
     is_same = target.resolve() == before.opened.folder.resolve()
@@ -166,7 +168,7 @@ def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
     return frozenset(layers)
 
 
-def _rows(folder: CalibratedFolder, result: Retuned) -> list[dict[str, object]]:
+def _rows(folder: CalibratedFolder, result: RetunedFolder) -> list[dict[str, object]]:
     """Return the columns of each tensor."""
     entries, _ = result.entries
     rows: list[dict[str, object]] = []

@@ -14,8 +14,8 @@ from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.float_mode import run_float
 from quantizer.cli.gates import (
     Gate,
-    failed,
-    met,
+    failed_gates,
+    met_gate_lines,
     parse_gate,
     require_known,
 )
@@ -78,7 +78,7 @@ def run(options: Options) -> int:
     if peak and not is_silent:
         print(f"peak memory {process_memory.size_text(peak)}")
     if not options.json:
-        for line in met(gates, outcome.metrics):
+        for line in met_gate_lines(gates, outcome.metrics):
             print(line)
     _require_met(options, gates, outcome)
     if outcome.error:
@@ -110,7 +110,7 @@ def _require_mode(options: Options) -> None:
 
 def _require_met(options: Options, gates: list[Gate], outcome: Outcome) -> None:
     """Raise `GateError` if a gate does not hold, or its metric was not measured."""
-    not_met = failed(gates, outcome.metrics)
+    not_met = failed_gates(gates, outcome.metrics)
     if options.quant_mode == "test" and outcome.error is None:
         for gate in gates:
             if gate.metric not in outcome.metrics:

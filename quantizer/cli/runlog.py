@@ -18,7 +18,7 @@ import torch
 import quantizer
 from quantizer import printable
 from quantizer.cli.options import RUN, Options, word_of
-from quantizer.cli.reproduction import remembered
+from quantizer.cli.reproduction import read_commands
 from quantizer.errors import QuantizerError
 from quantizer.printable import one_line
 from quantizer.results.folder import RUN_FILE
@@ -30,7 +30,7 @@ _IMPORTS = process_memory.peak_bytes()
 
 
 @contextmanager
-def run_logged(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str, Any]]:
+def log_run(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str, Any]]:
     """Write both files when the body ends, also if it fails.
 
     Yields:
@@ -71,7 +71,7 @@ def run_logged(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[
             "threads": torch.get_num_threads(),
             "ranks": ranks,
             **noted,
-            **remembered(folder),
+            **read_commands(folder),
         }
         write_json(folder / RUN_FILE, facts)
         text = one_line(f"{facts['started']} quantizer {' '.join(sys.argv[1:])}") + "\n"

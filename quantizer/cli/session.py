@@ -22,7 +22,7 @@ from quantizer.config.model import Config, StructureNames
 from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import placed
+from quantizer.graph.parameters import move_module
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
@@ -102,7 +102,7 @@ def open_model(options: Options) -> LoadedModel:
     if device.type == "cuda":
         # Convolutions of float32 would otherwise have the precision of float16.
         torch.backends.cudnn.allow_tf32 = False
-    placed(loaded.module, device)
+    move_module(loaded.module, device)
     return loaded
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from quantizer.calibration import fingerprint, memory_prediction
-from quantizer.calibration.events import Forked
+from quantizer.calibration.events import ForkedEvents
 from quantizer.calibration.finetuning import require_calibrated_with
 from quantizer.cli import session, torchrun
 from quantizer.cli.annotations import annotate_warnings
@@ -19,7 +19,7 @@ from quantizer.cli.gates import (
     MEASURED,
     Gate,
     about_all,
-    failed,
+    failed_gates,
     names_in_test,
     parse_gate,
     require_known,
@@ -35,7 +35,7 @@ from quantizer.comparison.output_figures import POOLED_FIGURE
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError
 from quantizer.evaluation.exact import require_wide
-from quantizer.evaluation.measurable import not_measured, not_measured_by_targets
+from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import as_run
 from quantizer.export.deployment import Deployment
@@ -131,7 +131,7 @@ class _TestRun:
                 batches=self.batches,
                 place=self.place,
             )
-        if not options.deploy or failed(self.gates, outcome.metrics):
+        if not options.deploy or failed_gates(self.gates, outcome.metrics):
             return outcome
         deployment = Deployment.of(
             calibrated,
@@ -160,7 +160,7 @@ class _TestRun:
             calibrated,
             self.loaded.module,
             self.batches,
-            Forked(progress(quiet=options.quiet), torchrun.Watched(self.ranks)),
+            ForkedEvents(progress(quiet=options.quiet), torchrun.RankChecks(self.ranks)),
             function=self.evaluator,
             check=check,
             ranks=self.ranks,
@@ -222,7 +222,7 @@ def _require_measurable(
         require_wide(graph, info.solution)
     if options.inspect:
         show_layers(options, graph, info.solution.tensors, {})
-    require_measured(gates, not_measured(graph))
+    require_measured(gates, never_measured_metrics(graph))
     if targets_of is not None:
         require_measured(gates, not_measured_by_targets(targets_of, graph))
 

@@ -23,7 +23,7 @@ _joined: list["ProcessGroup"] = []
 """The group of this process, which it leaves at the end."""
 
 
-class Watched(Events):
+class RankChecks(Events):
     """Checks after each unit of work whether another rank has stopped."""
 
     def __init__(self, ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ from quantizer.cli.options import command, write_output
 from quantizer.cli.render import RENDERERS, say
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.read import read_text
-from quantizer.config.load import LoadResult, fixed, load_config
+from quantizer.config.load import LoadResult, fix_text, load_config
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 
@@ -74,7 +74,7 @@ def validate(
 def _fix(name: str) -> int:
     """Write all known fixes into the file, and return their number."""
     try:
-        text, count = fixed(read_text(name))
+        text, count = fix_text(read_text(name))
     except ConfigError:
         # The check reports that the file is not readable.
         return 0
@@ -90,7 +90,7 @@ def _difference(name: str) -> str:
     except ConfigError:
         return ""
     before = source.text.split("\n")
-    after = fixed(source)[0].text.split("\n")
+    after = fix_text(source)[0].text.split("\n")
     lines = unified_diff(before, after, name, name, lineterm="")
     return "".join(f"{line}\n" for line in lines)
 

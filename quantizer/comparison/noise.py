@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quantizer.numerics.blocks import flattened
+from quantizer.numerics.blocks import flatten_memory
 from quantizer.numerics.metrics import decibel, energy
 
 _GAP = 32
@@ -79,7 +79,7 @@ def beside_far_values(x: Tensor) -> Tensor | None:
         return None
     middle = float(max(abs(end) for end in x.aminmax())) / 2
     step = math.ceil(x.numel() / _SAMPLE)
-    sample = flattened(x)[::step]
+    sample = flatten_memory(x)[::step]
     if not _has_gap(sample, middle) or not _has_gap(x, middle):
         return None
     return x.abs() < middle

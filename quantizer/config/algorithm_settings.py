@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
-from quantizer.config.typed_fields import checked
+from quantizer.config.typed_fields import type_checked
 
 AlgorithmStage = Literal["rescale", "round"]
 _AlgoConfigT = TypeVar("_AlgoConfigT", bound="AlgoConfig")
@@ -149,7 +149,7 @@ def algorithm(
             raise ValueError(
                 f"the algorithm {name} is registered already, by {ALGORITHMS[name].__name__}"
             )
-        ALGORITHMS[name] = checked(kind)
+        ALGORITHMS[name] = type_checked(kind)
         ALIASES.update(dict.fromkeys(aliases, name))
         return kind
 

@@ -20,7 +20,7 @@ from quantizer.config.algorithm_settings import (
     setting,
 )
 from quantizer.config.forms.form import Form
-from quantizer.config.typed_fields import checked
+from quantizer.config.typed_fields import type_checked
 
 __all__ = [
     "ALGORITHMS",
@@ -284,7 +284,7 @@ def _only(value: Any, why: str) -> dict[str, Any]:
     return {"enum": [value], "code": "QZ118", "errorMessage": why, "help": remedy}
 
 
-@checked
+@type_checked
 @dataclass
 class CLEConfig(PreQuantOptConfig):
     """Cross-layer equalization (arXiv 1906.04721): the channels of a layer and of the next one

@@ -100,7 +100,7 @@ def check_document(document: Document) -> LoadResult:
     )
 
 
-def fixed(source: Text) -> tuple[Text, int]:
+def fix_text(source: Text) -> tuple[Text, int]:
     """Return the text with every known fix in it, and how many there were; a second call finds
     none.
 

@@ -15,7 +15,7 @@ _MAX_SHOWN = 60
 _T = TypeVar("_T")
 
 
-def checked(cls: type[_T]) -> type[_T]:
+def type_checked(cls: type[_T]) -> type[_T]:
     """Make a dataclass refuse unknown fields, and values of another type at construction.
 
     Raises (when the class is called, or a field is set):

@@ -17,7 +17,12 @@ from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.roles import is_parameter, parameter_name, parameter_role
 from quantizer.errors import UsageError
 from quantizer.evaluation.compare import over_batches
-from quantizer.evaluation.exact_layers import Fixed, IntegerCall, LayerArguments, integer_rule
+from quantizer.evaluation.exact_layers import (
+    FixedPoint,
+    IntegerCall,
+    LayerArguments,
+    integer_rule,
+)
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.execution import Execution, layer_arguments
 from quantizer.nn.network import Network
@@ -119,8 +124,8 @@ def compare_exact(
             _, simulated = next(simulated_steps)
             if name not in rows:
                 continue
-            if isinstance(value, Fixed):
-                expected = Fixed.of(simulated, value.position)
+            if isinstance(value, FixedPoint):
+                expected = FixedPoint.of(simulated, value.position)
                 rows[name].add(value.codes, expected.codes)
         network.batch += 1
 
@@ -174,7 +179,7 @@ class _IntegerNetwork:
         self.overwritten: Collection[str] = self.simulation.overwritten
         self.plain = Network(self.graph).double()
         self.positions = self.solution.positions
-        self.biases: dict[str, Fixed] = {}
+        self.biases: dict[str, FixedPoint] = {}
         self.batch = 0
         for (name, role), position in self.positions.items():
             if is_parameter(role):
@@ -192,7 +197,7 @@ class _IntegerNetwork:
         position than the products.
         """
         values = self.simulation.layers[name].get_parameter(parameter)
-        fixed = Fixed.of(values.detach(), position)
+        fixed = FixedPoint.of(values.detach(), position)
         layer = self.plain.layers[name]
         if parameter == "bias":
             self.biases[name] = fixed
@@ -202,7 +207,7 @@ class _IntegerNetwork:
             layer.register_parameter(parameter, codes)
 
     def run_node(self, node: Node, values: LayerArguments) -> Any:
-        """Return the value of a node: `Fixed` if it has codes, floats otherwise.
+        """Return the value of a node: `FixedPoint` if it has codes, floats otherwise.
 
         The node runs in integers if it can and its inputs have codes. Otherwise its inputs are
         converted to floats, and the simulation runs it.
@@ -214,7 +219,7 @@ class _IntegerNetwork:
         why = self._reason_for_float(node)
         if not why:
             value = self._run_in_integers(node, values)
-            if isinstance(value, Fixed) and output in self.positions:
+            if isinstance(value, FixedPoint) and output in self.positions:
                 return self._shift(value, output)
             if value is not None:
                 return value
@@ -272,11 +277,11 @@ class _IntegerNetwork:
         for index, (name, value) in enumerate(call.items()):
             role = f"input_{index}" if index else "input"
             key = (node.name, role)
-            if isinstance(value, Fixed) and key in self.positions:
+            if isinstance(value, FixedPoint) and key in self.positions:
                 inputs[name] = self._shift(value, key)
         return inputs
 
-    def _shift(self, wide: Fixed, key: Key) -> Fixed:
+    def _shift(self, wide: FixedPoint, key: Key) -> FixedPoint:
         """Return a result shifted to the position of a tensor, and clipped to its codes."""
         spec = self.solution.tensors[key].spec
         position = self.positions[key]
@@ -287,7 +292,7 @@ class _IntegerNetwork:
             spec.quant_max,
             round_mode=spec.round_mode,
         )
-        return Fixed(codes, position)
+        return FixedPoint(codes, position)
 
     def _to_codes(self, key: Key, value: Any) -> Any:
         """Return the codes of a value that the simulation has quantized, or the value itself if
@@ -296,14 +301,14 @@ class _IntegerNetwork:
         position = self.positions.get(key)
         if position is None:
             return value
-        return Fixed.of(value, position)
+        return FixedPoint.of(value, position)
 
 
 def _to_floats(value: Any, dtype: torch.dtype | None) -> Any:
     """Return the output of a node, which may be several tensors, with codes as floats."""
 
     def to_float(leaf: Any) -> Any:
-        if isinstance(leaf, Fixed):
+        if isinstance(leaf, FixedPoint):
             return leaf.float(dtype)
         return leaf
 

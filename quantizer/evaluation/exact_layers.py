@@ -31,14 +31,14 @@ _FINEST_CONSTANT = 24
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedPoint:
     """A tensor of value codes * 2^-position, with integer codes in float64."""
 
     codes: Tensor
     position: int
 
     @classmethod
-    def of(cls, values: Tensor, position: int) -> Fixed:
+    def of(cls, values: Tensor, position: int) -> FixedPoint:
         """Return values that are multiples of 2^-position."""
         return cls(values.double() * 2.0**position, position)
 
@@ -59,7 +59,7 @@ class IntegerCall:
     Attributes:
         node: of the layer.
         layer: computes in float64 with the codes of the weight, and without bias.
-        inputs: the arguments; those with codes are `Fixed`.
+        inputs: the arguments; those with codes are `FixedPoint`.
         weight_position: of the codes of the weight.
         bias: its codes.
         overflowed: set when an accumulator exceeds int32, which then wraps around.
@@ -69,26 +69,26 @@ class IntegerCall:
     layer: Layer
     inputs: LayerArguments
     weight_position: int | None = None
-    bias: Fixed | None = None
+    bias: FixedPoint | None = None
     overflowed: bool = field(default=False, init=False)
 
-    def operand(self, name: str) -> Fixed | None:
+    def operand(self, name: str) -> FixedPoint | None:
         """Return an argument or constant as codes; None if it has none."""
         value = self.inputs.get(name, self.node.attrs.get(name))
-        if isinstance(value, Fixed):
+        if isinstance(value, FixedPoint):
             return value
         return _constant(value)
 
-    def accumulated(self, codes: Tensor, position: int) -> Fixed:
+    def accumulated(self, codes: Tensor, position: int) -> FixedPoint:
         """Return a sum as an int32 register holds it."""
         largest = codes.abs().max() if codes.numel() else 0
         if largest >= INT32_BOUND:
             self.overflowed = True
             codes = wrap_int32(codes)
-        return Fixed(codes, position)
+        return FixedPoint(codes, position)
 
 
-_Rule = Callable[..., Fixed | None]
+_Rule = Callable[..., FixedPoint | None]
 IntegerRule = Callable[[IntegerCall], Any]
 """Returns the wide result of a layer; None if its inputs have no codes."""
 
@@ -109,7 +109,7 @@ def _reads(*names: str) -> Callable[[_Rule], IntegerRule]:
     """Call a rule with these operands, if all of them have codes."""
 
     def decorate(rule: _Rule) -> IntegerRule:
-        def run(step: IntegerCall) -> Fixed | None:
+        def run(step: IntegerCall) -> FixedPoint | None:
             operands = [step.operand(name) for name in names]
             if None in operands:
                 return None
@@ -120,10 +120,10 @@ def _reads(*names: str) -> Callable[[_Rule], IntegerRule]:
     return decorate
 
 
-def _accumulate(step: IntegerCall) -> Fixed | None:
+def _accumulate(step: IntegerCall) -> FixedPoint | None:
     """Return products at position fw + fi plus the bias, at the finer of their positions."""
     x = step.inputs.get("input")
-    if not isinstance(x, Fixed) or step.weight_position is None:
+    if not isinstance(x, FixedPoint) or step.weight_position is None:
         return None
     inputs = {**step.inputs, "input": x.codes}
     products = step.layer(**inputs)
@@ -139,7 +139,7 @@ def _accumulate(step: IntegerCall) -> Fixed | None:
 
 
 @_reads("input", "other")
-def _add(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed | None:
+def _add(step: IntegerCall, a: FixedPoint, b: FixedPoint) -> FixedPoint | None:
     if step.node.attrs.get("alpha", 1) != 1:
         return None
     finest = max(a.position, b.position)
@@ -150,22 +150,22 @@ def _add(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed | None:
 
 
 @_reads("input", "other")
-def _multiply(step: IntegerCall, a: Fixed, b: Fixed) -> Fixed:
+def _multiply(step: IntegerCall, a: FixedPoint, b: FixedPoint) -> FixedPoint:
     codes = a.codes * b.codes
     return step.accumulated(codes, a.position + b.position)
 
 
-def _join(step: IntegerCall) -> Fixed | None:
+def _join(step: IntegerCall) -> FixedPoint | None:
     """Return the joined parts at the finest of their positions.
 
     The later shift to the output's position rounds each part as its own shift would.
     """
     parts = step.inputs.get("tensors", [])
-    if not all(isinstance(part, Fixed) for part in parts):
+    if not all(isinstance(part, FixedPoint) for part in parts):
         return None
     finest = max(part.position for part in parts)
     codes = [part.at(finest) for part in parts]
-    return Fixed(step.layer(tensors=codes), finest)
+    return FixedPoint(step.layer(tensors=codes), finest)
 
 
 def _move(step: IntegerCall) -> Any:
@@ -177,18 +177,18 @@ def _move(step: IntegerCall) -> Any:
     inputs = dict(step.inputs)
     positions = []
     for name, value in inputs.items():
-        if isinstance(value, Fixed):
+        if isinstance(value, FixedPoint):
             inputs[name] = value.codes
             positions.append(value.position)
     if len(positions) != 1:
         return None
     result = step.layer(**inputs)
     if isinstance(result, Tensor):
-        return Fixed(result, positions[0])
+        return FixedPoint(result, positions[0])
     results = []
     for part in result:
         if part.is_floating_point():
-            part = Fixed(part, positions[0])
+            part = FixedPoint(part, positions[0])
         results.append(part)
     return results
 
@@ -201,38 +201,38 @@ def _pick(step: IntegerCall) -> Any:
     if not isinstance(sequence, list):
         return None
     value = sequence[index]
-    return value if isinstance(value, Fixed) else None
+    return value if isinstance(value, FixedPoint) else None
 
 
 @_reads("input")
-def _relu(step: IntegerCall, x: Fixed) -> Fixed:
-    return Fixed(x.codes.clamp(min=0), x.position)
+def _relu(step: IntegerCall, x: FixedPoint) -> FixedPoint:
+    return FixedPoint(x.codes.clamp(min=0), x.position)
 
 
 @_reads("input")
-def _relu6(step: IntegerCall, x: Fixed) -> Fixed | None:
+def _relu6(step: IntegerCall, x: FixedPoint) -> FixedPoint | None:
     attrs = step.node.attrs
     low = attrs.get("min_val", attrs.get("min", 0))
     high = attrs.get("max_val", attrs.get("max", 6))
     if step.node.op != "relu6" and (low, high) != (0, 6):
         return None
     six = 6 * 2.0**x.position
-    return Fixed(x.codes.clamp(0, six), x.position)
+    return FixedPoint(x.codes.clamp(0, six), x.position)
 
 
 @_reads("input")
-def _leaky_relu(step: IntegerCall, x: Fixed) -> Fixed | None:
+def _leaky_relu(step: IntegerCall, x: FixedPoint) -> FixedPoint | None:
     multiplier, shift = LEAKY_SLOPE
     if step.node.attrs.get("negative_slope") != multiplier / 2**shift:
         return None
     positive = x.codes * 2.0**shift
     negative = x.codes * multiplier
     codes = torch.where(x.codes < 0, negative, positive)
-    return Fixed(codes, x.position + shift)
+    return FixedPoint(codes, x.position + shift)
 
 
 @_reads("input")
-def _average(step: IntegerCall, x: Fixed) -> Fixed:
+def _average(step: IntegerCall, x: FixedPoint) -> FixedPoint:
     # The layer multiplies the sum by m / 2^s, which is exact in float64.
     shift = int(step.node.attrs["shift"])
     codes = step.layer(input=x.codes) * 2.0**shift
@@ -240,35 +240,35 @@ def _average(step: IntegerCall, x: Fixed) -> Fixed:
 
 
 @_reads("input")
-def _hardswish(step: IntegerCall, x: Fixed) -> Fixed:
+def _hardswish(step: IntegerCall, x: FixedPoint) -> FixedPoint:
     wide = _relu6_sixth(x)
     shift = wide.position - HARDSWISH_POSITION
     gate = requantize(wide.codes, shift, -128, 127, round_mode="half_up")
-    return Fixed(x.codes * gate, x.position + HARDSWISH_POSITION)
+    return FixedPoint(x.codes * gate, x.position + HARDSWISH_POSITION)
 
 
 @_reads("input")
-def _hardsigmoid(step: IntegerCall, x: Fixed) -> Fixed:
+def _hardsigmoid(step: IntegerCall, x: FixedPoint) -> FixedPoint:
     return _relu6_sixth(x)
 
 
-def _relu6_sixth(x: Fixed) -> Fixed:
+def _relu6_sixth(x: FixedPoint) -> FixedPoint:
     """Return relu6(x + 3) / 6."""
     multiplier, shift = SIXTH
     one = 2.0**x.position
     codes = x.codes + 3 * one
     codes = codes.clamp(0, 6 * one)
-    return Fixed(codes * multiplier, x.position + shift)
+    return FixedPoint(codes * multiplier, x.position + shift)
 
 
-def _constant(value: Any) -> Fixed | None:
+def _constant(value: Any) -> FixedPoint | None:
     """Return the codes of a number with few binary digits; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     for position in range(_FINEST_CONSTANT + 1):
         if float(value * 2**position).is_integer():
             exact = torch.tensor(value, dtype=torch.float64)
-            return Fixed.of(exact, position)
+            return FixedPoint.of(exact, position)
     return None
 
 

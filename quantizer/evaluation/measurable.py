@@ -10,7 +10,7 @@ Reasons = dict[str, str]
 """For each metric that is not measured, the reason."""
 
 
-def not_measured(graph: Graph) -> Reasons:
+def never_measured_metrics(graph: Graph) -> Reasons:
     """Return the metrics that no test of a model measures, whatever its data."""
     outputs = [graph.by_name[name] for name in dict.fromkeys(references(graph.output))]
     if any(node.dtype is None for node in outputs):

@@ -103,7 +103,7 @@ def pass_loss_line(figures: Mapping[str, Any]) -> str:
     words: list[str] = []
     for key in _FIGURES:
         output = outputs.get(key)
-        ratio = _in_words(figures[key])
+        ratio = _sqnr_text(figures[key])
         if output is not None:
             ratio += f" ({output})"
         words.append(ratio)
@@ -211,6 +211,6 @@ def _by_output(
     return ratios
 
 
-def _in_words(ratio: float | None) -> str:
+def _sqnr_text(ratio: float | None) -> str:
     """Return an SQNR with its unit, or "no loss"."""
     return "no loss" if ratio is None else f"{ratio:.1f} dB"

@@ -59,7 +59,7 @@ class Scores:
     @property
     def metrics(self) -> dict[str, float]:
         """Return all figures, by the names that gates use."""
-        return self.comparison.metrics() | paired(self.pairs, self.directions)
+        return self.comparison.metrics() | metrics_of_both(self.pairs, self.directions)
 
     @property
     def gated(self) -> dict[str, float]:
@@ -131,7 +131,7 @@ class Scores:
         return None
 
 
-def paired(
+def metrics_of_both(
     pairs: Mapping[str, Mapping[str, float]], directions: Directions = BY_NAME
 ) -> dict[str, float]:
     """Return the metrics of both networks by single names.

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantizer.errors import VerificationError
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import widened
+from quantizer.export.float32 import to_float32
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.nn.network import Network
 
@@ -26,7 +26,7 @@ Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
 """Returns what a file gives for one call: the tensors, in order."""
 
 
-def accepted(
+def accept_file(
     verification: Verification,
     deployment: Deployment,
     outputs: Outputs,
@@ -50,7 +50,7 @@ def accepted(
         return verification
     text = f"{refusal} does not compute what test mode does: {verification.figures()}"
     if len(verification.parts) > 1:
-        text += f"; {_part_in_words(differing)}"
+        text += f"; {_part_text(differing)}"
     loss = deployment.loss_of(differing.name)
     text += f"; test mode itself is {loss:.1f} dB from the float network"
     raise VerificationError(text, help=remedy)
@@ -105,7 +105,7 @@ def _largest(verification: Verification) -> float:
     return largest
 
 
-def _part_in_words(part: PartAgreement) -> str:
+def _part_text(part: PartAgreement) -> str:
     """Return the figures of a part that differs, as part of a sentence."""
     index = "" if part.index in (None, part.name) else f" ({part.index})"
     if part.collapses:
@@ -130,7 +130,7 @@ def with_float_figures(
     agreement = Agreement("outputs", deployment.outputs)
     for args, kwargs in deployment.calls():
         recorder = agreement.recorder()
-        expected = widened(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
+        expected = to_float32(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
         agreement.add(expected, outputs(args, kwargs), recorder)
     floats = {part.name: part.sqnr_db for part in agreement.parts.values() if part.count}
     if not floats:

@@ -39,7 +39,7 @@ class Kernels:
         return len(self.integer) / self.count if self.count else 1.0
 
     @property
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Return a sentence about all multiplications, and one for each reason."""
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
@@ -136,11 +136,11 @@ class Verification:
         return None
 
     @property
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Return sentences about the kernels and the layers."""
         lines: list[str] = []
         if self.kernels is not None:
-            lines += self.kernels.lines
+            lines += self.kernels.summary_lines
         if lines and self.speed is not None:
             lines[0] += f"; {self.speed.text}"
         codes = sum(row.codes for row in self.layers)

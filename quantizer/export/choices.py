@@ -28,6 +28,4 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
                 f"{name} is {value!r}", help=f"known are {', '.join(option.values)}"
             )
         if value != option.default and option.target not in targets:
-            raise UsageError(
-                f"--{name} goes with --deploy {option.target}: no other target reads it"
-            )
+            raise UsageError(f"--{name} is only for --deploy {option.target}")

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
-from quantizer.calibration.solution import Solution, encoded, quantized_network
+from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.export.choices import CHOICES
 from quantizer.export.value_names import (
     chosen_names,
@@ -123,7 +123,7 @@ class Deployment:
     @cached_property
     def encoded(self) -> Solution:
         """Return the solution with the codes of parameters, which files are written from."""
-        return encoded(self.graph, self.solution)
+        return encode_parameters(self.graph, self.solution)
 
     @cached_property
     def expected(self) -> list[Tensor]:

@@ -25,7 +25,7 @@ def in_float32(deployment: Deployment) -> Deployment:
     graph = deployment.graph
     if not any(node.dtype in HALF for node in graph.nodes):
         return deployment
-    args, kwargs = widened((deployment.args, dict(deployment.kwargs)))
+    args, kwargs = to_float32((deployment.args, dict(deployment.kwargs)))
     return replace(
         deployment,
         graph=_widened_graph(graph),
@@ -35,7 +35,7 @@ def in_float32(deployment: Deployment) -> Deployment:
     )
 
 
-def widened(value: Any) -> Any:
+def to_float32(value: Any) -> Any:
     """Return a nested value with float32 for tensors and dtypes of half precision."""
     return pytree.tree_map(_widened_leaf, value)
 
@@ -49,7 +49,7 @@ def _widened_leaf(value: Any) -> Any:
 def _widened_graph(graph: Graph) -> Graph:
     nodes: list[Node] = []
     for node in graph.nodes:
-        attrs = widened(dict(node.attrs))
+        attrs = to_float32(dict(node.attrs))
         nodes.append(
             replace(
                 node,
@@ -57,7 +57,7 @@ def _widened_graph(graph: Graph) -> Graph:
                 dtype=_widened_leaf(node.dtype),
             )
         )
-    return graph.replaced(nodes=tuple(nodes), tensors=widened(dict(graph.tensors)))
+    return graph.replaced(nodes=tuple(nodes), tensors=to_float32(dict(graph.tensors)))
 
 
 def _widened_solution(solution: Solution) -> Solution:
@@ -67,9 +67,9 @@ def _widened_solution(solution: Solution) -> Solution:
     return replace(
         solution,
         tensors=tensors,
-        weights=widened(_as_dicts(solution.weights)),
-        rescaled=widened(_as_dicts(solution.rescaled)),
-        corrections=widened(dict(solution.corrections)),
+        weights=to_float32(_as_dicts(solution.weights)),
+        rescaled=to_float32(_as_dicts(solution.rescaled)),
+        corrections=to_float32(dict(solution.corrections)),
     )
 
 

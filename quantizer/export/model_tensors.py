@@ -56,13 +56,13 @@ def parameter_values(
             if name in state:
                 if name in values and not torch.equal(values[name], value):
                     why = f"{name} has one value in {node.name} and another elsewhere"
-                    raise not_held(target, why, CHANGE_REMEDY)
+                    raise cannot_store(target, why, CHANGE_REMEDY)
                 values[name] = value
                 continue
             traced = deployment.graph.tensors.get(path)
             if traced is None or not torch.equal(traced.cpu(), value):
                 why = f"{node.name} has a {key} now that the model has no place for"
-                raise not_held(target, why, CHANGE_REMEDY)
+                raise cannot_store(target, why, CHANGE_REMEDY)
     return state | values
 
 
@@ -86,7 +86,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def not_held(
+def cannot_store(
     target: str,
     why: str,
     remedy: str,

@@ -120,8 +120,8 @@ def chosen_names(
         )
     if "" in chosen or len(set(chosen)) < len(chosen):
         raise UsageError(
-            f"--{option} is {value!r}: a name is empty, or stands there twice",
-            help="give each tensor a name of its own",
+            f"--{option} is {value!r}: a name is empty or given twice",
+            help="give each tensor another name",
         )
     return chosen
 

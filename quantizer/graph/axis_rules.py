@@ -75,7 +75,7 @@ def changes(
     labels: Tensor,
     axis: int,
 ) -> bool:
-    """Return whether labels differ along an axis, after `labels.compressed`."""
+    """Return whether labels differ along an axis, after `labels.compress_labels`."""
     return labels.shape[axis] > 1 and labels.stride(axis) != 0
 
 

@@ -18,9 +18,9 @@ from quantizer.graph.labels import (
     UNFOLLOWED,
     changing_axes,
     channels_along,
-    compressed,
+    compress_labels,
     example_shape,
-    numbered,
+    numbered_labels,
     run_node,
 )
 from quantizer.graph.targets import call
@@ -74,10 +74,10 @@ class ChannelLabels:
         except UNFOLLOWED:
             return None
         if isinstance(results, (list, tuple)):
-            return [None if result is None else compressed(result) for result in results]
+            return [None if result is None else compress_labels(result) for result in results]
         if results is None or results.shape != shape:
             return None
-        first = compressed(results)
+        first = compress_labels(results)
         return first if is_one else [first, *[None] * (len(value) - 1)]
 
     def moved(
@@ -94,7 +94,7 @@ class ChannelLabels:
         read = self.values.get(source.name)
         if not isinstance(read, Tensor):
             return None
-        labels = self.carried(node, {source.name: numbered(read.shape, axis)})
+        labels = self.carried(node, {source.name: numbered_labels(read.shape, axis)})
         axes = changing_axes(labels) if isinstance(labels, Tensor) else []
         if not axes or channels_along(labels, axes[0]) != tuple(range(read.shape[axis])):
             return None

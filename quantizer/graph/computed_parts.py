@@ -17,7 +17,7 @@ from torch import Tensor
 from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.label_replay import is_pointwise
-from quantizer.graph.labels import along_axis, changing_axes, channels_along, compressed
+from quantizer.graph.labels import along_axis, changing_axes, channels_along, compress_labels
 from quantizer.graph.origins import Origins
 
 
@@ -109,7 +109,7 @@ class _PartNumbers:
         numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
         if len(numbers) == value.shape[origins.axis]:
             labels = along_axis(numbers, value.shape, origins.axis)
-            self.known[node.name] = compressed(labels)
+            self.known[node.name] = compress_labels(labels)
 
     def follow(self, node: Node) -> Runs | None:
         """Return where the parts lie in what a node makes, None if it has none or they are
@@ -150,4 +150,4 @@ class _PartNumbers:
             if common is not None and not torch.equal(common, expanded):
                 return None
             common = expanded
-        return None if common is None else compressed(common)
+        return None if common is None else compress_labels(common)

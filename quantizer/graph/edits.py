@@ -61,19 +61,21 @@ def _path(
     key: str,
     uses: Mapping[str, int],
 ) -> str:
-    """Return the path for a layer's own parameter: the present one if no other layer uses
-    it.
+    """Return a path for a parameter that only this layer uses.
+
+    It is the present path if no other layer uses that one.
     """
     weight = node.params.get("weight", key)
-    beside = f"{weight}.{key}"
+    # For a layer that has no such parameter yet
+    new_path = f"{weight}.{key}"
     if weight.endswith("weight"):
-        beside = weight.removesuffix("weight") + key
-    path = node.params.get(key, beside)
+        new_path = weight.removesuffix("weight") + key
+    path = node.params.get(key, new_path)
     is_own = uses[weight] <= 1 and uses[path] <= int(key in node.params)
     return path if is_own else f"{path}@{node.name}"
 
 
-def inserted(
+def with_insertions(
     graph: Graph,
     insertions: Iterable[Insertion],
 ) -> Graph:
@@ -137,7 +139,7 @@ def channels_of(
     return groups * outputs, groups * inputs
 
 
-def rescaled(
+def rescale_weight(
     node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None
 ) -> Tensor:
     """Return the weight with each output and each input channel multiplied by a factor.

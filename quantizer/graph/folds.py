@@ -13,7 +13,13 @@ from torch import Tensor
 from quantizer.graph.axis_rules import ALIKE, PRODUCT, SAME
 from quantizer.graph.channel_labels import ChannelLabels, paths
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.labels import NONE, channels_along, compressed, distinct, numbered
+from quantizer.graph.labels import (
+    NONE,
+    channels_along,
+    compress_labels,
+    distinct,
+    numbered_labels,
+)
 from quantizer.graph.structure import Fold, InputGroup
 from quantizer.graph.targets import call
 
@@ -232,7 +238,7 @@ class Folds:
             return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
         value = self.channels.values.get(node.name)
         axis = node.row.channels
-        return None if value is None or axis is None else numbered(value.shape, axis)
+        return None if value is None or axis is None else numbered_labels(value.shape, axis)
 
     def flow(self, source: Source) -> Flow:
         """Return where a source's channels go."""
@@ -247,7 +253,7 @@ class Folds:
         start = self._start(source)
         if start is None:
             return flow
-        labels = {source.node.name: compressed(start)}
+        labels = {source.node.name: compress_labels(start)}
         queue: list[int] = []
         queued: set[int] = set()
         name = source.node.name

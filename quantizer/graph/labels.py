@@ -70,7 +70,7 @@ def along_axis(
     return vector.float().view(sizes).expand(shape)
 
 
-def numbered(
+def numbered_labels(
     shape: torch.Size,
     axis: int,
 ) -> Tensor:
@@ -78,7 +78,7 @@ def numbered(
     return along_axis(torch.arange(shape[axis]), shape, axis)
 
 
-def compressed(labels: Tensor) -> Tensor:
+def compress_labels(labels: Tensor) -> Tensor:
     """Return the same labels, with stride 0 along each axis along which they do not change."""
     for axis in range(labels.dim()):
         size = labels.shape[axis]
@@ -93,7 +93,7 @@ def compressed(labels: Tensor) -> Tensor:
 
 
 def changing_axes(labels: Tensor) -> list[int]:
-    """Return the axes along which `compressed` labels change."""
+    """Return the axes along which compressed labels change."""
     return [axis for axis in range(labels.dim()) if changes(labels, axis)]
 
 
@@ -101,7 +101,7 @@ def channels_along(
     labels: Tensor,
     axis: int,
 ) -> tuple[int, ...] | None:
-    """Return the `compressed` labels along one axis, None if they change along another."""
+    """Return compressed labels along one axis, None if they change along another."""
     axis %= labels.dim()
     if set(changing_axes(labels)) - {axis}:
         return None
@@ -112,7 +112,7 @@ def channels_along(
 
 
 def distinct(labels: Any) -> frozenset[int]:
-    """Return all channels among the `compressed` labels of one value, or of several."""
+    """Return all channels among compressed labels of one value, or of several."""
     if labels is None:
         return frozenset()
     if isinstance(labels, (list, tuple)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantizer.graph.axis_rules import JOINED, PADDED, RESHAPED, SAME, LabelledCall, pads_zeros
 from quantizer.graph.channel_labels import meta_values
 from quantizer.graph.ir import Graph, Node, map_refs
-from quantizer.graph.labels import UNFOLLOWED, changing_axes, compressed, run_node
+from quantizer.graph.labels import UNFOLLOWED, changing_axes, compress_labels, run_node
 from quantizer.graph.targets import call
 from quantizer.storage.deferred_tensor import loaded
 
@@ -112,7 +112,7 @@ class _OriginWalk:
         numbers: set[int] = set()
         for result in labels:
             numbers.update(int(number) for number in torch.unique(result))
-        axes = changing_axes(compressed(labels[0])) if len(labels) == 1 else []
+        axes = changing_axes(compress_labels(labels[0])) if len(labels) == 1 else []
         constants = _CONSTANT in numbers
         sources = tuple(self._name(number) for number in sorted(numbers) if number > _ZERO)
         if len(axes) != 1:
@@ -277,7 +277,7 @@ class _SourceLabels:
             return None
         is_one = isinstance(value, Tensor)
         shape = value.shape if is_one else value[0].shape
-        arguments = {next(iter(node.inputs)): compressed(labels)}
+        arguments = {next(iter(node.inputs)): compress_labels(labels)}
         blended = rule.labels(
             LabelledCall(
                 arguments,

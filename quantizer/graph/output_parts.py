@@ -19,10 +19,10 @@ from quantizer.graph.label_replay import FILLED, UNWRITTEN, ExampleValues, Repla
 from quantizer.graph.labels import (
     UNFOLLOWED,
     changing_axes,
-    compressed,
+    compress_labels,
     example_shape,
     filled_labels,
-    numbered,
+    numbered_labels,
 )
 from quantizer.graph.output_names import OTHERS, output_leaves, unique_names, unused_names
 from quantizer.graph.provenance import Provenance
@@ -383,12 +383,12 @@ def _channel_axis(provenance: Provenance, output: Output) -> int | None:
     shapes = _shapes(graph, replay)
     if shapes is None or not 0 < shapes[output.node].numel() <= _MAX_VALUES:
         return 1
-    sources = {maker.name: numbered(shapes[maker.name], channels)}
+    sources = {maker.name: numbered_labels(shapes[maker.name], channels)}
     try:
         labels = replay.run(sources, Seen(shapes, ExampleValues(graph)))
     except UNFOLLOWED:
         return 1
-    axes = changing_axes(compressed(labels))
+    axes = changing_axes(compress_labels(labels))
     return axes[0] if len(axes) == 1 else 1
 
 

@@ -43,7 +43,7 @@ def set_parameter(
     module._parameters[name] = parameter
 
 
-def placed(
+def move_module(
     module: Module,
     device: torch.device,
 ) -> Module:

@@ -21,7 +21,7 @@ MARK = "aten.alias.default"
 
 
 @contextlib.contextmanager
-def marked(module: nn.Module) -> Iterator[None]:
+def mark_stubs(module: nn.Module) -> Iterator[None]:
     """Make each stub inside `module` leave an operator in traces."""
     with contextlib.ExitStack() as hooks:
         for child in module.modules():

@@ -30,7 +30,7 @@ from quantizer.graph.lengths import (
 )
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
-from quantizer.graph.program_nodes import marked
+from quantizer.graph.program_nodes import mark_stubs
 from quantizer.storage.process_memory import pause_garbage_collection
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ def _export(
             quiet(),
             pause_garbage_collection(),
             torch.no_grad(),
-            marked(module),
+            mark_stubs(module),
             _recurrent_weights_restored(module),
             without_stack_traces(),
         ):

@@ -157,8 +157,8 @@ def check_quantizable(
     for role in roles:
         if not is_parameter(role) and "forward" in vars(module):
             raise ModelError(
-                f"{where} has a forward beside its class's, which would pass the quantizer of "
-                f"its {role} by",
+                f"{where} has a forward of its own in place of its class's, which would bypass "
+                f"the quantizer of its {role}",
                 help="remove what replaced it (accelerate: remove_hook_from_module), or "
                 "exclude the layer",
             )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quantizer.nn.layer import Layer
 from quantizer.numerics.blocks import along_axis
-from quantizer.numerics.hadamard import factors, rotated
+from quantizer.numerics.hadamard import factors, rotate_rows
 
 
 class InputScale(Layer):
@@ -65,7 +65,7 @@ class InputRotation(Layer):
         signs = self.weight.to(input.dtype)
         left = self.left.to(input.dtype)
         right = self.right.to(input.dtype)
-        return self.finish(rotated(input, signs, left, right))
+        return self.finish(rotate_rows(input, signs, left, right))
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}"

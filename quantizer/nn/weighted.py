@@ -135,7 +135,9 @@ class ExpertLinear(_Filled):
         if picks is not None:
             return [(picks == expert).nonzero().flatten() for expert in range(self.groups)]
         if ends is None:
-            raise ValueError("Nothing says which rows of the input are whose.")
+            raise ValueError(
+                "Give `ends` or `picks`: the rows of the input for each expert are not known."
+            )
         return [slice(start, end) for start, end in pairwise([0, *ends.tolist()])]
 
     def extra_repr(self) -> str:

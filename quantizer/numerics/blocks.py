@@ -49,7 +49,7 @@ def flat_view(x: Tensor) -> Tensor | None:
     return ordered.view(-1) if ordered.is_contiguous() else None
 
 
-def flattened(x: Tensor) -> Tensor:
+def flatten_memory(x: Tensor) -> Tensor:
     """Return the elements of `x` as one vector, in memory order. It is a copy only if the
     memory has gaps.
     """

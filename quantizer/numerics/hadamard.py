@@ -12,7 +12,7 @@ from torch import Tensor
 _LARGEST_ORDER = 512
 
 
-def rotated(
+def rotate_rows(
     values: Tensor,
     signs: Tensor,
     left: Tensor,
@@ -48,7 +48,7 @@ def rotated(
 
 def factors(channels: int) -> tuple[Tensor, Tensor]:
     """Return orthogonal float64 matrices [a, a] and [b, b] with a * b = `channels`, close in
-    size, for `rotated`.
+    size, for `rotate_rows`.
 
     The second is Sylvester's Hadamard matrix. The first is the Kronecker product of another
     one and `odd_factor`, which is needed if the number of channels is no power of two.

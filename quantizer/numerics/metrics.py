@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import flattened, memory_order
+from quantizer.numerics.blocks import flatten_memory, memory_order
 
 # Values converted to float64 at a time: they stay in the cache
 VALUES_PER_SUM = 1 << 18
@@ -19,7 +19,7 @@ def energy(x: Tensor) -> float:
     """
     sums = []
     # Reading in another order than that of memory takes many times as long
-    for part in torch.split(flattened(x), VALUES_PER_SUM):
+    for part in torch.split(flatten_memory(x), VALUES_PER_SUM):
         wide = part.double()
         sums.append(float(torch.dot(wide, wide)))
     return math.fsum(sums)

@@ -98,14 +98,14 @@ class Memory(ABC):
     def restate(
         self,
         other: Memory,
-        beside: Memory | None,
+        companion: Memory | None,
     ) -> None:
         """Fill an empty memory as if it had seen the batches of `other`, which may be of any
         kind.
 
         Args:
             other: the memory of the batches.
-            beside: a memory of the same values that may have a histogram.
+            companion: a memory of the same values that may have a histogram.
 
         Raises:
             LookupError: `other` lacks statistics that are needed. The message names them.
@@ -232,7 +232,7 @@ class RangeMemory(Memory):
     def restate(
         self,
         other: Memory,
-        beside: Memory | None,
+        companion: Memory | None,
     ) -> None:
         """Fill the memory from one of any kind.
 
@@ -386,9 +386,9 @@ class PooledMemory(Memory):
     def restate(
         self,
         other: Memory,
-        beside: Memory | None,
+        companion: Memory | None,
     ) -> None:
-        source = other if isinstance(other, PooledMemory) else beside
+        source = other if isinstance(other, PooledMemory) else companion
         are_per_tensor = other.spec.qscheme == self.spec.qscheme == "per_tensor"
         if not isinstance(source, PooledMemory) or not are_per_tensor:
             raise LookupError(f"{self.spec.method} needs a histogram, and only ranges are kept")

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import BLOCK_SIZE, flattened, memory_order
+from quantizer.numerics.blocks import BLOCK_SIZE, flatten_memory, memory_order
 from quantizer.numerics.granularity import Cut, to_rows
 from quantizer.numerics.histogram import BINS, Histogram
 
@@ -54,7 +54,7 @@ def as_rows(
     """
     qscheme, _, group_size, _ = cut
     if qscheme == "per_tensor" and group_size is None:
-        return flattened(x).unsqueeze(0)
+        return flatten_memory(x).unsqueeze(0)
     return to_rows(x, cut)
 
 

@@ -133,11 +133,14 @@ class Observer:
     def observe(
         self,
         x: Tensor,
-        beside: Observer | None = None,
+        companion: Observer | None = None,
     ) -> None:
         """Add one batch, a floating-point tensor of any layout, on any device.
 
-        Another observer `beside` adds it too, and shares what can be shared.
+        Args:
+            x: the batch.
+            companion: another observer of the same values, which adds the batch as well. What
+                both need is computed once.
 
         Raises:
             NonFiniteError: it holds NaN or infinity. Such a batch leaves no trace, nor do those
@@ -155,11 +158,11 @@ class Observer:
             )
         self._memory.add(x, batch)
         self.expect(tuple(x.shape))
-        if beside is not None:
-            if beside.spec.cut != self.spec.cut:
-                batch = beside._batch(x)
-            beside._memory.add(x, batch)
-            beside.expect(tuple(x.shape))
+        if companion is not None:
+            if companion.spec.cut != self.spec.cut:
+                batch = companion._batch(x)
+            companion._memory.add(x, batch)
+            companion.expect(tuple(x.shape))
 
     def qparams(self) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`.
@@ -219,14 +222,14 @@ class Observer:
     def restated(
         self,
         spec: QuantizationSpec,
-        beside: Observer | None = None,
+        companion: Observer | None = None,
     ) -> Observer:
         """Return the observer that would have seen the same batches for another spec of the
         same granularity.
 
         Args:
             spec: with another method, percentage or statistic.
-            beside: an observer of the same values that may have a histogram.
+            companion: an observer of the same values that may have a histogram.
 
         Raises:
             ValueError: no range exists for this spec, or its granularity is another.
@@ -237,8 +240,8 @@ class Observer:
                 f"What was observed {self.spec.qscheme} cannot be restated {spec.qscheme}."
             )
         other = Observer(spec)
-        beside_memory = beside._memory if beside else None
-        other._memory.restate(self._memory, beside_memory)
+        companion_memory = companion._memory if companion else None
+        other._memory.restate(self._memory, companion_memory)
         other._shape = self._shape
         return other
 
@@ -261,7 +264,7 @@ class Observer:
         are_alike = all(part.spec == spec for part, _ in parts)
         if not spec.has_one_scale or not are_alike:
             raise ValueError(
-                f"Only what was observed alike, with one scale, can be put together as {spec}."
+                f"Observers can only be combined if all have this spec, with one scale: {spec}."
             )
         combined = cls(spec)
         combined._memory.combine_parts([(part._memory, factor) for part, factor in parts])

@@ -117,7 +117,7 @@ def activation_view(
     return TensorView(sizes, features=features, maps=rank > 2)
 
 
-def fitted(
+def fit_spec(
     spec: QuantizationSpec,
     view: TensorView,
     role: str,

@@ -25,7 +25,7 @@ _KEYS = {
 """The keys of selectors in the file."""
 
 
-def unmatched(
+def unmatched_selectors(
     form: Form,
     rules: Sequence[MatchedRule],
     original: Graph,

@@ -82,7 +82,7 @@ def derived_layers(graph: Graph) -> set[str]:
     return names
 
 
-def multiplied(
+def multiplies_values(
     node: Node,
     name: str,
 ) -> bool:

@@ -10,7 +10,13 @@ from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, p
 from quantizer.graph.computed_parts import computed_parts
 from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.origins import maker, origins_of
-from quantizer.plan.floating import ARGUMENT, MASK, computes_in_float, floating, multiplied
+from quantizer.plan.floating import (
+    ARGUMENT,
+    MASK,
+    computes_in_float,
+    floating,
+    multiplies_values,
+)
 from quantizer.plan.layout import (
     EVERY_JOIN,
     PART_SCALE,
@@ -320,7 +326,7 @@ class _Layouter:
     ) -> bool:
         """Return whether a layer multiplies a value in integers."""
         node = self.graph.by_name[reader]
-        return multiplied(node, value) and not computes_in_float(node, self.where.floats)
+        return multiplies_values(node, value) and not computes_in_float(node, self.where.floats)
 
     def _is_own_input(
         self,

@@ -55,7 +55,7 @@ def open_joins(where: Layout) -> dict[str, Join]:
     return by_point
 
 
-def watched(joins: Iterable[Join]) -> dict[str, Group]:
+def parts_to_observe(joins: Iterable[Join]) -> dict[str, Group]:
     """Return the parts of joins that are not quantized on their own, but observed, by where
     they would be.
     """

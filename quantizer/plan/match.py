@@ -280,7 +280,7 @@ def _time_limit(text: str) -> Iterator[None]:
         return
     error = UsageError(
         f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers",
-        help="repeat nothing inside of what is repeated",
+        help="use no repetition inside another one, such as (a+)+",
     )
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or not hasattr(signal, "SIGALRM"):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from quantizer.config.forms.hierarchical_spec import is_foreign, turned
+from quantizer.config.forms.hierarchical_spec import is_foreign, other_weight_axis
 from quantizer.config.model import (
     AUTO_METHOD,
     POOLED,
@@ -34,7 +34,7 @@ _KINDRED = frozenset(
 _QSCHEMES_WITH_AXIS = {"per_channel", "per_group"}
 
 
-def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
+def merge_fields(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     """Return each field from the strongest rule that sets it. `blocks` are the rules' fields
     for one role, weakest first.
 
@@ -67,7 +67,7 @@ def merged(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
         qschemes = {qscheme, _value(values, "qscheme")}
         if axis and "ch_axis" not in fields and qschemes == _QSCHEMES_WITH_AXIS:
             del values["ch_axis"]
-            new_axis = turned(axis, role)
+            new_axis = other_weight_axis(axis, role)
             if new_axis:
                 values["ch_axis"] = new_axis
     return values
@@ -102,7 +102,7 @@ def merged_spec(
         is_quantized = row.quantizes(role, is_quantized)
     if not is_quantized:
         return None, {}
-    values = merged([row.rule.fields.get(role, {}) for row in rules], role)
+    values = merge_fields([row.rule.fields.get(role, {}) for row in rules], role)
     spec = with_finest_position(QuantizationSpec.of(values), device)
     # A parameter is one batch with all values
     if spec.method == AUTO_METHOD and not is_parameter(role):

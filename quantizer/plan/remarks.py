@@ -32,7 +32,7 @@ def plan_remarks(plan: Plan) -> Iterator[str]:
         yield "warning: nothing is quantized: the config leaves all of the network float"
     elif share > MUCH:
         yield f"warning: {share_left(share)}, the largest is {largest}"
-    yield from ungrouped(plan)
+    yield from group_size_remarks(plan)
     without_rules = []
     for node in plan.graph.nodes:
         if plan.floats.get(node.name) == NO_RULES:
@@ -94,7 +94,7 @@ def behind_norms(graph: Graph) -> list[str]:
     return names
 
 
-def ungrouped(plan: Plan) -> Iterator[str]:
+def group_size_remarks(plan: Plan) -> Iterator[str]:
     """Yield a sentence for each size that groups do not fit, if that is no error."""
     names: dict[str, list[str]] = {}
     for (layer, role), reason in plan.ungrouped.items():

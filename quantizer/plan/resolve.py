@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.effective import effective
 from quantizer.config.model import (
     CAST_ONLY,
@@ -94,7 +93,7 @@ class _Resolver:
         self.layout = layout(graph, joins.single_joins(config, graph, self.rules))
         self.joins = joins.open_joins(self.layout)
         self.products = joins.products_of(self.joins.values())
-        self.watched = joins.watched(self.joins.values())
+        self.watched = joins.parts_to_observe(self.joins.values())
         self.kept_float = layers_kept_float(config, graph)
         self.residual = residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
@@ -102,7 +101,7 @@ class _Resolver:
         self.off: dict[Key, str] = {}
         self.stated: set[Key] = set()
         self.ungrouped: dict[Key, str] = {}
-        self.findings: list[Diagnostic] = [*checks.unmatched(config.form, self.rules, original)]
+        self.findings = list(checks.unmatched_selectors(config.form, self.rules, original))
         self.misfits: list[Misfit] = []
 
     def plan(self) -> Plan:
@@ -288,7 +287,7 @@ class _Resolver:
             if is_stated:
                 self.stated.add((node.name, role))
             spec, _ = self._merge(rules, "input")
-            if spec and self._is_quantized(name, axes.fitted(spec, view, role)):
+            if spec and self._is_quantized(name, axes.fit_spec(spec, view, role)):
                 count_effects(rules, "input")
             else:
                 self._add(node.name, role, Group(name, (node.name,)), view)
@@ -367,7 +366,7 @@ class _Resolver:
         if spec is None:
             count_silenced(rules, base)
             return False
-        spec = axes.fitted(spec, view, role)
+        spec = axes.fit_spec(spec, view, role)
         tensor = PlannedTensor(
             layer,
             role,

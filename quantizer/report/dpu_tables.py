@@ -54,7 +54,7 @@ def support_table(
         lines.append((node.name, node.op, shape_text(node), verdict.device, reason))
         ranks.append(rank_of_device.get(verdict.device))
     titles = ("layer", "operator", "output", "device", "engine, or why not")
-    return view.listing(titles, lines, ranks, idle="computing nothing")
+    return view.listing(titles, lines, ranks, idle="without computation")
 
 
 def approximations(graph: Graph, reference: Graph) -> Iterator[str]:

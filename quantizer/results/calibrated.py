@@ -28,10 +28,10 @@ from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
 from quantizer.config.roles import is_parameter
 from quantizer.errors import DataError, ModelError, ResultError
-from quantizer.graph.edits import inserted, with_weights
+from quantizer.graph.edits import with_insertions, with_weights
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output, parts_named_as
-from quantizer.graph.parameters import placed
+from quantizer.graph.parameters import move_module
 from quantizer.graph.passes import for_device, run_passes
 from quantizer.nn.network import Network
 from quantizer.results.calibrated_inputs import call_with_shapes, shapes_text, window_length
@@ -73,7 +73,7 @@ class Calibrated:
         """Return the graph of the quantized network, with the layers that algorithms
         inserted.
         """
-        graph = inserted(self.graph_after_passes, self.solution.insertions)
+        graph = with_insertions(self.graph_after_passes, self.solution.insertions)
         # One scale per position fixes the number of positions
         if _has_scales_of_positions(graph, self.solution):
             return graph.replaced(lengths=())
@@ -88,15 +88,15 @@ class Calibrated:
         """
         if not for_device(self.settings):
             return self.float_as_run
-        refused = absorption.refused(self.solution.absorption)
+        refused = absorption.refused_layers(self.solution.absorption)
         after_passes = run_passes(self.original, self.settings, device=False, refused=refused)
-        graph = inserted(after_passes, self.solution.insertions)
+        graph = with_insertions(after_passes, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
     @cached_property
     def float_as_run(self) -> Graph:
         """Return the float graph after all passes, also those for a device."""
-        graph = inserted(self.graph_after_passes, self.solution.insertions)
+        graph = with_insertions(self.graph_after_passes, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
     @cached_property
@@ -114,7 +114,7 @@ class Calibrated:
         """Return the graph of the model after all passes. The quantized and the float graph
         share its weights, unless a pass is for a device.
         """
-        refused = absorption.refused(self.solution.absorption)
+        refused = absorption.refused_layers(self.solution.absorption)
         return run_passes(self.original, self.settings, refused=refused)
 
     @cached_property
@@ -125,7 +125,7 @@ class Calibrated:
     def network(self) -> Network:
         """Return a new instance of the quantized network."""
         network = quantized_network(self.graph, self.solution)
-        return placed(network, self.original.device)
+        return move_module(network, self.original.device)
 
 
 def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
@@ -204,7 +204,7 @@ def reopen_calibration(
     check_insertions(solution.insertions, calibrated, info.path)
     result = Calibrated(calibrated, info.settings, solution)
     check_levels(solution.levels, result.graph_after_passes, info.path)
-    graph = inserted(result.graph_after_passes, solution.insertions)
+    graph = with_insertions(result.graph_after_passes, solution.insertions)
     check_solution(solution, info.entries, graph, info.path)
     if calibrated is original:
         return result

@@ -131,7 +131,7 @@ class Checkpoint:
             if json_digest(content) != info.get("checksum"):
                 raise ValueError("it was changed after it was written")
             if not isinstance(info["state"], dict):
-                raise ValueError("its state is no object")
+                raise ValueError("its state is not an object")
             tensors = self._read(info["tensors"])
             return Snapshot(tensors, info["state"])
 
@@ -165,7 +165,7 @@ class Checkpoint:
             ResultError: the file is missing or was changed.
         """
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError(f"{digest!r:.80} is no digest")
+            raise ValueError(f"{digest!r:.80} is not a digest")
         path = self._path(digest)
         if not path.is_file() or sha256(path) != digest:
             raise ResultError(f"{path} is damaged", help=_WITHOUT_RESUME)
@@ -186,7 +186,7 @@ def _move_to_device(
     removed while the tensor is still needed.
     """
     if not isinstance(device, str):
-        raise ValueError(f"{device!r} is no device")
+        raise ValueError(f"{device!r} is not a device")
     target = torch.device(device)
     tensor = stored.load().to(target)
     if is_deferred:

@@ -159,7 +159,7 @@ class OpenedResults:
         file = self.files[name]
         content = checked_json(file)
         if not isinstance(content, dict):
-            raise _calibrate_again(f"{file.path} is damaged: it is no object")
+            raise _calibrate_again(f"{file.path} is damaged: it is not an object")
         findings = dict(content)
         checksum = findings.pop(_CHECKSUM_KEY, None)
         if checksum != json_digest(findings):
@@ -303,10 +303,10 @@ def _read_digests(index: OpenFile) -> dict[str, str]:
     if isinstance(content, dict):
         digests = content.get("files")
     if not isinstance(digests, dict) or INFO_FILE not in digests:
-        raise _calibrate_again(f"{index.path} is damaged: it is no list of files")
+        raise _calibrate_again(f"{index.path} is damaged: it is not a list of files")
     for digest in digests.values():
         if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-            raise _calibrate_again(f"{index.path} is damaged: it has no digest of a file")
+            raise _calibrate_again(f"{index.path} is damaged: a file has no sha256")
     return digests
 
 

@@ -169,7 +169,7 @@ def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
         yield "inputs", f"it names {len(graph.input_paths)} of {len(inputs)} inputs"
     for path in graph.input_paths:
         if len(path) < 2 or path[0] not in (0, 1):
-            yield "inputs", f"{list(path)} is no place in a call"
+            yield "inputs", f"{list(path)} is not a place in a call"
     for node in inputs:
         if node.shape is None and "value" not in node.attrs:
             yield "nodes", f"{node.name} has neither a shape nor a value"

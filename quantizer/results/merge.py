@@ -60,8 +60,8 @@ def _differences(
     weight = fingerprint.first_difference(first["weights"], other["weights"])
     if weight is not None:
         yield f"the weight {weight} differs"
-    first_refused = absorption.refused(first.get("absorption", {}))
-    other_refused = absorption.refused(other.get("absorption", {}))
+    first_refused = absorption.refused_layers(first.get("absorption", {}))
+    other_refused = absorption.refused_layers(other.get("absorption", {}))
     for name in sorted(first_refused ^ other_refused):
         yield f"only one of them absorbed the high biases of {name}"
     sentences = {

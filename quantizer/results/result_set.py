@@ -200,7 +200,7 @@ def _refuse_folders(folder: Path) -> None:
     export = folder / EXPORT_FOLDER
     if export.exists() and not export.is_dir():
         raise ResultError(
-            f"{export} is no folder, and exports are written there", help="move it elsewhere"
+            f"{export} is not a folder, and exports are written there", help="move it elsewhere"
         )
 
 

@@ -18,7 +18,7 @@ from quantizer.config.document.document import Text, pointer_to
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import observer_word, usual_statistic
-from quantizer.config.forms.range_words import Paths, Restated, by_layer, in_place
+from quantizer.config.forms.range_words import Paths, SpecChange, by_layer, in_place
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec, Role
@@ -76,7 +76,7 @@ def retune_activations(
     folder: CalibratedFolder,
     change: Change,
     layers: Collection[str] | None = None,
-) -> Retuned:
+) -> RetunedFolder:
     """Return the activations of some layers, or of all, with new settings of their ranges.
 
     Args:
@@ -97,22 +97,22 @@ def retune_activations(
         raise UsageError(
             "--statistic is for the layered form: here the observers of activations decide it"
         )
-    changed: dict[Key, Restated] = {}
+    changed: dict[Key, SpecChange] = {}
     for key in folder.activations:
         if layers is not None and key[0] not in layers:
             continue
         before = folder.specs[key]
         after = change.apply(before, form)
         if after != before:
-            changed[key] = Restated(before, after, folder.planned[key]["origins"])
+            changed[key] = SpecChange(before, after, folder.planned[key]["origins"])
     if not changed:
         raise UsageError("nothing changes: the activations have these settings already")
     _require_same_sharing(folder, changed)
     value, paths = _changed_config(folder, changed, is_for_all=layers is None)
-    return Retuned(folder, changed, value, paths)
+    return RetunedFolder(folder, changed, value, paths)
 
 
-class Retuned:
+class RetunedFolder:
     """A result folder with new settings of ranges. Scales are computed when they are needed.
 
     Args:
@@ -130,7 +130,7 @@ class Retuned:
     def __init__(
         self,
         folder: CalibratedFolder,
-        tensors: Mapping[Key, Restated],
+        tensors: Mapping[Key, SpecChange],
         value: JsonMapping,
         paths: Paths,
     ) -> None:
@@ -277,7 +277,7 @@ def _shared_observers(
 
 def _require_same_sharing(
     folder: CalibratedFolder,
-    changed: Mapping[Key, Restated],
+    changed: Mapping[Key, SpecChange],
 ) -> None:
     """Check that the same activations share an observer after a change as before.
 
@@ -300,7 +300,7 @@ def _require_same_sharing(
 
 def _changed_config(
     folder: CalibratedFolder,
-    changed: Mapping[Key, Restated],
+    changed: Mapping[Key, SpecChange],
     *,
     is_for_all: bool,
 ) -> tuple[JsonObject, Paths]:

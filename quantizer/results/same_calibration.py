@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from quantizer.calibration import fingerprint
-from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.model import Config, Settings
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph
@@ -77,7 +77,7 @@ def _differences(
         stored = getattr(info.settings, name)
         if present != stored:
             yield f"{name} is {present!r}, calibrated with {stored!r}"
-    algorithms = [written(algorithm.settings) for algorithm in config.algorithms]
+    algorithms = [algorithm_entry(algorithm.settings) for algorithm in config.algorithms]
     if algorithms != info.header["algorithms"]:
         yield "its algorithms differ"
     calibrated = info.solution.tensors

@@ -67,7 +67,7 @@ def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
         raise damaged(path, "header/settings", why)
     for name, value in settings.items():
         if not fits(value, hints[name]):
-            why = f"{value!r} is no such setting"
+            why = f"{value!r} is not a value of this setting"
             raise damaged(path, f"header/settings/{name}", why)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import quantizer
 from quantizer.calibration import fingerprint
 from quantizer.calibration.observing import Calibration
-from quantizer.calibration.solution import Solution, encoded, writes_inplace
+from quantizer.calibration.solution import Solution, encode_parameters, writes_inplace
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config
 from quantizer.errors import ResultError
@@ -117,7 +117,7 @@ def write_results(
     """
     plan = calibration.plan
     graph = plan.graph
-    solution = encoded(graph, solution)
+    solution = encode_parameters(graph, solution)
     network = Network(with_weights(graph, solution.weights))
     modules = network.module_names
     if origins is None:

@@ -73,8 +73,8 @@ class _UnreadableError(Exception):
 
 
 def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None = None) -> Any:
-    """Return the content of a tensor file: a dict of tensors, for `.npy` a tensor, for `.pt` and
-    `.pth` whatever was saved.
+    """Return the content of a tensor file: a dict of tensors, for `.npy` a tensor, for `.pt`
+    and `.pth` whatever was saved.
 
     Args:
         path: the file.

@@ -320,7 +320,7 @@ class Spool:
             stored = self._file.put(tensor.permute(order))
         except OSError as error:
             raise DataError(
-                f"no room for the network's values in {tempfile.gettempdir()}: "
+                f"cannot write values of the network to {tempfile.gettempdir()}: "
                 f"{error.strerror}",
                 help="set TMPDIR to a folder on a larger disk, or calibrate with a smaller "
                 "--subset_len",

@@ -324,7 +324,7 @@ def check_new_files_folder(folder: Path) -> None:
     """
     new_files = folder / NEW_FILES_FOLDER
     if new_files.is_symlink() or (new_files.exists() and not new_files.is_dir()):
-        raise ResultError(f"{new_files} is no folder of quantizer", help="remove it")
+        raise ResultError(f"{new_files} is not a folder of quantizer", help="remove it")
 
 
 def _open_if_present(path: Path) -> OpenFile | None:
@@ -340,7 +340,7 @@ def _open_if_present(path: Path) -> OpenFile | None:
         # O_NOFOLLOW, as a link may have taken its place since the check above
         file = OpenFile(path, os.open(path, _READ_FLAGS | open_flags("O_NOFOLLOW")))
         if not stat.S_ISREG(file.mode):
-            raise ResultError(f"{path} is no file", help="remove it")
+            raise ResultError(f"{path} is not a file", help="remove it")
         if not REPLACES_OPEN_FILES:
             file.continue_with_copy()
     except FileNotFoundError:

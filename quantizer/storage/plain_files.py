@@ -61,7 +61,7 @@ def _read_pipe(descriptor: int, most: int) -> bytes:
         if not ready:
             raise OSError(
                 errno.ETIMEDOUT,
-                f"it is a pipe to which nobody has written for {PIPE_TIMEOUT_S:.0f} s",
+                f"it is a pipe to which no process has written for {PIPE_TIMEOUT_S:.0f} s",
             )
         part = os.read(descriptor, most - len(content))
         if not part:

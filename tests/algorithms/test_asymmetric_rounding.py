@@ -21,7 +21,7 @@ from support.roundings import (
 )
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Run, Task, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Run, Task, apply_adjustment
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
 from quantizer.algorithms.gptq.layers import Member, round_layers
 from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
@@ -54,7 +54,9 @@ def output_error(task: Task, found: Adjustment) -> float:
     x = 3 * decaying(2048, 96, seed=2)
     expected: Tensor = Network(task.graph)(x)
     return float(
-        (Network(adjusted(task.graph, found, rounded=True))(x) - expected).square().sum()
+        (Network(apply_adjustment(task.graph, found, rounded=True))(x) - expected)
+        .square()
+        .sum()
     )
 
 

@@ -25,7 +25,7 @@ from support.rescaling import (
 )
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Task, apply_adjustment
 from quantizer.algorithms.awq import awq, least_step
 from quantizer.algorithms.clip_search import ClipSearch, clip_shares, scale_errors
 from quantizer.algorithms.gram import Gram
@@ -160,7 +160,7 @@ def test_any_spec(name: str, spec: QuantizationSpec) -> None:
     task = task_of(model, inputs, spec)
     found = solved(task)
     assert set(found.rounded) == set(found.qparams) == {layer for layer, _ in task.specs}
-    graph = adjusted(task.graph, found)
+    graph = apply_adjustment(task.graph, found)
     for layer, rounded in found.rounded.items():
         assert rounded.qparams is found.qparams[layer]
         weight = graph.tensors[graph.by_name[layer].params["weight"]]

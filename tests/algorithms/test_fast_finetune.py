@@ -28,7 +28,7 @@ from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
 from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.calibration import finetuning
-from quantizer.calibration.finetuning import Finetuned, finetune_network
+from quantizer.calibration.finetuning import FinetuningResult, finetune_network
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.errors import DataError
@@ -203,7 +203,7 @@ def of_toy(name: str, folder: Path, mode: str, content: dict[str, Any]) -> Any:
     return run(traced(name), folder, batches, mode, content)
 
 
-def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None:
+def assert_on_the_codes(graph: Graph, before: Solution, made: FinetuningResult) -> None:
     """Quantizing again changes nothing, and each code is next to that of round-to-nearest with
     the same scales.
     """
@@ -211,7 +211,7 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: Finetuned) -> None
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
     # What there is without the last look at the output
-    solution = finetuning.finetuned(before, made.layers)
+    solution = finetuning.apply_finetuning(before, made.layers)
     network, plain = quantized_network(graph, solution), Solution(solution.tensors)
     nearest = quantized_network(graph, plain)
     for name, found in made.layers.items():

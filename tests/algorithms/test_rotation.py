@@ -14,7 +14,7 @@ from support.rescaling import difference, outputs, quantized_error, task_of
 from support.structures import IDS, Mixture, Mobile, pretrained
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Rounded, Task, adjusted
+from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Task, apply_adjustment
 from quantizer.algorithms.residual_stream import residuals
 from quantizer.algorithms.rotation import rotation
 from quantizer.config.algorithms import RotationConfig
@@ -282,7 +282,7 @@ def test_inputs_of_turned_layers_have_no_outliers() -> None:
 
     found = rotation(given_task, RotationConfig(), Adjustment())
     assert peak(given_task.graph) > 8
-    assert peak(adjusted(given_task.graph, found)) < 5
+    assert peak(apply_adjustment(given_task.graph, found)) < 5
 
 
 def test_runs_repeat_and_seeds_differ() -> None:
@@ -328,7 +328,7 @@ def test_what_was_found_before_is_turned_and_grids_of_other_weights_are_dropped(
     given_task, inputs = task("Llama")
     first = rotation(given_task, RotationConfig(seed=1), Adjustment())
     reader = first.insertions[0].readers[0]
-    rounded = Rounded(first.parameters[reader]["weight"], None, 0.0, 0.0)  # type: ignore[arg-type]
+    rounded = RoundedWeight(first.parameters[reader]["weight"], None, 0.0, 0.0)  # type: ignore[arg-type]
     second = rotation(
         given_task, RotationConfig(online=False), first.with_rounded({reader: rounded})
     )
@@ -339,7 +339,9 @@ def test_what_was_found_before_is_turned_and_grids_of_other_weights_are_dropped(
 
 def test_the_layer_exports_and_is_written_as_code() -> None:
     given_task, inputs = task("Llama")
-    graph = adjusted(given_task.graph, rotation(given_task, RotationConfig(), Adjustment()))
+    graph = apply_adjustment(
+        given_task.graph, rotation(given_task, RotationConfig(), Adjustment())
+    )
     assert emit(graph).count("quantizer.nn.InputRotation(64)") == 2
     network, (ids,) = Network(graph), inputs
     program = torch.export.export(

@@ -13,7 +13,7 @@ from support.character_model import HELD_OUT, TRAINED_ON, sequences, trained
 from support.roundings import CHANNELS, layer_names, task_of, to_nearest, weight_of
 from torch.nn import functional as F
 
-from quantizer.algorithms.adjustment import Adjustment, adjusted
+from quantizer.algorithms.adjustment import Adjustment, apply_adjustment
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.graph.edits import with_weights
@@ -73,5 +73,5 @@ def test_most_of_the_gap_is_closed(bits: int) -> None:
         found = Adjustment()
         for name in names:
             found = load_run(name)(task, ALGORITHMS[name](), found)
-        left = perplexity(adjusted(task.graph, found, rounded=True), SCORED)
+        left = perplexity(apply_adjustment(task.graph, found, rounded=True), SCORED)
         assert (plain - left) / (plain - float_) >= CLOSED[bits]

@@ -24,7 +24,13 @@ from support.rescaling import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.fold import admissible, fold_factors, input_name, parameter, tied
+from quantizer.algorithms.fold import (
+    admissible,
+    fold_factors,
+    input_name,
+    parameter,
+    tie_factors,
+)
 from quantizer.algorithms.smoothquant import ChannelRanges, smoothing_loss, smoothquant
 from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
@@ -271,9 +277,9 @@ def test_channels_with_one_origin_have_one_factor(
 ) -> None:
     group = InputGroup("x", ("layer",), -1, 8, fold=Fold("layer", "before", tuple(origin)))
     factors = torch.tensor(values)
-    found = tied(group, factors)
+    found = tie_factors(group, factors)
     assert bool((found >= factors).all())
-    assert torch.equal(found, tied(group, found))
+    assert torch.equal(found, tie_factors(group, found))
     for channel in range(4):
         mine = torch.tensor([at == channel for at in origin])
         assert bool((found[mine] == factors[mine].max()).all())

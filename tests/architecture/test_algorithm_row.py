@@ -21,7 +21,7 @@ from quantizer.config.algorithm_settings import ALGORITHMS, ALIASES
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document
-from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.load import LoadResult, check_document
 from quantizer.errors import UsageError
 
@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quantizer.algorithms.adjustment import Adjustment, Rounded, Task
+from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Task
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import AlgoConfig, algorithm, setting
 
@@ -60,7 +60,8 @@ def stretch(task: Task, settings: StretchConfig, found: Adjustment) -> Adjustmen
             spec, weight = task.specs[name, "weights"], task.graph.tensors[task.graph.by_name[name].params["weight"]]
             qparams = nearest_qparams(spec, weight)
             qparams = replace(qparams, scale=qparams.scale * settings.factor)
-            found = found.with_rounded({name: Rounded(nearest(weight, spec, qparams), qparams, 0.5, 0.25)})
+            rounded = RoundedWeight(nearest(weight, spec, qparams), qparams, 0.5, 0.25)
+            found = found.with_rounded({name: rounded})
         task.after_group(found, number + 1)
     return found
 """
@@ -206,9 +207,11 @@ def test_one_form_is_converted_to_the_other(kind: Any, tmp_path: Path, capsys: C
         )
     )
     assert run_command(["convert", str(path), "--to", "layered", "-o", str(there)]) == 0
-    assert json.loads(there.read_text())["algorithms"] == [written(kind(factor=3.0))]
+    assert json.loads(there.read_text())["algorithms"] == [algorithm_entry(kind(factor=3.0))]
     assert run_command(["convert", str(there), "--to", "hierarchical"]) == 0
-    assert json.loads(capsys.readouterr().out)["algo_config"] == [written(kind(factor=3.0))]
+    assert json.loads(capsys.readouterr().out)["algo_config"] == [
+        algorithm_entry(kind(factor=3.0))
+    ]
 
 
 def test_plan_lists_it_and_calibration_runs_it(
@@ -227,7 +230,7 @@ def test_plan_lists_it_and_calibration_runs_it(
     out = tmp_path / "out"
     assert run_command(["--quant_mode", "calib", *given, "--output_dir", str(out)]) == 0
     report = json.loads((out / "algorithms.json").read_text())
-    assert report["algorithms"] == [written(kind(factor=3.0))]
+    assert report["algorithms"] == [algorithm_entry(kind(factor=3.0))]
     assert {row["error"] for row in report["rounded"].values()} == {0.25}
     assert run_command(["--quant_mode", "test", *given, "--output_dir", str(out)]) == 0
 

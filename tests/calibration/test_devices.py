@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from quantizer import ModelQuantizer
 from quantizer.cli.main import run_command
-from quantizer.graph.parameters import placed
+from quantizer.graph.parameters import move_module
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
@@ -283,13 +283,13 @@ def test_weights_that_are_deferred_stay_so_on_a_device() -> None:
     x = torch.randn(2, 4)
     wanted = layer(x)
     read.clear()
-    placed(layer, STRICT)
+    move_module(layer, STRICT)
     assert not read
     assert isinstance(layer[0].weight, DeferredTensor) and layer[0].weight.device == STRICT
     graph = trace(layer, (x.to(STRICT),))
     assert graph.device == STRICT and graph.is_deferred and not read
     assert torch.equal(Network(graph)(x.to(STRICT)).cpu(), wanted) and len(read) == 1
-    assert torch.equal(placed(layer, CPU)(x), wanted)
+    assert torch.equal(move_module(layer, CPU)(x), wanted)
 
 
 def test_a_model_in_place_keeps_all_it_has_on_its_device() -> None:

@@ -168,7 +168,7 @@ def test_infinite_activations_name_the_layer_and_the_batch(
         ),
         (
             ["--quant_mode", "calib", "--model", DIGITS, "--memory", "lots"],
-            "'lots' is no size of memory",
+            "'lots' is not a size of memory",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> Non
     [
         (lambda f: (f / "checksums.json").unlink(), "checksums.json does not exist"),
         (lambda f: (f / "checksums.json").write_text("{"), "not a readable JSON file"),
-        (lambda f: (f / "checksums.json").write_text("{}"), "is no list of files"),
+        (lambda f: (f / "checksums.json").write_text("{}"), "is not a list of files"),
         (
             lambda f: (f / "checksums.json").write_text(
                 '{"files": {"../a": "", "quant_info.json": ""}}'

@@ -23,10 +23,10 @@ from quantizer.config.algorithms import (
     RotationConfig,
     SmoothQuantConfig,
 )
-from quantizer.config.conversion.convert import converted
+from quantizer.config.conversion.convert import convert_config
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
-from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import LoadResult, check_document
 from quantizer.config.model import Algorithm, ScalingLayer, StructureNames
@@ -239,11 +239,11 @@ EVERYTHING = {
 
 def test_conversion_keeps_algorithms_both_ways() -> None:
     config = check({"global_quant_config": {"weight": CHANNELS}, **EVERYTHING}).require()
-    there = converted(config, "layered")
+    there = convert_config(config, "layered")
     assert not [found for found in there.findings if found.severity == "error"]
     layered = check(there.document).require()
     assert of(layered) == of(config)
-    back = converted(layered, "hierarchical")
+    back = convert_config(layered, "hierarchical")
     assert not [found for found in back.findings if found.severity == "error"]
     assert of(check(back.document).require()) == of(config)
 
@@ -279,7 +279,7 @@ def test_the_resolved_config_has_every_setting_that_something_reads() -> None:
     assert again.diagnostics == ()
     assert of(again.require()) == of(config)
     layered = check(document(algorithms=[{"name": "qronos"}])).require()
-    assert resolved_document(layered)["algorithms"] == [written(QronosConfig())]
+    assert resolved_document(layered)["algorithms"] == [algorithm_entry(QronosConfig())]
 
 
 def test_a_setting_without_a_description_and_a_name_twice_are_refused() -> None:

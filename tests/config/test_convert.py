@@ -15,7 +15,12 @@ from support.toys import traced
 from torch import Tensor, nn
 
 from quantizer.cli.main import run_command
-from quantizer.config.conversion.convert import WEIGHTED, WRITERS, Converted, converted
+from quantizer.config.conversion.convert import (
+    WEIGHTED,
+    WRITERS,
+    ConvertedDocument,
+    convert_config,
+)
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
@@ -53,12 +58,12 @@ def plan(value: dict[str, Any], toy: str) -> Plan:
 
 
 def to_layered(found: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
-    other = converted(found, "layered")
+    other = convert_config(found, "layered")
     return other.document, other.findings
 
 
 def to_hierarchical(found: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
-    other = converted(found, "hierarchical")
+    other = convert_config(found, "hierarchical")
     return other.document, other.findings
 
 
@@ -274,13 +279,13 @@ def test_what_is_written_passes_the_checks_of_its_form(monkeypatch: pytest.Monke
     source = document(layer("fc", roles=["weights"]), quantizable_data_type=["weights"])
     place = config(source).rules[-1].selector.place
 
-    def wrong(found: Config) -> Converted:
+    def wrong(found: Config) -> ConvertedDocument:
         levels = {
             "layer_quant_config": {
                 "fc": {"weight": {"dtype": "int8", "group_size": 0, "qscheme": "per_group"}}
             }
         }
-        return Converted(
+        return ConvertedDocument(
             {"global_quant_config": {}, **levels}, (), {"/layer_quant_config/fc": place}
         )
 
@@ -506,7 +511,7 @@ def test_the_command_refuses_what_it_cannot_use(
 @pytest.mark.parametrize("name", presets())
 def test_a_preset_that_converts_is_valid_in_the_other_form(name: str) -> None:
     found = load_config(ROOT / "configs" / f"{name}.json").require()
-    other = converted(found, "hierarchical" if found.form == "layered" else "layered")
+    other = convert_config(found, "hierarchical" if found.form == "layered" else "layered")
     if all(finding.severity != "error" for finding in other.findings):
         result = check_document(Document.of(other.document, name))
         assert codes(result.diagnostics) == []

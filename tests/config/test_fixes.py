@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, Text, value_at
 from quantizer.config.document.read import parse_document, read_document
-from quantizer.config.load import check_document, fixed, load_text
+from quantizer.config.load import check_document, fix_text, load_text
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLE = json.loads((CONFIGS / "example.json").read_text("utf-8"))
@@ -41,9 +41,9 @@ PRESETS = (
 
 def fix(text: str) -> str:
     """The fixed text, which another round leaves as it is."""
-    source, count = fixed(Text("net.json", text))
+    source, count = fix_text(Text("net.json", text))
     assert (count == 0) == (source.text == text)
-    assert fixed(source) == (source, 0)
+    assert fix_text(source) == (source, 0)
     return source.text
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document, read_document
-from quantizer.config.load import check_document, fixed
+from quantizer.config.load import check_document, fix_text
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 HIERARCHICAL = ("weight_int4_group", "dynamic_int8", "mxfp4")
@@ -182,7 +182,7 @@ def assert_fixes_end(source: Text, before: tuple[Diagnostic, ...]) -> None:
     """What fixes leave was there before, or inside what they made readable, and there is
     nothing more to fix.
     """
-    text, count = fixed(source)
+    text, count = fix_text(source)
     left = check_document(parse_document(text)).diagnostics
     assert [found.fixes for found in left if found.fixes] == []
     assert count or left == before

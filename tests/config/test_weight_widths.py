@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantizer.config.forms.weight_widths import patched
+from quantizer.config.forms.weight_widths import with_layer_entries
 from quantizer.config.model import QuantizationSpec, SymmetricScale
 
 GLOBAL = {"weight": {"dtype": "int8"}}
@@ -15,7 +15,7 @@ def test_a_null_weight_gets_the_width() -> None:
         "global_quant_config": GLOBAL,
         "layer_quant_config": {"fc": {"weight": None, "bias": None}},
     }
-    changed = patched(
+    changed = with_layer_entries(
         document,
         {"fc": {"weights": QuantizationSpec(bit_width=4, symmetric_scale="half_range")}},
     )
@@ -29,7 +29,7 @@ def test_the_rule_for_symmetric_scales_is_the_specs_whatever_the_file_says_elsew
     rule: SymmetricScale,
 ) -> None:
     document = {"overall_quantize_config": {"bit_width": 8, "symmetric_scale": "half_range"}}
-    changed = patched(
+    changed = with_layer_entries(
         document, {"fc": {"weights": QuantizationSpec(bit_width=4, symmetric_scale=rule)}}
     )
     [entry] = changed["layer_quantize_config"]
@@ -37,7 +37,7 @@ def test_the_rule_for_symmetric_scales_is_the_specs_whatever_the_file_says_elsew
         "weights", {}
     )
     assert blocks["symmetric_scale"] == rule
-    hierarchical = patched(
+    hierarchical = with_layer_entries(
         {"global_quant_config": GLOBAL},
         {"fc": {"weights": QuantizationSpec(symmetric_scale=rule)}},
     )
@@ -48,4 +48,6 @@ def test_the_rule_for_symmetric_scales_is_the_specs_whatever_the_file_says_elsew
 
 
 def test_nothing_to_change_changes_nothing() -> None:
-    assert patched({"global_quant_config": GLOBAL}, {}) == {"global_quant_config": GLOBAL}
+    assert with_layer_entries({"global_quant_config": GLOBAL}, {}) == {
+        "global_quant_config": GLOBAL
+    }

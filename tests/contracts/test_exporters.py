@@ -126,5 +126,5 @@ def test_an_unknown_option_or_value_is_refused() -> None:
     assert "onnx_weights" in str(refused.value.help)
     with pytest.raises(UsageError, match="onnx_weights is 'int4'"):
         require_choices({"onnx_weights": "int4"}, ["onnx"])
-    with pytest.raises(UsageError, match="--onnx_weights goes with --deploy onnx"):
+    with pytest.raises(UsageError, match="--onnx_weights is only for --deploy onnx"):
         require_choices({"onnx_weights": "int8"}, ["pt2"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantizer.graph.axis_rules import Commutes
 from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.labels import NONE, numbered
+from quantizer.graph.labels import NONE, numbered_labels
 from quantizer.graph.ops import OPS
 from quantizer.graph.targets import call
 
@@ -156,7 +156,7 @@ class Called:
 
     def channels(self, axis: int) -> list[Tensor]:
         """Labels of each result for those along one axis of x; none where they mix."""
-        labels = numbered(self.x.shape, axis)
+        labels = numbered_labels(self.x.shape, axis)
         made = self.labels.carried(self.node, {X.name: labels, ROLLED.name: labels.roll(1, 0)})
         return [
             each for each in (made if isinstance(made, list) else [made]) if each is not None

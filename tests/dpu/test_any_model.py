@@ -11,7 +11,7 @@ import torch
 from support.toys import TOYS, built, traced
 
 from quantizer.calibration import observing
-from quantizer.calibration.steps import aligned
+from quantizer.calibration.steps import align_positions
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.evaluation.exact import compare_exact
@@ -44,7 +44,7 @@ def test_every_layer_has_a_verdict_and_every_code_is_compared(name: str) -> None
     calibration = observing.create_observers(plan)
     with torch.no_grad():
         observing.observe_batches(calibration, Network(plan.graph), [batch])
-    solution, _ = aligned(observing.observed_solution(calibration), plan.graph, DPU)
+    solution, _ = align_positions(observing.observed_solution(calibration), plan.graph, DPU)
     exact = compare_exact(plan.graph, solution, [batch])
     compared = {(row.layer, row.role) for row in exact.layers if row.codes}
     wanted = {

@@ -37,7 +37,7 @@ def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         return
     from quantizer.export.onnx import openvino as onnx_openvino
 
-    monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
+    monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
 
 
 @pytest.fixture

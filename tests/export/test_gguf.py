@@ -496,4 +496,4 @@ def test_from_init_to_a_file_on_the_shell(
     assert "LlamaForCausalLM.gguf" in said
     assert "outputs differ by at most 0, 100.00% are equal" in said
     assert run_command(["--quant_mode", "test", *run, "--gguf_template", "base.gguf"]) == 2
-    assert "--gguf_template goes with --deploy gguf" in capsys.readouterr().err
+    assert "--gguf_template is only for --deploy gguf" in capsys.readouterr().err

@@ -11,9 +11,9 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.gguf.blocks import (
     BLOCK_TYPES,
     GGUF_BLOCK,
-    halved,
     packed_blocks,
     short_scale,
+    with_float16_scale,
 )
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import code_dtype
@@ -57,7 +57,7 @@ def test_the_package_gguf_reads_what_the_codes_stand_for(kind: object, cut: str)
     row = next(each for each in BLOCK_TYPES if each is kind)
     for bits in {row.bits, 3 if row.bits == 4 else row.bits}:
         spec = QuantizationSpec(bit_width=bits, symmetric=not row.has_minimum, **CUTS[cut])  # type: ignore[arg-type]
-        tensor = halved(quantized(spec))
+        tensor = with_float16_scale(quantized(spec))
         found = gguf.dequantize(
             packed_blocks(tensor).numpy(), gguf.GGMLQuantizationType[row.name]
         )

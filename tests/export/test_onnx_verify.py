@@ -135,7 +135,7 @@ def test_codes_are_clipped_where_integers_stay_integers(
     assert found.within_step >= 0.99
     assert found.kernels is not None
     assert (found.kernels.integer, found.kernels.floating) == ((*CONVOLUTIONS, HEAD), {})
-    assert found.kernels.lines == ["3 of 3 multiplications in int8"]
+    assert found.kernels.summary_lines == ["3 of 3 multiplications in int8"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,9 @@ def test_why_a_layer_multiplies_in_float_is_told(
     assert found.kernels is not None
     assert found.kernels.floating[layer].startswith(why)
     assert found.kernels.share < 1
-    assert any(line.startswith("in float: ") and why in line for line in found.kernels.lines)
+    assert any(
+        line.startswith("in float: ") and why in line for line in found.kernels.summary_lines
+    )
 
 
 @pytest.mark.slow

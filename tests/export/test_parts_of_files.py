@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
 from quantizer.errors import VerificationError
-from quantizer.export.acceptance import accepted
+from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment
 from quantizer.graph.trace import trace
@@ -42,7 +42,7 @@ def verified(change: Callable[[Tensor], object], given: Deployment) -> Verificat
     found = expected.clone()
     change(found)
     agreement.add([expected], [found], recorder)
-    return accepted(
+    return accept_file(
         agreement.result(),
         given,
         lambda args, kwargs: [found],

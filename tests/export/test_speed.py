@@ -18,7 +18,7 @@ SECOND = [1.0] * 9
 def told(ours: list[float], floats: list[float]) -> str:
     """What is printed behind the kernels of a file whose rounds took so long."""
     verification = Verification("outputs", 0.0, 0.0, 1.0, kernels=Kernels(("conv",), {}))
-    line = replace(verification, speed=Speed.of(ours, floats)).lines[0]
+    line = replace(verification, speed=Speed.of(ours, floats)).summary_lines[0]
     return line.removeprefix("1 of 1 multiplications in int8").removeprefix("; ")
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import drawn_configs
 from support.toys import traced
 
-from quantizer.config.conversion.convert import Converted, converted
+from quantizer.config.conversion.convert import ConvertedDocument, convert_config
 from quantizer.config.document.document import Document
 from quantizer.config.effective import effective
 from quantizer.config.load import check_document
@@ -60,7 +60,7 @@ def _compare(value: dict[str, Any], form: Any) -> None:
     config = check_document(Document.of(value, "Config")).config
     assume(config is not None)
     assert config is not None
-    other, ours = converted(config, form), planned(config)
+    other, ours = convert_config(config, form), planned(config)
     assume(not errors(ours.diagnostics))
     if refused := errors(other.findings):
         assert all(found.code == "QZ124" and found.place for found in refused)
@@ -74,7 +74,7 @@ def _compare(value: dict[str, Any], form: Any) -> None:
     assert theirs.graph.changes == ours.graph.changes
 
 
-def decided(plan: Plan, other: Converted) -> dict[Any, QuantizationSpec]:
+def decided(plan: Plan, other: ConvertedDocument) -> dict[Any, QuantizationSpec]:
     """The specs that have to be the same: without what a warning is about, and without inputs,
     which depend on that.
     """

@@ -199,6 +199,6 @@ def test_a_program_asks_not_how_many_rows_are_whose(by: str) -> None:
 
 
 def test_it_needs_to_know_whose_rows_are_whose() -> None:
-    with pytest.raises(ValueError, match="Nothing says which rows of the input are whose"):
+    with pytest.raises(ValueError, match="rows of the input for each expert are not known"):
         ExpertLinear(3, 5, EXPERTS)(torch.zeros(2, 3))
     assert [name for name, row in OPS.items() if row.experts] == ["expert_linear"]

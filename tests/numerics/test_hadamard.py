@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantizer.numerics.hadamard import factors, odd_factor, rotated
+from quantizer.numerics.hadamard import factors, odd_factor, rotate_rows
 
 
 @given(st.integers(1, 200))
 def test_matrices_of_any_size_are_orthogonal(channels: int) -> None:
     left, right = factors(channels)
     unit = torch.eye(channels, dtype=torch.float64)
-    turned = rotated(unit, torch.ones(channels, dtype=torch.float64), left, right)
+    turned = rotate_rows(unit, torch.ones(channels, dtype=torch.float64), left, right)
     assert torch.allclose(turned @ turned.T, unit, atol=1e-12)
     # Hadamard: all entries have one size; else those of the Hartley transform, 1.42 times that.
     assert float(turned.abs().max()) * channels**0.5 <= 2**0.5 + 1e-9

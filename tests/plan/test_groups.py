@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer.graph.trace import trace
-from quantizer.plan.floating import multiplied
+from quantizer.plan.floating import multiplies_values
 from quantizer.plan.groups import EVERY_JOIN, Multiplication, layout, quantization_point
 
 
@@ -277,7 +277,11 @@ def test_what_layers_that_multiply_read_is_quantized(name: str) -> None:
         if node.row.kind == "mac":
             for read in node.refs():
                 source = graph.by_name[read]
-                if source.is_float and source.op != "parameter" and multiplied(node, read):
+                if (
+                    source.is_float
+                    and source.op != "parameter"
+                    and multiplies_values(node, read)
+                ):
                     is_decided_later = Multiplication(node.name, read) in products
                     assert is_decided_later or quantization_point(graph, where, read), (
                         f"{read} of {node.name}"

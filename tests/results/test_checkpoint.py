@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.calibration.events import Forked, RunStage, Snapshot
+from quantizer.calibration.events import ForkedEvents, RunStage, Snapshot
 from quantizer.calibration.snapshots import snapshot_of, value_of
 from quantizer.errors import DataError, ResultError
 from quantizer.results import checkpoint
@@ -224,7 +224,7 @@ def test_a_stop_saves_what_can_be_gone_on_with(
 ) -> None:
     said: list[tuple[int, str]] = []
 
-    class Listener(Forked):
+    class Listener(ForkedEvents):
         def message(self, level: int, text: str, finding: Any = None) -> None:
             said.append((level, text))
 

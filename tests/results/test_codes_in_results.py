@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.observing import Calibration
-from quantizer.calibration.solution import Solution, encoded, quantized_network
+from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.graph.passes import run_passes
 from quantizer.nn import quantized_tensor
 from quantizer.plan.resolve import resolve_plan
@@ -126,7 +126,7 @@ def test_what_has_no_exact_codes_stays_float_and_is_rounded_when_it_is_read(
 
 def test_other_scales_have_no_codes_yet() -> None:
     calibration, found = calibrated(INT4)
-    coded = encoded(calibration.plan.graph, found)
+    coded = encode_parameters(calibration.plan.graph, found)
     assert all(tensor.codes is not None for tensor in coded.tensors.values())
     again = coded.with_qparams({FC: calibration.observers[FC, "weights"].qparams()})
     assert again.tensors[FC, "weights"].codes is None

@@ -67,7 +67,7 @@ def test_a_group_may_be_all_of_a_row() -> None:
 def test_means_of_nothing_are_refused(change: dict[str, torch.Tensor]) -> None:
     mean = ChannelMean(ch_axis=-1)
     mean.observe(torch.ones(3, 2))
-    with pytest.raises(ValueError, match="is no sum of finite values"):
+    with pytest.raises(ValueError, match="is not a sum of finite values"):
         mean.load_state_dict(mean.state_dict() | change)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from quantizer.calibration import observing
 from quantizer.calibration.joins import with_decided_joins
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.steps import aligned
+from quantizer.calibration.steps import align_positions
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
@@ -125,7 +125,7 @@ def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, S
     calibration = observing.create_observers(plan)
     with torch.no_grad():
         observing.observe_batches(calibration, network, batches(0, dtype=dtype))
-    found, _ = aligned(
+    found, _ = align_positions(
         observing.observed_solution(with_decided_joins(calibration)),
         plan.graph,
         Settings(target_device="DPU"),

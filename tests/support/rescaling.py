@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.algorithms.adjustment import Adjustment, Task, adjusted
+from quantizer.algorithms.adjustment import Adjustment, Task, apply_adjustment
 from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
@@ -65,7 +65,9 @@ def outputs(graph: Graph, inputs: Sequence[Any]) -> list[Tensor]:
 def difference(task: Task, found: Adjustment, inputs: Sequence[Any]) -> float:
     """How far the float network's outputs moved, as a share of the largest."""
     pairs = zip(
-        outputs(task.graph, inputs), outputs(adjusted(task.graph, found), inputs), strict=True
+        outputs(task.graph, inputs),
+        outputs(apply_adjustment(task.graph, found), inputs),
+        strict=True,
     )
     return max(float((x - y).abs().max() / x.abs().max()) for x, y in pairs)
 
@@ -76,7 +78,7 @@ def quantized_error(
     """Squared error of the quantized network's outputs as a share of their energy; static
     ranges are of `inputs`.
     """
-    network = Network(adjusted(task.graph, found, rounded=rounded))
+    network = Network(apply_adjustment(task.graph, found, rounded=rounded))
     sources = {
         name: next(network.graph.by_name[name].refs())
         for name, role in task.specs

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Rounded, Run, Task
+from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Run, Task
 from quantizer.algorithms.gptq.algorithms import gptq
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import GPTQConfig
@@ -97,7 +97,7 @@ def solved(
     spec: QuantizationSpec = CHANNELS,
     settings: GPTQConfig | None = None,
     run: Run = gptq,
-) -> tuple[Rounded, Adjustment]:
+) -> tuple[RoundedWeight, Adjustment]:
     """One linear layer rounded on these inputs, and all that was found."""
     task = task_of(linear(weight), torch.split(x, 512), spec)
     found = run(task, settings or GPTQConfig(), Adjustment())

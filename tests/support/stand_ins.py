@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from quantizer.algorithms.adjustment import Adjustment, Remark, Rounded, Task, adjusted
+from quantizer.algorithms.adjustment import (
+    Adjustment,
+    Remark,
+    RoundedWeight,
+    Task,
+    apply_adjustment,
+)
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.config.algorithms import AlgoConfig
@@ -22,7 +28,7 @@ def doubled(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
     weights divided.
     """
     for group in task.structure.groups:
-        graph = adjusted(task.graph, found)
+        graph = apply_adjustment(task.graph, found)
         factors = 2.0 ** (torch.arange(group.channels) % 3 - 1)
         for layer in group.layers:
             node = graph.by_name[layer]
@@ -52,7 +58,7 @@ def coarse(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
     """Round-to-nearest with scales twice as large, group by group on the network that is
     rounded so far.
     """
-    graph = adjusted(task.graph, found)
+    graph = apply_adjustment(task.graph, found)
     runner = SequentialRunner(Network(graph), task.batches())
     for number, group in enumerate(task.structure.groups):
         runner.advance(group.source)
@@ -74,11 +80,11 @@ def coarse(task: Task, settings: AlgoConfig, found: Adjustment) -> Adjustment:
     return found
 
 
-def _rounded(task: Task, name: str, runner: SequentialRunner) -> Rounded:
+def _rounded(task: Task, name: str, runner: SequentialRunner) -> RoundedWeight:
     spec, weight = (
         task.specs[name, "weights"],
         runner.network.layers[name].get_parameter("weight").detach(),
     )
     qparams = nearest_qparams(spec, weight)
     qparams = replace(qparams, scale=qparams.scale * 2)
-    return Rounded(nearest(weight, spec, qparams), qparams, 0.5, 0.25)
+    return RoundedWeight(nearest(weight, spec, qparams), qparams, 0.5, 0.25)

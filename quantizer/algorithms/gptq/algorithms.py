@@ -24,7 +24,7 @@ from quantizer.algorithms.adjustment import (
     Adjustment,
     Remark,
     Task,
-    adjusted,
+    apply_adjustment,
 )
 from quantizer.algorithms.gptq.experts import round_experts
 from quantizer.algorithms.gptq.layers import (
@@ -177,7 +177,7 @@ class _SequentialRounding:
         self.task = task
         self.adjustment = adjustment
         self.target = target
-        graph = adjusted(task.graph, adjustment)
+        graph = apply_adjustment(task.graph, adjustment)
         store = ActivationStore(task.memory)
         self.runner = self._runner(graph, store)
         self.float_runner: SequentialRunner | None = None

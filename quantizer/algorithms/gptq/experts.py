@@ -18,7 +18,7 @@ from torch import (
 
 from quantizer.algorithms.adjustment import (
     Remark,
-    Rounded,
+    RoundedWeight,
 )
 from quantizer.algorithms.gptq.layers import (
     NOT_STABLE,
@@ -83,7 +83,7 @@ def round_experts(
         remarks += result.remarks
         for whole, member in zip(wholes, members, strict=True):
             whole.add(member, result.layers.get(member.name), sums.gram)
-    stable: dict[str, Rounded] = {}
+    stable: dict[str, RoundedWeight] = {}
     for whole in wholes:
         rounded = whole.rounded()
         if is_stable(rounded, whole.spec):
@@ -135,7 +135,7 @@ class _ExpertWeights:
     def add(
         self,
         member: Member,
-        rounded: Rounded | None,
+        rounded: RoundedWeight | None,
         gram: Tensor,
     ) -> None:
         """Take in what became of the next expert, which stays at round-to-nearest if None."""
@@ -155,18 +155,18 @@ class _ExpertWeights:
         self._scales.append(qparams.scale)
         self._zero_points.append(qparams.zero_point)
 
-    def rounded(self) -> Rounded:
+    def rounded(self) -> RoundedWeight:
         """Return the weight of all experts, and the errors of all their outputs."""
         qparams = QParams(_joined(self._scales), _joined(self._zero_points))
         energy = self._energy or 1.0
         weight = torch.cat(self._weights)
-        rounded = Rounded(
+        rounded = RoundedWeight(
             weight,
             qparams,
             self._before / energy,
             self._after / energy,
         )
-        return rounded.beside(self.layer.get_parameter("weight"))
+        return rounded.stored_like(self.layer.get_parameter("weight"))
 
     def _qparams_of(self, expert: int) -> QParams:
         shape = [self.layer.groups]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Remark, Rounded
+from quantizer.algorithms.adjustment import Remark, RoundedWeight
 from quantizer.algorithms.gptq.column_scales import (
     column_scales,
     group_size,
@@ -162,7 +162,7 @@ class GptqSolution:
 class RoundedLayers:
     """Holds layers' rounded weights by name, and remarks. A missing layer stays at RTN."""
 
-    layers: dict[str, Rounded] = field(default_factory=dict)
+    layers: dict[str, RoundedWeight] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)
 
 
@@ -211,7 +211,7 @@ def round_layers(
     return result
 
 
-def is_stable(rounded: Rounded, spec: QuantizationSpec) -> bool:
+def is_stable(rounded: RoundedWeight, spec: QuantizationSpec) -> bool:
     """Check whether rounding the weight again changes nothing."""
     return torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
 
@@ -269,15 +269,15 @@ def _add_better(
         and math.isfinite(weight.sum(dtype=torch.float32))
     )
     if is_better:
-        rounded = Rounded(weight, solution.qparams, error_rtn, max(error, 0.0))
+        rounded = RoundedWeight(weight, solution.qparams, error_rtn, max(error, 0.0))
     else:
-        rounded = Rounded(rtn, member.qparams, error_rtn, max(error_rtn, 0.0))
+        rounded = RoundedWeight(rtn, member.qparams, error_rtn, max(error_rtn, 0.0))
         # An infinite error has a remark of its own; with an error of 0, RTN has none either
         if not is_rtn and math.isfinite(error) and error:
             result.remarks.append(Remark(member.name, NO_GAIN, is_warning=False))
     if is_stable(rounded, member.spec):
         float_weight = member.layer.get_parameter("weight")
-        result.layers[member.name] = rounded.beside(float_weight)
+        result.layers[member.name] = rounded.stored_like(float_weight)
     elif is_better:
         result.remarks.append(Remark(member.name, NOT_STABLE))
 

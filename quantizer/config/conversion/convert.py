@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quantizer.config.conversion.findings import (
     WEIGHTED,
-    Converted,
+    ConvertedDocument,
     inexpressible,
     one_per_reason,
 )
@@ -17,16 +17,16 @@ from quantizer.config.forms.form import Form
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
 
-__all__ = ["WEIGHTED", "WRITERS", "Converted", "converted"]
+__all__ = ["WEIGHTED", "WRITERS", "ConvertedDocument", "convert_config"]
 
-WRITERS: Mapping[Form, Callable[[Config], Converted]] = {
+WRITERS: Mapping[Form, Callable[[Config], ConvertedDocument]] = {
     "layered": to_layered,
     "hierarchical": to_hierarchical,
 }
 """The function that writes each form."""
 
 
-def converted(config: Config, form: Form) -> Converted:
+def convert_config(config: Config, form: Form) -> ConvertedDocument:
     """Return the document of `form` that means the same, checked as any file of that form is.
     Errors among its findings are what it cannot express.
     """
@@ -37,7 +37,7 @@ def converted(config: Config, form: Form) -> Converted:
     return replace(conversion, findings=by_place(one_per_reason(findings)))
 
 
-def _refused(config: Config, form: Form, conversion: Converted) -> Diagnostics:
+def _refused(config: Config, form: Form, conversion: ConvertedDocument) -> Diagnostics:
     """Yield the errors of a file of the form with this document, at the places of the
     source.
     """
@@ -53,7 +53,7 @@ def _refused(config: Config, form: Form, conversion: Converted) -> Diagnostics:
 
 def _origin(
     config: Config,
-    conversion: Converted,
+    conversion: ConvertedDocument,
     place: Place | None,
 ) -> Place | None:
     """Return where in the source the value at a place of the document comes from; the first

@@ -40,7 +40,7 @@ _MAX_PLACES = 5
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedDocument:
     """A converted document. `findings` are errors for what it cannot express, and warnings for
     what depends on the model or the data. `origins` has the place of the source for parts of
     the document, by pointer.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.conversion.findings import (
     WEIGHTED,
-    Converted,
+    ConvertedDocument,
     alike,
     are_apart,
     by_strength,
@@ -21,7 +21,7 @@ from quantizer.config.conversion.findings import (
 )
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.dtypes import dtype_word, integer_word
 from quantizer.config.forms.hierarchical import KEY_OF
 from quantizer.config.forms.hierarchical_spec import (
@@ -66,7 +66,7 @@ class _Entry:
     place: Place | None
 
 
-def to_hierarchical(config: Config) -> Converted:
+def to_hierarchical(config: Config) -> ConvertedDocument:
     """Return the document.
 
     Entries that state the same for all operators with weights, where there are no others,
@@ -94,12 +94,12 @@ def to_hierarchical(config: Config) -> Converted:
         **blocks,
         "exclude": [*excluded],
         "pre_quant_opt_config": [{"name": _PASSES[switch]} for switch in switches],
-        "algo_config": [written(algorithm.settings) for algorithm in config.algorithms],
+        "algo_config": [algorithm_entry(algorithm.settings) for algorithm in config.algorithms],
     }
     document |= {key: value for key, value in optional.items() if value}
     for index, place in enumerate(excluded.values()):
         origins[pointer_to("exclude", index)] = place
-    return Converted(
+    return ConvertedDocument(
         document,
         one_per_reason(_findings(file)),
         origins,

@@ -5,7 +5,7 @@ from typing import Any
 
 from quantizer.config.conversion.findings import (
     WEIGHTED,
-    Converted,
+    ConvertedDocument,
     alike,
     by_strength,
     concatenation_differs,
@@ -20,7 +20,7 @@ from quantizer.config.conversion.findings import (
 )
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_from, pointer_to, value_at
-from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import block_of
 from quantizer.config.forms.hierarchical import KEY_OF
 from quantizer.config.forms.layered import entry, parameters
@@ -76,7 +76,7 @@ _NOTHING: JsonMapping = {
 }
 
 
-def to_layered(config: Config) -> Converted:
+def to_layered(config: Config) -> ConvertedDocument:
     """Return the document: the network as a whole is left in float, and an entry per operator
     with weights stands for the global block.
     """
@@ -91,7 +91,7 @@ def to_layered(config: Config) -> Converted:
     document |= {**_NOTHING, "layer_quantize_config": entries}
     if config.algorithms:
         document["algorithms"] = [
-            written(algorithm.settings) for algorithm in config.algorithms
+            algorithm_entry(algorithm.settings) for algorithm in config.algorithms
         ]
 
     def merged(rules: Sequence[ConfigRule]) -> dict[Role, QuantizationSpec]:
@@ -103,7 +103,7 @@ def to_layered(config: Config) -> Converted:
     findings += overlapping(by_strength(layers), merged, KEY_OF)
     findings += _overridden(layers, excluded)
     findings += _inherited(everywhere, layers)
-    return Converted(document, one_per_reason(findings), origins)
+    return ConvertedDocument(document, one_per_reason(findings), origins)
 
 
 def _merged(*rules: ConfigRule) -> dict[Role, Fields]:

@@ -40,7 +40,7 @@ def read_names(
     return tuple(names)
 
 
-def written(settings: AlgoConfig) -> JsonObject:
+def algorithm_entry(settings: AlgoConfig) -> JsonObject:
     """Return the entry of a file that means the same as settings, with every default that
     something reads.
 

@@ -12,7 +12,7 @@ _SELECTOR_KEYS = ("layer_name", "layer_type")
 """What an entry of a list is for; such entries are compared by it, wherever they stand."""
 
 
-def compared(
+def compare_configs(
     first: Config,
     second: Config,
 ) -> dict[str, tuple[Any, Any]]:

@@ -260,7 +260,7 @@ class Words:
             axis = self.raw["ch_axis"]
             group_axis = None
             if scheme == "per_group" and self.is_channel_axis:
-                group_axis = turned(axis, self.role)
+                group_axis = other_weight_axis(axis, self.role)
             fields["ch_axis"] = group_axis or axis
         if scheme == "per_group":
             usual = GROUP_SIZES.get(self.value("scale_format"))
@@ -311,7 +311,7 @@ class Words:
             wider_meaning = wider._axis
             meaning = Words(self.role, merged)._axis
             if wider_meaning and meaning and wider_meaning != meaning:
-                axis = turned(merged.pop("ch_axis"), self.role)
+                axis = other_weight_axis(merged.pop("ch_axis"), self.role)
                 if axis:
                     merged["ch_axis"] = axis
         return Words(self.role, merged)
@@ -368,7 +368,7 @@ def is_foreign(dtype: str | None, other: str | None) -> bool:
     return len(scaled) == 2 and "int" in scaled
 
 
-def turned(axis: Sourced, role: Role) -> Sourced | None:
+def other_weight_axis(axis: Sourced, role: Role) -> Sourced | None:
     """Return the other one of a weight's first two axes.
 
     Groups of a channel run along the other axis than the channels. Return None for other axes

@@ -35,7 +35,7 @@ the top.
 
 
 @dataclass(frozen=True)
-class Restated:
+class SpecChange:
     """A tensor's spec before and after, and where each of its fields came from."""
 
     before: QuantizationSpec
@@ -52,7 +52,7 @@ class Restated:
 
 def in_place(
     document: Document,
-    changed: Mapping[_TensorKey, Restated],
+    changed: Mapping[_TensorKey, SpecChange],
     others: Iterable[tuple[str, Mapping[str, str]]],
 ) -> tuple[JsonObject, Paths] | None:
     """Return the document with the new words at the levels that state the old ones, and the
@@ -108,7 +108,7 @@ def _write_observer(
 def by_layer(
     document: JsonMapping,
     layers: Mapping[str, Mapping[Role, QuantizationSpec]],
-    changed: Mapping[_TensorKey, Restated],
+    changed: Mapping[_TensorKey, SpecChange],
 ) -> tuple[JsonObject, Paths]:
     """Return the document with an entry of its own for each of `layers`, which has the specs of
     all its tensors, and the path of each new word.
@@ -152,7 +152,7 @@ def _layered_entries(
 
 def _level(
     document: Document,
-    tensor: Restated,
+    tensor: SpecChange,
     field: str,
 ) -> JsonPath:
     """Return the level that states a field, or where none does, the method or the dtype; the

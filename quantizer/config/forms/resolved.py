@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantizer.config.algorithms import SWITCHES
-from quantizer.config.forms.algorithm_words import written
+from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, ROLE_OF, SPEC_KEYS
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, Config, Settings
@@ -51,7 +51,7 @@ def _algorithm_lists(
         entries = _passes(config.document.get(key))
         for algorithm in config.algorithms:
             if algorithm.label.startswith(key):
-                entries.append(written(algorithm.settings))
+                entries.append(algorithm_entry(algorithm.settings))
         if entries:
             lists[key] = entries
     return lists
@@ -64,7 +64,7 @@ def _passes(entries: Any) -> list[JsonObject]:
     if isinstance(entries, Mapping):
         entries = [entries]
     names = [entry["name"] for entry in entries or ()]
-    return [written(SWITCHES[name]()) for name in names if name in SWITCHES]
+    return [algorithm_entry(SWITCHES[name]()) for name in names if name in SWITCHES]
 
 
 def _hierarchical(

@@ -16,7 +16,7 @@ from quantizer.errors import UsageError
 _LayerSpecs = Mapping[Role, QuantizationSpec]
 
 
-def patched(
+def with_layer_entries(
     document: JsonMapping,
     layers: Mapping[str, _LayerSpecs],
 ) -> JsonObject:

@@ -15,7 +15,7 @@ from quantizer.export.compressed_tensors.experts import Mixture, group_targets
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
-from quantizer.export.model_tensors import model_of, not_held, parameter_values
+from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
@@ -110,7 +110,7 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
         layer = CompressedLayer(weight, input_tensor)
         if node.scope in layers and not _is_equal(layers[node.scope], layer):
             why = f"{name} has other codes than another call of its module"
-            raise not_held(TARGET_NAME, why, "leave it out of the algorithms")
+            raise cannot_store(TARGET_NAME, why, "leave it out of the algorithms")
         layers[node.scope] = layer
     stacks: dict[str, QuantizedTensor] = {}
     for name, node in placement.experts.items():
@@ -158,7 +158,7 @@ def with_experts(
             raise _without_codes(path)
         experts |= mixture.parts(path, stack)
     if len({repr(layer.scheme) for layer in experts.values()}) > 1:
-        raise not_held(
+        raise cannot_store(
             TARGET_NAME,
             "its experts have groups in some layers and whole rows in others",
             "choose a group_size that is less than all their inputs",
@@ -168,14 +168,14 @@ def with_experts(
     return replace(
         checkpoint,
         layers=layers | experts,
-        tensors=mixture.beside(others),
+        tensors=mixture.stored_except_experts(others),
         linears=tuple(sorted(linears)),
     )
 
 
 def _without_codes(name: str) -> UsageError:
     why = f"no codes give the weight of {name} back exactly"
-    return not_held(TARGET_NAME, why, _NO_CODES_REMEDY)
+    return cannot_store(TARGET_NAME, why, _NO_CODES_REMEDY)
 
 
 def float_remarks(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
-from quantizer.export.model_tensors import not_held
+from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.modules import is_of_experts
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.storage.deferred_tensor import apply_deferred
@@ -32,17 +32,17 @@ class Mixture:
         self,
         tensors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Return tensors of the model's state as files have them."""
+        """Return tensors of the model's state with the names and shapes that files have."""
         # The module needs the extra.
         from transformers.core_model_loading import revert_weight_conversion
 
         return dict(revert_weight_conversion(self.model, dict(tensors)))  # type: ignore[arg-type]
 
-    def beside(
+    def stored_except_experts(
         self,
         tensors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Return the same, but leave the experts' tensors as they are."""
+        """Return what `stored` returns, but leave the tensors of experts as they are."""
         prefixes: list[str] = []
         for path, module in self.model.named_modules():
             if is_of_experts(module):
@@ -77,7 +77,7 @@ class Mixture:
         layers: dict[str, CompressedLayer] = {}
         for part_name, rows in self.stored({path: row_numbers}).items():
             if rows.dim() != 2:
-                raise not_held(
+                raise cannot_store(
                     "compressed-tensors",
                     f"there is no layout for {path}",
                     "exclude it, or use --deploy pt2",

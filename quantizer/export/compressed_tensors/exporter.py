@@ -91,8 +91,8 @@ def written_folder(
         ResultError: the folder cannot be written.
     """
     if path.exists() and not _is_earlier_export(path, model):
-        remedy = "give a path where nothing is, or an earlier export"
-        raise UsageError(f"{path} is no earlier export, and is not replaced", help=remedy)
+        remedy = "give a path that does not exist, or that of an earlier export"
+        raise UsageError(f"{path} is not an earlier export, so it is not replaced", help=remedy)
     try:
         with replaced_folder(path) as folder:
             quantization = checkpoint.quantization_config()

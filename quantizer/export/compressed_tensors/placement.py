@@ -29,7 +29,7 @@ _EXPERT_INPUT = (
     "leave it float, or use --deploy pt2",
 )
 INSERTION_REASON = (
-    "is an operator that an algorithm has put there, and the checkpoint's model has none",
+    "was inserted by an algorithm, and the model of the checkpoint has no such operator",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
 _NO_LAYER = Refusal(

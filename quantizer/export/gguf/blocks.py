@@ -107,7 +107,7 @@ def block_refusal(
     return None
 
 
-def halved(tensor: QuantizedTensor) -> QuantizedTensor:
+def with_float16_scale(tensor: QuantizedTensor) -> QuantizedTensor:
     """Return the tensor with a scale that is a half.
 
     With a zero point, scale * zero_point is a half as well, so that the block's minimum is

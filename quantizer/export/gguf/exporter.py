@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantizer.calibration.solution import Solution, encoded
+from quantizer.calibration.solution import Solution, encode_parameters
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.gguf.architectures import outline_of_architecture
-from quantizer.export.gguf.blocks import halved
+from quantizer.export.gguf.blocks import with_float16_scale
 from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
 from quantizer.export.gguf.placement import BlockPlacement, place_blocks
 from quantizer.export.gguf.template import outline_of_template
 from quantizer.export.gguf.verify import verify_gguf
 from quantizer.export.model_tensors import (
     CHANGE_REMEDY,
+    cannot_store,
     first_names,
     model_of,
-    not_held,
     parameter_values,
     state_of,
 )
@@ -71,12 +71,12 @@ class GgufExporter(Exporter[GgufFile]):
         placement = place_blocks(graph, solution.specs)
         if placement.refusals:
             return solution
-        solution = encoded(graph, solution)
+        solution = encode_parameters(graph, solution)
         tensors = dict(solution.tensors)
         for layer in placement.layers:
             tensor = tensors[layer, "weights"]
             if tensor.codes is not None:
-                tensors[layer, "weights"] = halved(tensor)
+                tensors[layer, "weights"] = with_float16_scale(tensor)
         return replace(solution, tensors=tensors)
 
     @contextmanager
@@ -141,10 +141,10 @@ def _blocks(
         name = names[node.params["weight"]]
         if tensor.codes is None:
             why = f"no codes give the weight of {layer} back exactly"
-            raise not_held(_TARGET, why, "leave it out of the algorithms")
+            raise cannot_store(_TARGET, why, "leave it out of the algorithms")
         if name in blocks and not torch.equal(blocks[name].decoded(), tensor.decoded()):
             why = f"{layer} has other codes than another use of its weight"
-            raise not_held(_TARGET, why, CHANGE_REMEDY)
+            raise cannot_store(_TARGET, why, CHANGE_REMEDY)
         blocks[name] = tensor
     return blocks
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.export.onnx.specs import input_key, is_narrow, output_spec
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.parameters import placed
+from quantizer.graph.parameters import move_module
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.groups import layout
@@ -55,10 +55,10 @@ def with_runtime_biases(
     steps = sum_steps(graph, solution)
     if not steps:
         return solution
-    network = placed(quantized_network(graph, solution), _ON_CPU)
+    network = move_module(quantized_network(graph, solution), _ON_CPU)
     solution = _with_coarser_scales(solution, steps, network)
     steps = sum_steps(graph, solution)
-    network = placed(quantized_network(graph, solution), _ON_CPU)
+    network = move_module(quantized_network(graph, solution), _ON_CPU)
     corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
         change = bias.value - _bias_of(network, layer)

@@ -32,7 +32,7 @@ from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.passes import lower_marks
 from quantizer.export.onnx.profile import rounded_half_even
-from quantizer.export.onnx.specs import processor_remarks, quantized_apart, restated
+from quantizer.export.onnx.specs import adapt_weights, processor_remarks, quantized_apart
 from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
 from quantizer.export.onnx.translation import translate_network
@@ -114,7 +114,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         wide = in_float32(replace(deployment, solution=apart))
         encoded = rounded_half_even(wide.encoded) if is_fast else wide.encoded
         weights = wide.choice("onnx_weights")
-        stated = restated(wide.graph, encoded, weights, packed=is_fast)
+        stated = adapt_weights(wide.graph, encoded, weights, packed=is_fast)
         opset = deployment.opset
         if opset == -1:
             opset = operator_set(stated.specs)

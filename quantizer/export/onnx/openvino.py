@@ -27,7 +27,7 @@ from quantizer.errors import VerificationError
 from quantizer.export.acceptance import with_float_figures, worst_of
 from quantizer.export.agreement import Agreement, EngineCheck, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import HALF, widened
+from quantizer.export.float32 import HALF, to_float32
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.verify import OnnxFile, named_inputs
 
@@ -49,7 +49,7 @@ _PROCESS = Path(__file__).with_name("openvino_process.py")
 Arrays = dict[str, NDArray[Any]]
 
 
-def installed() -> str | None:
+def installed_openvino() -> str | None:
     """Return OpenVINO's name with its version; None if it is not installed."""
     try:
         return f"OpenVINO {version('openvino')}"
@@ -63,7 +63,7 @@ def openvino_started(file: OnnxFile, deployment: Deployment) -> Iterator[OpenVin
 
     Yields None if OpenVINO is not installed, or the file is too large to be held twice.
     """
-    engine = installed()
+    engine = installed_openvino()
     if engine is None or not isinstance(file.source, bytes):
         yield None
         return
@@ -142,7 +142,7 @@ class OpenVinoCheck:
         recorder = Recorder(deployment.outputs)
         network = deployment.network()
         result = network.observe(deployment.args, deployment.kwargs, recorder.watchers)
-        expected = widened(tensor_leaves(result))
+        expected = to_float32(tensor_leaves(result))
         verifications: list[Verification] = []
         for outputs in runs:
             self._require_same_shapes(expected, outputs)

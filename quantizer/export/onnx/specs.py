@@ -79,7 +79,7 @@ def is_narrow(spec: QuantizationSpec | None) -> bool:
     return spec is not None and spec.dtype == "int" and spec.bit_width <= 8
 
 
-def restated(
+def adapt_weights(
     graph: Graph, solution: Solution, weights: str, *, packed: bool = False
 ) -> Solution:
     """Return the solution with weights in the form that ONNX Runtime's kernels take.

@@ -14,7 +14,7 @@ from quantizer.errors import ModelError
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
 from quantizer.export.onnx.written_out import decompositions_for
-from quantizer.export.torch_export.program import exported
+from quantizer.export.torch_export.program import export_program
 from quantizer.graph.trace import quiet, without_stack_traces
 from quantizer.nn.function import Function
 from quantizer.nn.network import Network
@@ -102,7 +102,7 @@ def translate_network(
     """
     marked = _MarkedNetwork(network, deployment, quantizations)
     tensors = tuple(leaf for leaf in marked.leaves if isinstance(leaf, Tensor))
-    program = _translatable(exported(marked, deployment.graph, tensors, {}))
+    program = _translatable(export_program(marked, deployment.graph, tensors, {}))
     try:
         with quiet(), torch.no_grad(), without_stack_traces():
             translated = torch.onnx.export(

@@ -18,10 +18,10 @@ from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.errors import VerificationError
-from quantizer.export.acceptance import accepted
+from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.float32 import HALF, widened
+from quantizer.export.float32 import HALF, to_float32
 from quantizer.export.onnx.kernels import kernels
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.speed import measured_speed
@@ -80,7 +80,9 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             first_feed = feed
         recorder = agreements[UNOPTIMIZED].recorder()
         with torch.no_grad():
-            expected = widened(tensor_leaves(network.observe(args, kwargs, recorder.watchers)))
+            expected = to_float32(
+                tensor_leaves(network.observe(args, kwargs, recorder.watchers))
+            )
         for label, session in sessions.items():
             with _failures_named(label, file.name):
                 actual = _outputs(session, feed)
@@ -94,7 +96,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         remedy = _HELP
         if label == DEFAULT and deployment.choice("onnx_weights") == "int8":
             remedy = _INT8_HELP
-        verified[label] = accepted(
+        verified[label] = accept_file(
             agreements[label].result(),
             deployment,
             _SessionOfFile(session, file, deployment).outputs,
@@ -217,6 +219,6 @@ def named_inputs(
 ) -> dict[str, NDArray[Any]]:
     """Return the call's tensors that a file has as inputs, by name."""
     names = {value.name for value in model.graph.input}
-    tensors = widened(tensor_leaves((args, dict(kwargs))))
+    tensors = to_float32(tensor_leaves((args, dict(kwargs))))
     named = zip(deployment.input_names, tensors, strict=True)
     return {name: tensor.numpy() for name, tensor in named if name in names}

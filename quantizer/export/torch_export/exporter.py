@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from quantizer.errors import VerificationError
-from quantizer.export.acceptance import accepted
+from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
@@ -82,6 +82,6 @@ class ProgramExporter(Exporter[ProgramFile]):
                 expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
                 agreement.add(expected, outputs(args, kwargs), recorder)
         refusal = f"{written.name} is not written: it"
-        return accepted(
+        return accept_file(
             agreement.result(), deployment, outputs, refusal=refusal, remedy=self.remedy
         )

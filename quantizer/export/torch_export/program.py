@@ -42,7 +42,7 @@ def load_program(content: bytes) -> nn.Module:
         return torch.export.load(io.BytesIO(content)).module()
 
 
-def exported(
+def export_program(
     module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ExportedProgram:
     """Return the program of a module that is called as `graph`'s model.

@@ -15,7 +15,7 @@ from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx.biases import MAX_SUM_BIAS, overflowing
 from quantizer.export.torch_export.exporter import ProgramExporter
-from quantizer.export.torch_export.program import exported
+from quantizer.export.torch_export.program import export_program
 from quantizer.export.torch_export.qdq import (
     CODE_TYPES,
     DEQUANTIZE,
@@ -51,7 +51,7 @@ class Pt2Exporter(ProgramExporter):
         if is_for_executorch:
             float_layers = overflowing(network, solution, MAX_SUM_BIAS)
         coded = _CodedNetwork(network, solution, CODE_TYPES[activations], float_layers)
-        program = exported(coded, graph, *deployment.blank)
+        program = export_program(coded, graph, *deployment.blank)
         if is_for_executorch:
             _dequantize_for_each(program)
         return program

@@ -6,7 +6,7 @@ from torch.export import ExportedProgram
 
 from quantizer.export.deployment import Deployment
 from quantizer.export.torch_export.exporter import ProgramExporter
-from quantizer.export.torch_export.program import exported
+from quantizer.export.torch_export.program import export_program
 
 
 class Pt2FloatExporter(ProgramExporter):
@@ -25,4 +25,4 @@ class Pt2FloatExporter(ProgramExporter):
         """Return the quantized network as it is."""
         graph = deployment.graph.replaced(rebuild=None)
         network = dataclasses.replace(deployment, graph=graph).network()
-        return exported(network, graph, *deployment.blank)
+        return export_program(network, graph, *deployment.blank)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantizer.graph.axis_rules import is_padded
 from quantizer.graph.channel_labels import passes_shifts
-from quantizer.graph.edits import by_channel, rescaled, with_weights
+from quantizer.graph.edits import by_channel, rescale_weight, with_weights
 from quantizer.graph.folds import Folds, Source
 from quantizer.graph.ir import Graph, Node, PassChange
 from quantizer.graph.labels import NONE
@@ -178,7 +178,7 @@ class _LayerRanges:
         weight = graph.weight(self.node)
         inputs = self.inputs[self.channels]
         tensors = {
-            "weight": rescaled(
+            "weight": rescale_weight(
                 self.node,
                 weight,
                 self.outputs,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.channel_labels import ChannelLabels, passes_shifts
-from quantizer.graph.edits import by_channel, rescaled, with_weights
+from quantizer.graph.edits import by_channel, rescale_weight, with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
 
 
@@ -59,7 +59,7 @@ def fold_batch_norm(graph: Graph) -> Graph:
             if "bias" in layer.params:
                 bias = graph.tensors[layer.params["bias"]]
             weights[layer.name] = {
-                "weight": rescaled(layer, weight, part.factor),
+                "weight": rescale_weight(layer, weight, part.factor),
                 "bias": part.shifted(bias).to(weight.dtype),
             }
             normal[layer.name] = part.beta, part.gamma.abs()

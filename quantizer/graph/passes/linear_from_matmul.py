@@ -56,7 +56,7 @@ def linear_from_matmul(graph: Graph) -> Graph:
     return rewire(changed.replaced(tensors=tensors), moved, absorbed)
 
 
-def trained(
+def trained_tensor(
     graph: Graph,
     value: object,
     rank: int,
@@ -84,7 +84,7 @@ def flipped(
     dims = [axis % rank for axis in node.attrs.get("dims", default)]
     if dims != order or swapped != {rank - 1, rank - 2}:
         return None
-    return trained(graph, node.inputs.get("input"), rank)
+    return trained_tensor(graph, node.inputs.get("input"), rank)
 
 
 def _linear(
@@ -102,12 +102,12 @@ def _linear(
     value = node.inputs.get(matrix_key)
     params: dict[str, str] = {}
     transposed = flipped(graph, value, 2)
-    matrix = transposed or trained(graph, value, 2)
+    matrix = transposed or trained_tensor(graph, value, 2)
     if matrix is None:
         return None
     params["weight"] = matrix.params["weight"]
     if node.op == "addmm":
-        bias = trained(graph, node.inputs.get("input"), 1)
+        bias = trained_tensor(graph, node.inputs.get("input"), 1)
         is_scaled = any(node.attrs.get(key, 1) != 1 for key in ("alpha", "beta"))
         if bias is None or is_scaled:
             return None

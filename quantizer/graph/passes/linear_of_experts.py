@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, rewire
-from quantizer.graph.passes.linear_from_matmul import TRANSPOSED, flipped, trained
+from quantizer.graph.passes.linear_from_matmul import TRANSPOSED, flipped, trained_tensor
 from quantizer.storage.deferred_tensor import apply_deferred
 
 STACKED = "@experts"
@@ -90,7 +90,7 @@ def _grouped(
     if any(value is not None for name, value in node.attrs.items() if name != "out_dtype"):
         return None
     transposed = flipped(graph, node.inputs[key], _RANK)
-    matrix = transposed or trained(graph, node.inputs[key], _RANK)
+    matrix = transposed or trained_tensor(graph, node.inputs[key], _RANK)
     if matrix is None:
         return None
     inputs = {"input": node.inputs["input"], "ends": node.inputs["offs"]}
@@ -116,7 +116,7 @@ def _picked(
         token = graph.by_name[product.inputs[tokens].name]
         if pick.op != "index" or token.op != "unsqueeze" or token.rank != _RANK:
             continue
-        matrix = trained(graph, pick.inputs.get("input"), _RANK)
+        matrix = trained_tensor(graph, pick.inputs.get("input"), _RANK)
         if matrix is None:
             continue
         axes = {token.attrs["dim"] % _RANK, node.attrs["dim"] % _RANK}
