@@ -152,7 +152,9 @@ def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
         kind: f"{sqnr_db(want, output(sessions[kind], case.x)):.1f} dB from float"
         for kind in ("ours", "theirs")
     }
-    closeness["ours"] += f", {kernels.lines[0].partition(';')[0]}" if kernels.lines else ""
+    closeness["ours"] += (
+        f", {kernels.summary_lines[0].partition(';')[0]}" if kernels.summary_lines else ""
+    )
     for size in (1, 10):
         parts = {
             kind: functools.partial(output, each, case.x[:size])

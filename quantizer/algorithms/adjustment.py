@@ -50,7 +50,7 @@ class RoundedWeight:
     after: float
 
     def stored_like(self, source: Tensor) -> RoundedWeight:
-        """Return the same, with its tensors in a file if the float weight `source` is in one."""
+        """Return the same, with tensors in a file if the float weight `source` is in one."""
         scale = deferred_like(source, self.qparams.scale)
         zero_point = deferred_like(source, self.qparams.zero_point)
         weight = deferred_like(source, self.weight)

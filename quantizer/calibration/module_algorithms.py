@@ -250,8 +250,8 @@ class TracedModules:
                 module = self.module_of(reader)
                 if module is None:
                     raise ModelError(
-                        f"{reader} is not a module of the model, so no operator can be inserted "
-                        "before it",
+                        f"{reader} is not a module of the model, so no operator can be "
+                        "inserted before it",
                         help=f"leave it out of the algorithm, or {_USE_SHELL}",
                     )
                 layer = build_layer(graph, graph.by_name[row.name])

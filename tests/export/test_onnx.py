@@ -245,6 +245,12 @@ def refusal(given: Deployment, tmp_path: Path) -> QuantizerError:
             "is fp6_e2m3, which has no exact form",
             "another format",
         ),
+        (
+            QuantizationSpec(round_mode="half_odd"),
+            -1,
+            "is rounded by half_odd, for which there are no ONNX operators here",
+            "half_even",
+        ),
     ],
 )
 def test_what_onnx_cannot_say_is_refused(

@@ -1,6 +1,7 @@
 """Quantizes one activation with ONNX operators that give test mode's values exactly."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -34,13 +35,13 @@ class _Rounding:
     steps: tuple[tuple[str, float | None], ...]
 
 
-# The modes of numerics.rounding except half_even, which is QuantizeLinear's own.
-_ROUNDINGS = {
+_ROUNDINGS: Mapping[str, _Rounding] = {
     "half_up": _Rounding(on_magnitude=False, steps=_HALF_UP),
     "half_down": _Rounding(on_magnitude=True, steps=_HALF_DOWN),
     "std_round": _Rounding(on_magnitude=True, steps=_HALF_UP),
     "floor": _Rounding(on_magnitude=False, steps=(("Floor", None),)),
 }
+"""The modes of numerics.rounding except half_even, which is that of QuantizeLinear."""
 
 
 def activation_refusal(
@@ -77,6 +78,11 @@ def activation_refusal(
         return (
             f"has {spec.bit_width} bits, and QuantizeLinear has 16 at most",
             "set its bit_width to 16 or less",
+        )
+    if spec.round_mode != "half_even" and spec.round_mode not in _ROUNDINGS:
+        return (
+            f"is rounded by {spec.round_mode}, for which there are no ONNX operators here",
+            "set round_mode to half_even there, or use --deploy pt2",
         )
     if not spec.is_dynamic and activation_type(spec, opset) is None:
         return f"has {spec.bit_width} bits, which operator set {opset} lacks", newer_opset
@@ -196,7 +202,13 @@ def round_units(
     mode: str,
     x: ir.Value,
 ) -> ir.Value:
-    """Add nodes that round a value to integers in a mode of numerics.rounding."""
+    """Add nodes that round a value to integers.
+
+    Args:
+        builder: of the graph.
+        mode: a mode of numerics.rounding that `activation_refusal` has not refused.
+        x: the value.
+    """
     if mode == "half_even":
         return builder.add("Round", x)
     rounding = _ROUNDINGS[mode]

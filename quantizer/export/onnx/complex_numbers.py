@@ -1,7 +1,8 @@
-"""Complex numbers in an .onnx, which torch.onnx writes as pairs of reals.
+"""Decompose operators on complex numbers for torch.onnx, which writes complex numbers as pairs
+of reals.
 
-torch.onnx knows some operators for these. Others are decomposed here. A network with any other
-is refused before calibration.
+torch.onnx itself translates some operators on complex numbers. Others are decomposed here into
+these. Networks with any other are refused before calibration.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.targets import packet
 
 _ATEN = torch.ops.aten
-# The operators that torch.onnx translates where they read or make complex numbers.
+# The operators that torch.onnx can translate if they read or return complex numbers
 _TRANSLATED = frozenset(
     """
     _conj abs angle clone complex conj imag polar real view_as_complex view_as_real
@@ -26,17 +27,29 @@ _TRANSLATED = frozenset(
     fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn
     """.split()  # noqa: SIM905
 )
-# Those that are decomposed here. What `split` gives is taken out of a list by `getitem`.
+# The operators that are decomposed here. `getitem` takes a tensor out of the list that `split`
+# returns, and `chunk` becomes `split`.
 _DECOMPOSED = frozenset(
-    ("chunk", "einsum", "expand", "getitem", "linear", "select", "split", "unsqueeze")
+    [
+        "chunk",
+        "einsum",
+        "expand",
+        "getitem",
+        "linear",
+        "select",
+        "split",
+        "unsqueeze",
+    ]
 )
 
 
 def complex_refusals(graph: Graph) -> Iterator[Refusal]:
-    """Yield why ONNX cannot express complex numbers, for the first operator of each kind."""
+    """Yield why ONNX cannot express complex numbers, for the first layer of each operator."""
     refused: set[str] = set()
     for node in graph.nodes:
-        name = packet(node.target) if "." in node.target else node.op
+        name = node.op
+        if "." in node.target:
+            name = packet(node.target)
         if name in refused or not _is_complex(graph, node):
             continue
         if node.op == "input":
@@ -55,13 +68,19 @@ def complex_refusals(graph: Graph) -> Iterator[Refusal]:
 
 
 def _is_complex(graph: Graph, node: Node) -> bool:
-    """Return whether an operator reads or makes complex numbers."""
-    dtypes = [node.dtype, *(graph.by_name[name].dtype for name in node.refs())]
+    """Return whether an operator reads or returns complex numbers."""
+    dtypes = [node.dtype]
+    for name in node.refs():
+        source = graph.by_name[name]
+        dtypes.append(source.dtype)
     return any(dtype is not None and dtype.is_complex for dtype in dtypes)
 
 
 def complex_decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return decompositions of torch's operators for complex tensors; real ones stay."""
+    """Return decompositions of torch's operators for complex tensors.
+
+    For real tensors they return NotImplemented, so that torch.export keeps the operator.
+    """
     return {
         _ATEN.unsqueeze.default: _unsqueeze,
         _ATEN.select.int: _select,
@@ -75,21 +94,29 @@ def complex_decompositions() -> Mapping[Any, Callable[..., Any]]:
 def _unsqueeze(x: Tensor, dim: int) -> Any:
     if not x.is_complex():
         return NotImplemented
-    return torch.stack([x], dim)
+    tensors = [x]
+    return torch.stack(tensors, dim)
 
 
 def _select(x: Tensor, dim: int, index: int) -> Any:
     if not x.is_complex():
         return NotImplemented
+    # Counted from the front, as pairs of reals have one more axis at the end
     axis = dim % x.dim()
-    return torch.view_as_complex(_reals(x).select(axis, index))
+    selected = _reals(x).select(axis, index)
+    return torch.view_as_complex(selected)
 
 
-def _split(x: Tensor, split_size: int, dim: int = 0) -> Any:
+def _split(
+    x: Tensor,
+    split_size: int,
+    dim: int = 0,
+) -> Any:
     if not x.is_complex():
         return NotImplemented
     axis = dim % x.dim()
-    parts = torch.split(_reals(x), split_size, axis)
+    reals = _reals(x)
+    parts = torch.split(reals, split_size, axis)
     return [torch.view_as_complex(part) for part in parts]
 
 
@@ -100,37 +127,53 @@ def _expand(
 ) -> Any:
     if not x.is_complex():
         return NotImplemented
-    return torch.view_as_complex(_reals(x).expand(*size, 2))
+    expanded = _reals(x).expand(*size, 2)
+    return torch.view_as_complex(expanded)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Any:
     if not x.is_complex():
         return NotImplemented
     product = torch.matmul(x, weight.mT)
-    return product if bias is None else product + bias
+    if bias is None:
+        return product
+    return product + bias
 
 
 def _einsum(
-    equation: str, tensors: Sequence[Tensor], *, path: Sequence[int] | None = None
+    equation: str,
+    tensors: Sequence[Tensor],
+    *,
+    path: Sequence[int] | None = None,
 ) -> Any:
     """Compute a product of two complex tensors as four products of real ones."""
-    if len(tensors) != 2 or not any(tensor.is_complex() for tensor in tensors):
+    is_complex = any(tensor.is_complex() for tensor in tensors)
+    if len(tensors) != 2 or not is_complex:
         return NotImplemented
-    (a, b), (c, d) = (_parts(tensor) for tensor in tensors)
-    real = torch.einsum(equation, a, c) - torch.einsum(equation, b, d)
-    imaginary = torch.einsum(equation, a, d) + torch.einsum(equation, b, c)
-    return torch.complex(real, imaginary)
+    first, second = tensors
+    a, b = _parts(first)
+    c, d = _parts(second)
+    # (a + bi)(c + di) = ac - bd + (ad + bc)i
+    ac = torch.einsum(equation, a, c)
+    bd = torch.einsum(equation, b, d)
+    ad = torch.einsum(equation, a, d)
+    bc = torch.einsum(equation, b, c)
+    return torch.complex(ac - bd, ad + bc)
 
 
 def _reals(x: Tensor) -> Tensor:
-    """Return pairs of reals along one more axis.
-
-    A conjugate that is not computed yet has no such view.
-    """
-    return torch.view_as_real(x.resolve_conj())
+    """Return the real and the imaginary part of each value along one more axis, at the end."""
+    # A lazy conjugate has no such view
+    resolved = x.resolve_conj()
+    return torch.view_as_real(resolved)
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the real part and the imaginary part of a tensor."""
     if not x.is_complex():
         return x, torch.zeros_like(x)
     return x.real, x.imag
