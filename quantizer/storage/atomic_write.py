@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 import tempfile
@@ -60,7 +59,7 @@ def _write_and_rename(target: Path, parts: Iterable[bytes], permissions: int | N
         # Nobody else may read the content before the file has the permissions of the old one
         creation_mode = _OWNER_MAY_READ_AND_WRITE
     # 8 characters, as `TEMPORARY_NAME` has them
-    token = secrets.token_hex(4)
+    token = os.urandom(4).hex()
     temporary = target.with_name(f".{target.name}.{token}{TEMPORARY_SUFFIX}")
     flags = open_flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_NOFOLLOW")
     descriptor = os.open(temporary, flags, creation_mode)
