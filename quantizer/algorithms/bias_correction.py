@@ -107,7 +107,7 @@ class ChannelMean:
         is_count = min(batches, count) >= 0 and bool(batches) == bool(count)
         if not is_count or total.dim() != 1 or not total.isfinite().all():
             raise ValueError(
-                f"the sum of {count} outputs in {batches} batches is no sum of finite values"
+                f"the sum of {count} outputs in {batches} batches is not a sum of finite values"
             )
         self._now = (batches, count, total)
         self._before = self._now

@@ -68,7 +68,7 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise ModelError(f"{name} is state that is no tensor, so it cannot be written")
+            raise ModelError(f"{name} is state that is not a tensor, so it cannot be written")
     ties = {}
     for name, first_name in first_names(model).items():
         if name != first_name and name in state and first_name in state:

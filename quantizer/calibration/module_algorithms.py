@@ -250,7 +250,7 @@ class TracedModules:
                 module = self.module_of(reader)
                 if module is None:
                     raise ModelError(
-                        f"{reader} is no layer of its own in the model, so nothing can be put "
+                        f"{reader} is not a separate layer of the model, so nothing can be put "
                         "before it",
                         help=f"leave it out of the algorithm, or {_USE_SHELL}",
                     )

@@ -28,5 +28,5 @@ def memory_size(text: str) -> int:
         return parsed(text)
     except ValueError:
         raise click.BadParameter(
-            f"{text!r} is no size of memory; write 8GB or 512MB, for example."
+            f"{text!r} is not a size of memory; write 8GB or 512MB, for example."
         ) from None

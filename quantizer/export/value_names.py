@@ -120,7 +120,7 @@ def chosen_names(
         )
     if "" in chosen or len(set(chosen)) < len(chosen):
         raise UsageError(
-            f"--{option} is {value!r}: a name is empty, or stands there twice",
+            f"--{option} is {value!r}: a name is empty, or is there twice",
             help="give each tensor a name of its own",
         )
     return chosen

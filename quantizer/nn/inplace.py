@@ -157,8 +157,8 @@ def check_quantizable(
     for role in roles:
         if not is_parameter(role) and "forward" in vars(module):
             raise ModelError(
-                f"{where} has a forward beside its class's, which would pass the quantizer of "
-                f"its {role} by",
+                f"{where} has a forward that replaces that of its class and would skip the "
+                f"quantizer of its {role}",
                 help="remove what replaced it (accelerate: remove_hook_from_module), or "
                 "exclude the layer",
             )

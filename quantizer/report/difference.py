@@ -317,5 +317,5 @@ def figure_lines(different: Difference) -> Iterator[str]:
         if name in different.worse:
             remark = ", worse"
         elif name in different.unknown:
-            remark = ", not judged: nobody says whether less or more is better"
+            remark = ", not judged: it is not known whether less or more is better"
         yield f"{name} {' → '.join(texts)}{remark}"

@@ -192,7 +192,7 @@ def _by_gain(ablation: Ablation) -> list[Effect]:
 def ablation_line(ablation: Ablation) -> str:
     """Return the SQNR of the output, and the gain below which gains mean nothing."""
     floor_db = ablation.floor_db
-    floor = "one batch does not tell what is noise"
+    floor = "one batch does not show what is noise"
     if floor_db is not None:
         floor = f"noise floor {floor_db:.2f} dB"
     return f"output {ablation.sqnr_db:.2f} dB with all of them quantized; {floor}"

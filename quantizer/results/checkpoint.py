@@ -118,7 +118,7 @@ class Checkpoint:
             if json_digest(content) != info.get("checksum"):
                 raise ValueError("it was changed after it was written")
             if not isinstance(info["state"], dict):
-                raise ValueError("its state is no object")
+                raise ValueError("its state is not an object")
             tensors = self._read(info["tensors"])
             return Snapshot(tensors, info["state"])
 
@@ -142,7 +142,7 @@ class Checkpoint:
 
     def _open(self, digest: str) -> dict[str, DeferredTensor]:
         if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError(f"{digest!r:.80} is no digest")
+            raise ValueError(f"{digest!r:.80} is not a digest")
         path = self._path(digest)
         if not path.is_file() or sha256(path) != digest:
             raise ResultError(f"{path} is damaged", help=_AGAIN)
@@ -162,7 +162,7 @@ def _placed(
     The checkpoint may be removed first, so a deferred tensor is written to another file.
     """
     if not isinstance(device, str):
-        raise ValueError(f"{device!r} is no device")
+        raise ValueError(f"{device!r} is not a device")
     target = torch.device(device)
     tensor = stored.load().to(target)
     if is_deferred:
@@ -252,7 +252,7 @@ class Checkpoints(Events):
         progress = f"{done} {stage.unit}"
         if stage.total and stage.unit != "batches":
             progress = f"{done} of {stage.total} {stage.unit}"
-        text = f"{stage.name} stopped after {progress}; --resume goes on from there"
+        text = f"{stage.name} stopped after {progress}; --resume continues from there"
         stage.events.message(logging.WARNING, text)
 
     def _save(self, stage: RunStage) -> Snapshot:

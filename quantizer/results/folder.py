@@ -141,7 +141,7 @@ class OpenedResults:
         file = self.files[name]
         content = checked_json(file)
         if not isinstance(content, dict):
-            raise _useless(f"{file.path} is damaged: it is no object")
+            raise _useless(f"{file.path} is damaged: it is not an object")
         unsealed = {key: value for key, value in content.items() if key != "checksum"}
         if content.get("checksum") != json_digest(unsealed):
             help_ = f"remove {file.path}, then run the command that wrote it again"
@@ -259,7 +259,7 @@ def _listed(index: OpenFile) -> dict[str, str]:
     content = read_json(index)
     listed = content.get("files") if isinstance(content, dict) else None
     if not isinstance(listed, dict) or INFO not in listed:
-        raise _useless(f"{index.path} is damaged: it is no list of files")
+        raise _useless(f"{index.path} is damaged: it is not a list of files")
     if not all(
         isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
         for digest in listed.values()

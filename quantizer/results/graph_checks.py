@@ -137,7 +137,7 @@ def _faults_of_nodes(stored: StoredGraph) -> Iterator[Fault]:
         if node.name in known:
             yield f"{place}/name", f"there are two nodes {node.name!r}"
         if not known.issuperset(node.refs()):
-            yield f"{place}/inputs", "it reads a node that does not stand before it"
+            yield f"{place}/inputs", "it reads a node that is not before it"
         if any(references(node.attrs)):
             yield f"{place}/attrs", "it holds a reference"
         if not stored.tensors.keys() >= set(node.params.values()):
@@ -159,7 +159,7 @@ def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
         yield "inputs", f"it names {len(graph.input_paths)} of {len(inputs)} inputs"
     for path in graph.input_paths:
         if len(path) < 2 or path[0] not in (0, 1):
-            yield "inputs", f"{list(path)} is no place in a call"
+            yield "inputs", f"{list(path)} is not a place in a call"
     for node in inputs:
         if node.shape is None and "value" not in node.attrs:
             yield "nodes", f"{node.name} has neither a shape nor a value"

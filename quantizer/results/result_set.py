@@ -186,12 +186,12 @@ def _refuse_folders(folder: Path) -> None:
     first = min(names, default=None)
     if first is not None:
         raise ResultError(
-            f"{folder / first} is a folder in place of a file", help="move it elsewhere"
+            f"{folder / first} is a folder instead of a file", help="move it elsewhere"
         )
     export = folder / "export"
     if export.exists() and not export.is_dir():
         raise ResultError(
-            f"{export} is no folder, and exports are written there", help="move it elsewhere"
+            f"{export} is not a folder, and exports are written there", help="move it elsewhere"
         )
 
 

@@ -61,7 +61,7 @@ def _check_settings(settings: Mapping[str, Any], path: Path) -> None:
         raise damaged(path, "header/settings", why)
     for name, value in settings.items():
         if not fits(value, hints[name]):
-            why = f"{value!r} is no such setting"
+            why = f"{value!r} is not a value of this setting"
             raise damaged(path, f"header/settings/{name}", why)
 
 
@@ -163,7 +163,7 @@ def spec_fault(fields: Mapping[str, Any], role: str) -> str | None:
         return f"its spec lacks or has {first_names(strange)}"
     for name, value in fields.items():
         if not fits(value, hints[name]):
-            return f"{value!r} is no {name}"
+            return f"{value!r} is not a valid {name}"
     spec = QuantizationSpec(**fields)
     return _format_fault(spec) or _granularity_fault(spec, role) or _rule_fault(spec, role)
 

@@ -25,7 +25,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     """
     path = folder / _LOCK
     if path.exists() and not path.is_file():
-        raise ResultError(f"{path} is no file, so it cannot be locked", help="remove it")
+        raise ResultError(f"{path} is not a file, so it cannot be locked", help="remove it")
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()

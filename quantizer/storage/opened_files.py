@@ -303,7 +303,7 @@ def require_aside(folder: Path) -> None:
     """
     aside = folder / ASIDE
     if aside.is_symlink() or (aside.exists() and not aside.is_dir()):
-        raise ResultError(f"{aside} is no folder of quantizer", help="remove it")
+        raise ResultError(f"{aside} is not a folder of quantizer", help="remove it")
 
 
 def _opened(path: Path) -> OpenFile | None:
@@ -315,7 +315,7 @@ def _opened(path: Path) -> OpenFile | None:
         # No link that has come meanwhile is followed.
         file = OpenFile(path, os.open(path, _READING | open_flags("O_NOFOLLOW")))
         if not stat.S_ISREG(file.mode):
-            raise ResultError(f"{path} is no file", help="remove it")
+            raise ResultError(f"{path} is not a file", help="remove it")
         if not REPLACES_OPEN_FILES:
             file.release()
     except FileNotFoundError:

@@ -50,7 +50,7 @@ def _from_pipe(descriptor: int, most: int) -> bytes:
         if not ready:
             raise OSError(
                 errno.ETIMEDOUT,
-                f"it is a pipe to which nobody has written for {PATIENCE:.0f} s",
+                f"it is a pipe without data for {PATIENCE:.0f} s",
             )
         part = os.read(descriptor, most - len(content))
         if not part:

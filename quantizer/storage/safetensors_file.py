@@ -119,7 +119,7 @@ def _read_header(file: OpenFile) -> tuple[dict[str, Any], int]:
     except ValueError as error:
         raise SafetensorError(f"its header is damaged: {error}") from error
     if not isinstance(header, dict):
-        raise SafetensorError("its header is damaged: it is no object")
+        raise SafetensorError("its header is damaged: it is not an object")
     return header, 8 + length
 
 

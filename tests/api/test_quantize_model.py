@@ -525,7 +525,7 @@ def test_a_conv1d_of_transformers_is_a_linear_layer() -> None:
 def test_what_stays_float_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     quantized(nn.Sequential(nn.Linear(8, 8), nn.LSTMCell(8, 8)), weight=spec())
     assert (
-        "left float, as there are no quantization rules for them: LSTMCell (1)" in caplog.text
+        "left float, because there are no quantization rules for them: LSTMCell (1)" in caplog.text
     )
 
 
@@ -709,7 +709,7 @@ def test_a_quantized_model_is_not_quantized_again() -> None:
 def test_a_replaced_forward_is_refused_where_it_would_pass_a_quantizer_by() -> None:
     model = mlp()
     model[0].forward = nn.Linear(8, 16).forward
-    with pytest.raises(ModelError, match="has a forward beside its class's"):
+    with pytest.raises(ModelError, match="has a forward that replaces that of its class"):
         quantized(model, weight=spec(), input_tensors=per_token())
     quantized(model, weight=spec())
 

@@ -153,4 +153,4 @@ def test_a_metric_of_which_nothing_says_which_way_is_good_is_said(
     assert 'LOWER_IS_BETTER = {"cosine"}' in said
     assert run_command(["diff", *folders]) == 0
     shown = capsys.readouterr().out
-    assert "ripple 1 → 2, not judged: nobody says whether less or more is better" in shown
+    assert "ripple 1 → 2, not judged: it is not known whether less or more is better" in shown

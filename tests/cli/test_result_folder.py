@@ -375,7 +375,7 @@ def test_folders_are_not_moved(
     crafted(folder, files=["report.json"])
     (folder / ASIDE / "report.json").mkdir()
     assert check(folder, model=toy()) == 5
-    assert "report.json is no file" in capsys.readouterr().err
+    assert "report.json is not a file" in capsys.readouterr().err
     with (
         pytest.raises(ResultError, match=r"report\.json is not a file that quantizer writes"),
         locked(folder),

@@ -327,7 +327,7 @@ def test_a_size_of_memory_has_a_unit(
     size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate(tmp_path, "--memory", size) == 2
-    assert f"'{size}' is no size of memory; write 8GB or 512MB" in " ".join(
+    assert f"'{size}' is not a size of memory; write 8GB or 512MB" in " ".join(
         capsys.readouterr().err.split()
     )
 

@@ -317,7 +317,7 @@ def test_the_folder_keeps_what_the_model_came_with(
         path.name for path in (tmp_path / "out").iterdir() if "safetensors" not in path.name
     )
     assert others == copied
-    with pytest.raises(UsageError, match="is no earlier export"):
+    with pytest.raises(UsageError, match="is not an earlier export"):
         calibrated(config(INT4), model).export(TARGET, source)
     assert (source / "modeling.py").exists()
 

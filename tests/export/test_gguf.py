@@ -412,7 +412,7 @@ def test_a_template_of_another_model_is_refused(tmp_path: Path) -> None:
             result.export(
                 "gguf", tmp_path / "net.gguf", gguf_template=tmp_path / f"{name}.gguf"
             )
-        assert "of this very model" in str(refused.value.help)
+        assert "of exactly this model" in str(refused.value.help)
     assert not (tmp_path / "net.gguf").exists()
 
 

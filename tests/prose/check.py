@@ -29,6 +29,7 @@ _BOUNDARY = re.compile(
     r"""(?<=[.!?])[\s)"]+(?=\S)  # the end of a sentence
     | \n\s*\n                    # an empty line
     | \n\s*(?:[-*]|\d+\.)\s      # the next item of a list
+    | \n\ {2,}\d+\ {2,}          # the next exit code
     | \|                         # the next cell of a table
     | ^\#+.*$                    # a heading
     """,

@@ -22,11 +22,18 @@ _HIDDEN = (
     re.compile(r"</?[a-zA-Z][^<>\n]*>"),
     re.compile(r"https?://\S+"),
 )
-_TEMPLATE = re.compile(r"\{[{%#].*?[}%#]\}", re.DOTALL)
+_MARKS = re.compile(r"[\[\]]|\*(?=\S)|(?<=\S)\*")
+"""Brackets of links and stars of emphasis. The star of an item of a list stays."""
+_TEMPLATE_VALUE = re.compile(r"\{\{.*?\}\}", re.DOTALL)
+_TEMPLATE_TAG = re.compile(r"\{[%#].*?[%#]\}|</?[a-zA-Z][^<>]*>", re.DOTALL)
 _PLACEHOLDERS = itertools.cycle("xyz")
 """Letters of the words that replace code; two neighbours differ."""
-_PROSE = re.compile(r"(?:\b[A-Za-z]{2,}\b[ ,]+){2}\b[a-z]{2,}\b")
-"""Three words in a row: shorter strings are names, keys and formats."""
+_PROSE = re.compile(r"\w [a-z]|[a-z] \w")
+"""Two words in a row: other strings are names, keys and formats."""
+_FUNCTION_WORD = re.compile(
+    r"\b(an?|and|are|as|by|for|from|has|have|in|is|it|no|not|of|on|or|that|the|to|with)\b"
+)
+"""Sentences have some of these; lists of names have none."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,13 @@ def texts() -> Iterator[Text]:
         yield markdown(_name(page), page.read_text("utf-8"))
     for module in sorted((ROOT / "quantizer").rglob("*.py")):
         yield strings(_name(module), module.read_text("utf-8"))
-    for schema in (*sorted((ROOT / "schemas").glob("*.schema.json")), ROOT / "schemas/codes.json"):
+    for schema in (
+        *sorted((ROOT / "schemas").glob("*.schema.json")),
+        ROOT / "schemas/codes.json",
+    ):
         yield descriptions(_name(schema), schema.read_text("utf-8"))
     for template in sorted((ROOT / "quantizer").rglob("*.html")):
-        source = _TEMPLATE.sub(_as_word, template.read_text("utf-8"))
-        yield markdown(_name(template), source)
+        yield html(_name(template), template.read_text("utf-8"))
 
 
 def markdown(file: str, source: str) -> Text:
@@ -64,7 +73,14 @@ def markdown(file: str, source: str) -> Text:
     content = _CODE.sub(_as_word, content)
     for pattern in _HIDDEN:
         content = pattern.sub(_as_blank, content)
-    content = re.sub(r"[\[\]*]", " ", content)
+    content = _MARKS.sub(" ", content)
+    return Text(file, content, tuple(range(1, content.count("\n") + 2)))
+
+
+def html(file: str, source: str) -> Text:
+    """Return a template of HTML. Its elements and statements separate sentences."""
+    content = _TEMPLATE_VALUE.sub(_as_word, source)
+    content = _TEMPLATE_TAG.sub(_as_boundary, content)
     return Text(file, content, tuple(range(1, content.count("\n") + 2)))
 
 
@@ -104,7 +120,7 @@ def _joined(file: str, blocks: list[tuple[int, str]]) -> Text:
     contents: list[str] = []
     lines: list[int] = []
     for line, block in sorted(blocks):
-        if not _PROSE.search(block):
+        if not (_PROSE.search(block) and _FUNCTION_WORD.search(block)):
             continue
         content = markdown(file, block).content.strip("\n")
         contents.append(content)
@@ -154,6 +170,11 @@ def _leaves(value: Any) -> Iterator[str]:
 def _as_blank(match: re.Match[str]) -> str:
     """Return spaces of the same length, with the line ends."""
     return re.sub(r"[^\n]", " ", match[0])
+
+
+def _as_boundary(match: re.Match[str]) -> str:
+    """Return what separates the cells of a table, with the line ends."""
+    return re.sub(r"[^\n]", "|", match[0])
 
 
 def _as_word(match: re.Match[str]) -> str:

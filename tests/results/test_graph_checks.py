@@ -51,7 +51,7 @@ def test_a_traced_graph_passes() -> None:
     ("edit", "reason"),
     [
         (lambda c: c.update(model="Other"), "it is 'Other'"),
-        (lambda c: c["nodes"].reverse(), "does not stand before it"),
+        (lambda c: c["nodes"].reverse(), "is not before it"),
         (lambda c: c["nodes"].append(c["nodes"][-1]), "there are two nodes"),
         (lambda c: c["nodes"][1]["params"].update(weight="x"), "there is no such tensor"),
         (lambda c: c["nodes"][1].update(dtype=None), "a shape or a dtype alone"),
@@ -63,7 +63,7 @@ def test_a_traced_graph_passes() -> None:
         (lambda c: c["nodes"][0]["attrs"].update(index=1), "not counted from 0"),
         (lambda c: c.update(output=[{"ref": "x"}]), "a node that is not there"),
         (lambda c: c.update(inputs=[]), "it names 0 of 1 inputs"),
-        (lambda c: c.update(inputs=[[2, 0]]), "is no place in a call"),
+        (lambda c: c.update(inputs=[[2, 0]]), "is not a place in a call"),
         (lambda c: c.update(constants=["x"]), "there are no such tensors"),
         (lambda c: c["tensors"].pop("0.bias"), "other tensors than quant_info.json"),
         (

@@ -39,7 +39,7 @@ from quantizer.results.validation import check_content, spec_fault
         ),
         ({"qscheme": "per_channel"}, "activation", "per_channel has no ch_axis"),
         ({"qscheme": "per_group", "group_size": 4}, "weights", "per_group has no ch_axis"),
-        ({"bit_width": True}, "weights", "True is no bit_width"),
+        ({"bit_width": True}, "weights", "True is not a valid bit_width"),
         ({}, "weight", "there is no role 'weight'"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_group_may_be_all_of_a_row() -> None:
 def test_means_of_nothing_are_refused(change: dict[str, torch.Tensor]) -> None:
     mean = ChannelMean(ch_axis=-1)
     mean.observe(torch.ones(3, 2))
-    with pytest.raises(ValueError, match="is no sum of finite values"):
+    with pytest.raises(ValueError, match="is not a sum of finite values"):
         mean.load_state_dict(mean.state_dict() | change)
 
 

@@ -92,7 +92,7 @@ def written_folder(
     """
     if path.exists() and not _is_earlier_export(path, model):
         remedy = "give a path where nothing is, or an earlier export"
-        raise UsageError(f"{path} is no earlier export, and is not replaced", help=remedy)
+        raise UsageError(f"{path} is not an earlier export, and is not replaced", help=remedy)
     try:
         with replaced_folder(path) as folder:
             quantization = checkpoint.quantization_config()
