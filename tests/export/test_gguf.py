@@ -104,7 +104,7 @@ def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) ->
     found = calibrated(given).export("gguf", tmp_path / "net.gguf")
     assert without_remarks(found) == (0.0, 1.0)
     assert "no tokenizer" in found.remarks[0]
-    rounded = "scales are rounded to halfs" in str(found.remarks[1:])
+    rounded = "scales are rounded to float16" in str(found.remarks[1:])
     assert rounded == (name not in ("powers of two", "float16"))
     written = kinds(tmp_path / "net.gguf")
     assert written["blk.0.attn_q.weight"] == kind

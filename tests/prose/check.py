@@ -16,13 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from prose.texts import Text, texts
 from proselint.checks import __register__ as PROSELINT_CHECKS
 from proselint.config import DEFAULT, Config
 from proselint.registry import CheckRegistry
 from proselint.registry.checks import Check, CheckResult, types
 from proselint.registry.checks.engine import Fancy
 from proselint.tools import LintFile
-from prose.texts import Text, texts
 
 STYLE: dict[str, Any] = json.loads(Path(__file__).with_name("house_style.json").read_text())
 _BOUNDARY = re.compile(
@@ -35,7 +35,7 @@ _BOUNDARY = re.compile(
     """,
     re.MULTILINE | re.VERBOSE,
 )
-_WORD = re.compile(r"[^\W_][\w'’.×/+-]*")
+_WORD = re.compile(r"[^\W_]\S*")
 
 
 def main() -> int:

@@ -98,9 +98,10 @@ def strings(file: str, source: str) -> Text:
         if isinstance(node, ast.JoinedStr):
             inner.update(id(value) for value in node.values)
             blocks.append((node.lineno, "".join(map(_piece, node.values))))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docstrings | inner:
-                blocks.append((node.lineno, node.value))
+        if not isinstance(node, ast.Constant) or id(node) in docstrings | inner:
+            continue
+        if isinstance(node.value, str):
+            blocks.append((node.lineno, node.value))
     return _joined(file, blocks)
 
 
