@@ -78,7 +78,7 @@ SHARED_SETTINGS |= {
         keywords=_LAYERS,
     ),
     "damp_percent": Setting(
-        "Share of the mean diagonal added to the Hessian; where that is not enough, ten times "
+        "Share of the mean diagonal added to the Hessian; if that is not enough, ten times "
         "as much, up to 1.",
         keywords={"exclusiveMinimum": 0, "maximum": 1},
     ),
