@@ -320,8 +320,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
             }
         },
         {},
-        r"input of LlamaForCausalLM::.* is quantized at run time, where a \.gguf holds "
-        r"weights alone",
+        r"input of LlamaForCausalLM::.* is quantized at run time, and a \.gguf has "
+        r"only weights",
         "llama.cpp rounds inputs to int8 by itself",
     ),
     "fp8": (
