@@ -332,7 +332,8 @@ def test_interrupted_then_resumed_equals_undisturbed(
     model, folder = toy(data), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 130
     assert (
-        "calib stopped after 4 batches; --resume continues from there" in capsys.readouterr().err
+        "calib stopped after 4 batches; --resume continues from there"
+        in capsys.readouterr().err
     )
     assert not (folder / "quant_info.json").exists()
     assert calibrate(folder, "--resume", model=model, config=None) == 0

@@ -85,7 +85,7 @@ def _other_use_refusal(graph: Graph, layers: Mapping[str, Node], layer: str) -> 
     path = layers[layer].params["weight"]
     for node in graph.nodes:
         if path in node.params.values() and node.name not in layers:
-            why = f"is a parameter of {node.name}, too, which is not a linear layer or embedding"
+            why = f"is a parameter of {node.name}, which is not a linear layer or embedding"
             return why, "exclude both"
     return None
 
