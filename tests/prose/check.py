@@ -67,6 +67,7 @@ def house_checks() -> Iterator[Check]:
     for pattern, advice in STYLE["patterns"].items():
         yield _absent(pattern, "house.patterns", advice)
     yield Check(check_type=long_sentences, path="house.long_sentence")
+    yield Check(check_type=chained_sentences, path="house.chained_sentence")
 
 
 def _absent(pattern: str, path: str, advice: str) -> Check:
@@ -82,15 +83,36 @@ def _absent(pattern: str, path: str, advice: str) -> Check:
 def long_sentences(content: str, check: Check) -> Iterator[CheckResult]:
     """Yield the sentences that have too many words. Code counts as one word."""
     longest = STYLE["longest_sentence"]
+    for words in _sentences(content):
+        if len(words) > longest:
+            advice = f"{len(words)} words, at most {longest}"
+            yield _result(check, content, words, advice)
+
+
+def chained_sentences(content: str, check: Check) -> Iterator[CheckResult]:
+    """Yield the sentences with too many relative words."""
+    chain = STYLE["relative_words"]
+    for words in _sentences(content):
+        relative = [word for word in words if word[0].strip(",").lower() in chain["words"]]
+        if len(relative) > chain["most"]:
+            advice = f"{len(relative)} of {', '.join(chain['words'])}, at most {chain['most']}"
+            yield _result(check, content, words, advice)
+
+
+def _sentences(content: str) -> Iterator[list[re.Match[str]]]:
+    """Yield the words of each sentence."""
     begin = 0
     for boundary in [*_BOUNDARY.finditer(content), None]:
         end = len(content) if boundary is None else boundary.start()
-        words = list(_WORD.finditer(content, begin, end))
-        if len(words) > longest:
-            span = (words[0].start(), words[-1].end())
-            message = f"{len(words)} words, at most {longest}: {_begin_of(content, span)}"
-            yield CheckResult(check.path, message, span, None)
+        yield list(_WORD.finditer(content, begin, end))
         begin = end if boundary is None else boundary.end()
+
+
+def _result(check: Check, content: str, words: list[re.Match[str]], advice: str) -> CheckResult:
+    """Return a finding about a sentence, with its first words."""
+    span = (words[0].start(), words[-1].end())
+    begin = " ".join(content[slice(*span)].split())[:60]
+    return CheckResult(check.path, f"{advice}: {begin}", span, None)
 
 
 def findings(text: Text) -> Iterator[tuple[str, int, str]]:
@@ -105,11 +127,6 @@ def findings(text: Text) -> Iterator[tuple[str, int, str]]:
         row = text.content.count("\n", 0, max(result.span[0] - 1, 0))
         line = text.lines[min(row, len(text.lines) - 1)]
         yield result.check_path, line, result.message
-
-
-def _begin_of(content: str, span: tuple[int, int]) -> str:
-    """Return the first words of a sentence."""
-    return " ".join(content[slice(*span)].split())[:60]
 
 
 if __name__ == "__main__":

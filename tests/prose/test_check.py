@@ -27,6 +27,7 @@ def kinds(text: Text) -> list[tuple[str, int]]:
         ("It recovers .67 of the loss.", "house.patterns"),
         ("It reads the the file.", "house.patterns"),
         ("The ranges are very different.", "weasel_words.very"),
+        ("A layer that reads what a pass writes that runs.", "house.chained_sentence"),
         ("one two " * 16, "house.long_sentence"),
     ],
 )
