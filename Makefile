@@ -35,6 +35,8 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose/check.py
+	$(BIN)/codespell *.md docs quantizer schemas configs examples benchmarks
 
 test: check
 	$(PYTEST)

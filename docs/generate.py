@@ -70,13 +70,13 @@ def preset_row(name: str) -> str:
     findings = convert_config(config, other).findings
     errors = [finding.message for finding in findings if finding.severity == "error"]
     if not errors:
-        remarks = "; ".join(finding.message for finding in findings)
+        remarks = ". ".join(finding.message for finding in findings)
         return f"| `{name}` | {config.form} | converts | {remarks} |"
     reasons = []
     for message in errors:
         key, _, reason = message.partition(": ")
         reasons.append(f"`{key}`: {reason}")
-    return f"| `{name}` | {config.form} | refused | {'; '.join(reasons)} |"
+    return f"| `{name}` | {config.form} | refused | {'. '.join(reasons)} |"
 
 
 def spec_schema() -> str:

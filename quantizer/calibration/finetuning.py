@@ -173,7 +173,7 @@ class FinetuningResult:
             f"output SQNR on the calibration data {self.before.worst} -> {self.after.worst} dB"
         )
         if self.undone:
-            return f"finetuning undone, as the output became worse: {figures}"
+            return f"finetuning undone, because the output became worse: {figures}"
         shares = []
         for layer in self.layers.values():
             if layer.after < layer.before:

@@ -141,7 +141,7 @@ def check_solution(
     for layer, value in solution.corrections.items():
         if not _is_correction(graph, layer, value):
             file = path.with_name("bias_corr.safetensors")
-            raise damaged(file, layer, "it is no correction of a layer's bias")
+            raise damaged(file, layer, "it is not a correction of a layer's bias")
 
 
 def _tensor_fault(
@@ -203,7 +203,7 @@ def qparams_fault(
         return f"there is no axis {axis} of {len(shape)}"
     size = spec.group_size
     if spec.qscheme == "per_channel" and size is not None and shape[0] % size:
-        return f"its first axis, {shape[0]} long, is no stack of tensors {size} long"
+        return f"its first axis, {shape[0]} long, is not a stack of tensors {size} long"
     return scales_fault(spec, scale_shape(shape, spec.cut), qparams)
 
 

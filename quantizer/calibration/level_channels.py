@@ -305,7 +305,7 @@ def level_sentence(exponents: Exponents) -> str:
     for levels in exponents.values():
         largest = max(largest, *map(abs, levels))
     return (
-        f"the channels of {first_names(list(exponents), 3)} have ranges too different for one "
-        f"scale: they are multiplied with powers of two, up to 2^{largest}, which the weights "
-        "of the next layer take back"
+        f"channels of {first_names(list(exponents), 3)} have ranges too different for one "
+        f"scale: they are multiplied by powers of two, up to 2^{largest}, which the next "
+        "layer's weights compensate"
     )

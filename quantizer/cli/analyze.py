@@ -85,7 +85,7 @@ class AnalyzeOptions(Options):
         type=click.Choice(engine.NOISE_METHODS),
     )
     tensors: bool = option(
-        "Also measure each quantized tensor: with it alone quantized, and with all others.",
+        "Also measure each quantized tensor: with only it quantized, and with all others.",
         default=False,
     )
     metric: str | None = option(

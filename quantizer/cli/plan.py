@@ -41,8 +41,8 @@ _MB = 1e6
     for_="Check that --deploy TARGET can express the plan. May be repeated.",
 )
 def plan(options: Options) -> None:
-    """Show what a config does to a model: the layers that each rule matches, the spec of each
-    tensor, the size before and after, and the memory that calibration takes.
+    """Show the effect of a config on a model: the layers that each rule matches, the spec of
+    each tensor, the size before and after, and the memory for calibration.
 
     Only the first batches are read, for their shapes. Algorithms do not run, but names in their
     settings are checked.

@@ -78,7 +78,7 @@ SHARED_SETTINGS |= {
         keywords=_LAYERS,
     ),
     "damp_percent": Setting(
-        "Share of the mean diagonal added to the Hessian; where that is not enough, ten times "
+        "Share of the mean diagonal added to the Hessian; if that is not enough, ten times "
         "as much, up to 1.",
         keywords={"exclusiveMinimum": 0, "maximum": 1},
     ),
@@ -87,9 +87,9 @@ SHARED_SETTINGS |= {
         needs="static_groups",
     ),
     "static_groups": Setting(
-        "Whether the scales of groups are found before the first weight is rounded; false "
-        "means that a group's scales are found when its first column is reached, which goes "
-        "without desc_act only."
+        "Whether the scales of all groups are found before the first weight is rounded. With "
+        "false, the scales of a group are found at its first column, which is possible only "
+        "without desc_act."
     ),
     "true_sequential": Setting(
         "Whether each layer sees the rounded ones before it in its block; with false a "
@@ -336,7 +336,7 @@ class CLEConfig(PreQuantOptConfig):
     )
     cle_total_layer_diff_threshold: float | None = setting(
         None,
-        "When there is nothing more to do; that is a percent, whatever the number of layers.",
+        "When there is nothing more to do; that is a percent, for any number of layers.",
         **_only(
             None,
             "cle_total_layer_diff_threshold: equalization ends when no factor changes by more "

@@ -28,7 +28,7 @@ def with_dpu_accuracy(config: Config, level: str | None) -> Config:
         return config
     if level not in LEVELS:
         raise UsageError(
-            f"dpu_accuracy={level!r} is no level", help=f"it is {', '.join(LEVELS)}, or None"
+            f"dpu_accuracy={level!r} is not a level", help=f"it is {', '.join(LEVELS)}, or None"
         )
     settings = config.settings
     if settings.target_device != "DPU":

@@ -43,7 +43,7 @@ _RULES_INTRO = (
     "# Codes\n\nEvery finding has a code: QZ0xx syntax, QZ1xx values, QZ2xx device "
     "restrictions, QZ3xx conflicts, "
     "QZ4xx selectors.\n`quantizer explain QZ301` prints a section of this page.\n\n"
-    "`quantizer validate --fix` writes what has one known answer: misspelt keys and "
+    "`quantizer validate --fix` fixes errors with one known remedy: misspelt keys and "
     "words, quoted numbers, "
     "`True` and `False`, trailing\ncommas, missing keys. Each fix is tried first. The help "
     "line offers it, and `--fix` writes it, only if it leaves fewer errors in\nthe file. "

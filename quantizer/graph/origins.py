@@ -318,7 +318,7 @@ class _SourceLabels:
         if node.op == "constant":
             return loaded(self.graph.weight(node)).cpu()
         if node.params or node.op == "input" or not node.row.aten:
-            raise ValueError(f"{name} is no constant")
+            raise ValueError(f"{name} is not a constant")
         return run_node(node, self._constant)
 
 

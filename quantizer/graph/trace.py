@@ -124,7 +124,7 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
         except _SameForAllExamplesError:
             raise
         except ModelError as error:
-            logger.debug("no open batch: %s", error)
+            logger.debug("no dynamic batch: %s", error)
     # Models that cache something per batch size compare the batch with the cached size.
     # torch accepts such a comparison only with `Dim.AUTO`.
     example = _with_batch(call, size, _UNUSUAL_BATCH)

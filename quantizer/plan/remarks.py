@@ -110,4 +110,4 @@ def left_float(kinds: Iterable[str]) -> Iterator[str]:
     counts = sorted(Counter(kinds).items())
     if counts:
         names = ", ".join(f"{name} ({count})" for name, count in counts)
-        yield f"left float, as there are no quantization rules for them: {names}"
+        yield f"left float, because there are no quantization rules for them: {names}"

@@ -210,7 +210,7 @@ def ablation_line(ablation: Ablation) -> str:
     nothing.
     """
     floor_db = ablation.floor_db
-    floor = "one batch does not tell what is noise"
+    floor = "one batch does not show what is noise"
     if floor_db is not None:
         floor = f"noise floor {floor_db:.2f} dB"
     return f"output {ablation.sqnr_db:.2f} dB with all of them quantized; {floor}"

@@ -281,7 +281,7 @@ class Checkpoints(Events):
         progress = f"{done} {stage.unit}"
         if stage.total and stage.unit != "batches":
             progress = f"{done} of {stage.total} {stage.unit}"
-        text = f"{stage.name} stopped after {progress}; --resume goes on from there"
+        text = f"{stage.name} stopped after {progress}; --resume continues from there"
         stage.events.message(logging.WARNING, text)
 
     def _save(self, stage: RunStage) -> Snapshot:

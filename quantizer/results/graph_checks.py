@@ -147,7 +147,7 @@ def _faults_of_nodes(stored: StoredGraph) -> Iterator[Fault]:
         if node.name in known:
             yield f"{place}/name", f"there are two nodes {node.name!r}"
         if not known.issuperset(node.refs()):
-            yield f"{place}/inputs", "it reads a node that does not stand before it"
+            yield f"{place}/inputs", "it reads a node that is not before it"
         if any(references(node.attrs)):
             yield f"{place}/attrs", "it holds a reference"
         if not stored.tensors.keys() >= set(node.params.values()):

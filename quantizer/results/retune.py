@@ -292,8 +292,8 @@ def _require_same_sharing(
         if keys not in before:
             names = [f"{role} of {layer}" for layer, role in sorted(keys)]
             raise ResultError(
-                f"the value of {source} would be quantized once where it is quantized twice, "
-                f"or the other way round: {first_names(names, 3)}",
+                f"the value of {source} would be quantized once instead of twice, "
+                f"or twice instead of once: {first_names(names, 3)}",
                 help=_AGAIN,
             )
 

@@ -184,7 +184,7 @@ def spec_fault(fields: Mapping[str, Any], role: str) -> str | None:
         return f"its spec lacks or has {first_names(unexpected)}"
     for name, value in fields.items():
         if not fits(value, hints[name]):
-            return f"{value!r} is no {name}"
+            return f"{value!r} is not a valid {name}"
     spec = QuantizationSpec(**fields)
     return _format_fault(spec) or _granularity_fault(spec, role) or _rule_fault(spec, role)
 

@@ -181,7 +181,7 @@ def _torch_failure(message: str) -> _UnreadableError:
     if pickled:
         return _UnreadableError(
             f"it holds the pickled object {pickled[1]}, and loading that could run code",
-            "where you trust it, save its weights alone: "
+            "if you trust it, save only its weights: "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=False).state_dict(), "
             "'weights.safetensors')",
         )

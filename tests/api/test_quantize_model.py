@@ -525,7 +525,8 @@ def test_a_conv1d_of_transformers_is_a_linear_layer() -> None:
 def test_what_stays_float_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     quantized(nn.Sequential(nn.Linear(8, 8), nn.LSTMCell(8, 8)), weight=spec())
     assert (
-        "left float, as there are no quantization rules for them: LSTMCell (1)" in caplog.text
+        "left float, because there are no quantization rules for them: LSTMCell (1)"
+        in caplog.text
     )
 
 

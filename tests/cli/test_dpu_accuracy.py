@@ -98,5 +98,5 @@ def test_it_is_refused_elsewhere(tmp_path: Path, capsys: Capture) -> None:
         "--dpu_accuracy high: these results were calibrated without it"
         in capsys.readouterr().err
     )
-    with pytest.raises(UsageError, match="is no level"):
+    with pytest.raises(UsageError, match="is not a level"):
         quantizer.calibrate(load_model(SKEWED).module, DPU, [], dpu_accuracy="higher")

@@ -332,7 +332,8 @@ def test_interrupted_then_resumed_equals_undisturbed(
     model, folder = toy(data), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 130
     assert (
-        "calib stopped after 4 batches; --resume goes on from there" in capsys.readouterr().err
+        "calib stopped after 4 batches; --resume continues from there"
+        in capsys.readouterr().err
     )
     assert not (folder / "quant_info.json").exists()
     assert calibrate(folder, "--resume", model=model, config=None) == 0
@@ -352,7 +353,7 @@ def test_data_that_could_not_be_loaded_are_gone_on_with(
     assert calibrate(folder, model=model, config=None) == 4
     said = one_sentence(capsys)
     assert "loading batch 4 of the data of the model's file raised OSError: disk gone" in said
-    assert "calib stopped after 4 batches; --resume goes on from there" in said
+    assert "calib stopped after 4 batches; --resume continues from there" in said
     assert calibrate(folder, "--resume", model=model, config=None) == 0
     assert calibrate(tmp_path / "undisturbed", model=model, config=None) == 0
     assert (folder / "quant_info.json").read_bytes() == (
@@ -531,7 +532,7 @@ def test_signals_in_a_real_process(
     said = done.stderr
     assert done.returncode == code, said
     assert "Traceback" not in said
-    assert "--resume goes on from there" in said
+    assert "--resume continues from there" in said
     assert not (tmp_path / "out" / "quant_info.json").exists()
 
 

@@ -67,7 +67,7 @@ def test_the_plan_lists_it_as_json(folder: Path, capsys: pytest.CaptureFixture[s
     )
     assert found[0]["layer"] == "Sequential::Sequential/Linear[2]/linear"
     assert found[0]["why"].startswith("is quantized between operators")
-    assert found[0]["help"].startswith("quantize inputs of linear layers alone")
+    assert found[0]["help"].startswith("quantize only inputs of linear layers")
     assert plan(DYNAMIC, "--for", "compressed-tensors", "--json") == 0
     assert json.loads(capsys.readouterr().out)["refused"] == {"compressed-tensors": []}
 

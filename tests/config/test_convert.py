@@ -229,7 +229,7 @@ def test_the_hierarchical_file_gives_the_same_plan(name: str) -> None:
 def test_the_whole_network_is_planned_alike_where_there_is_no_residual_stream() -> None:
     written, [finding] = to_hierarchical(config(document()))
     assert (finding.code, finding.severity) == ("QZ125", "warning")
-    assert finding.message.startswith("sums that normalizations alone read")
+    assert finding.message.startswith("sums that only normalizations read")
     assert plan(written, "preactivated").diagnostics == ()
     # With a concatenation and a norm
     ours, theirs = plan(document(), "preactivated"), plan(written, "preactivated")

@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "dynamic symmetric": (
         config(INT8, integer(8, **TOKEN)),
         {},
-        INPUT + "is dynamic with the scale absmax / 127, where readers have absmax / 127.5",
+        INPUT + "is dynamic with the scale absmax / 127, and readers have absmax / 127.5",
         "set its symmetric to false and its scale_type to float, or its is_dynamic to false",
     ),
     "half_up": (
@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         },
         {},
         r"activation of .*q_proj\]/linear.* is quantized between operators",
-        "quantize inputs of linear layers alone",
+        "quantize only inputs of linear layers",
     ),
     "a tied head alone": (
         config(INT8) | {"exclude": ["kind:embedding"]},

@@ -125,7 +125,7 @@ def test_a_model_in_place_writes_the_same_file(tmp_path: Path) -> None:
             config(INT4 | {"dtype": "uint4", "symmetric": False}),
             "is asymmetric, and readers take no zero",
         ),
-        ("Qwen3Moe", config(MXFP4), "is fp4, of which readers take no experts"),
+        ("Qwen3Moe", config(MXFP4), "is fp4, and readers load no experts of this format"),
         (
             "Qwen3Moe",
             config(INT4, layer_quant_config={"*down_proj": {"weight": INT8}}),

@@ -104,7 +104,7 @@ def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) ->
     found = calibrated(given).export("gguf", tmp_path / "net.gguf")
     assert without_remarks(found) == (0.0, 1.0)
     assert "no tokenizer" in found.remarks[0]
-    rounded = "scales are rounded to halfs" in str(found.remarks[1:])
+    rounded = "scales are rounded to float16" in str(found.remarks[1:])
     assert rounded == (name not in ("powers of two", "float16"))
     written = kinds(tmp_path / "net.gguf")
     assert written["blk.0.attn_q.weight"] == kind
@@ -320,8 +320,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
             }
         },
         {},
-        r"input of LlamaForCausalLM::.* is quantized at run time, where a \.gguf holds "
-        r"weights alone",
+        r"input of LlamaForCausalLM::.* is quantized at run time, and a \.gguf has "
+        r"only weights",
         "llama.cpp rounds inputs to int8 by itself",
     ),
     "fp8": (
@@ -412,7 +412,7 @@ def test_a_template_of_another_model_is_refused(tmp_path: Path) -> None:
             result.export(
                 "gguf", tmp_path / "net.gguf", gguf_template=tmp_path / f"{name}.gguf"
             )
-        assert "of this very model" in str(refused.value.help)
+        assert "of exactly this model" in str(refused.value.help)
     assert not (tmp_path / "net.gguf").exists()
 
 

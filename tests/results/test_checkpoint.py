@@ -248,7 +248,7 @@ def test_a_stop_saves_what_can_be_gone_on_with(
         assert raised is error
     assert (Checkpoint(tmp_path, "work", KEY).restore() is not None) is saved
     assert said == (
-        [(logging.WARNING, "gptq stopped after 1 of 8 groups; --resume goes on from there")]
+        [(logging.WARNING, "gptq stopped after 1 of 8 groups; --resume continues from there")]
         if saved
         else []
     )

@@ -51,7 +51,7 @@ def test_a_traced_graph_passes() -> None:
     ("edit", "reason"),
     [
         (lambda c: c.update(model="Other"), "it is 'Other'"),
-        (lambda c: c["nodes"].reverse(), "does not stand before it"),
+        (lambda c: c["nodes"].reverse(), "is not before it"),
         (lambda c: c["nodes"].append(c["nodes"][-1]), "there are two nodes"),
         (lambda c: c["nodes"][1]["params"].update(weight="x"), "there is no such tensor"),
         (lambda c: c["nodes"][1].update(dtype=None), "a shape or a dtype alone"),

@@ -39,7 +39,7 @@ from quantizer.results.validation import check_content, spec_fault
         ),
         ({"qscheme": "per_channel"}, "activation", "per_channel has no ch_axis"),
         ({"qscheme": "per_group", "group_size": 4}, "weights", "per_group has no ch_axis"),
-        ({"bit_width": True}, "weights", "True is no bit_width"),
+        ({"bit_width": True}, "weights", "True is not a valid bit_width"),
         ({}, "weight", "there is no role 'weight'"),
     ],
 )

@@ -89,7 +89,7 @@ def concatenation_differs(place: Place | None) -> Diagnostic:
 def residual_stream_differs(place: Place | None) -> Diagnostic:
     """Return the warning for a residual stream, which only one form quantizes."""
     return may_differ(
-        "sums that normalizations alone read, the residual stream of a transformer, stay "
+        "sums that only normalizations read, the residual stream of a transformer, stay "
         "float in the layered form, and are quantized in the hierarchical form",
         place,
     )

@@ -134,7 +134,7 @@ def _switched(algorithm: Algorithm) -> Diagnostics:
             source = stated or stated_needed or Sourced(None, algorithm.place)
             yield Diagnostic(
                 "QZ126",
-                f"{key} is off here, as it needs {needed}",
+                f"{key} is off here, because it needs {needed}",
                 source.place,
                 "note",
                 help=f'to say the same: "{key}": false',

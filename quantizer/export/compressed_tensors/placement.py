@@ -21,8 +21,8 @@ from quantizer.plan.model import Key
 
 LINEAR_CLASS = "torch.nn.Linear"
 _BETWEEN_OPERATORS = (
-    "is quantized between operators, where checkpoints have no place for it",
-    "quantize inputs of linear layers alone, or use --deploy pt2",
+    "is quantized between operators, and checkpoints have no place for that",
+    "quantize only inputs of linear layers, or use --deploy pt2",
 )
 _EXPERT_INPUT = (
     "is of experts, whose inputs readers leave in float",
@@ -125,7 +125,7 @@ def _expert_refusal(
         )
     remedy = "use symmetric integers or fp8_e4m3 for experts"
     if spec.dtype not in ("int", "fp8_e4m3"):
-        return f"is {spec.dtype}, of which readers take no experts", remedy
+        return f"is {spec.dtype}, and readers load no experts of this format", remedy
     if not is_symmetric(spec):
         return "is asymmetric, and readers take no zero points of experts", remedy
     # Groups may be of different sizes, as experts' inputs are.
@@ -157,7 +157,7 @@ def sharing_refusal(
         if path not in node.params.values() or node.name == layer:
             continue
         if specs.get((node.name, role)) != specs[layer, role]:
-            why = f"is the weight of {node.name}, too, where it is quantized otherwise"
+            why = f"is the weight of {node.name}, too, and is quantized differently there"
             return why, _SHARING_HELP
     return None
 

@@ -165,7 +165,7 @@ def _dynamic_refusal(spec: QuantizationSpec, rank: int) -> Reason | None:
     if scale == torch.tensor(1 / reader_divisor):
         return None
     return (
-        f"is dynamic with the scale absmax / {1 / float(scale):g}, where readers have absmax / "
+        f"is dynamic with the scale absmax / {1 / float(scale):g}, and readers have absmax / "
         f"{reader_divisor:g}",
         "set its symmetric to false and its scale_type to float, or its is_dynamic to false",
     )

@@ -1,4 +1,4 @@
-"""Stores a weight in the blocks of a GGUF file: scales as float16 ("halfs"), codes as bytes.
+"""Stores a weight in the blocks of a GGUF file: scales as float16, codes as bytes.
 
 Source: ggml's block_q4_0 to block_q8_0; tests compare with the package gguf.
 """
@@ -20,7 +20,7 @@ GGUF_BLOCK = 32
 _HALF_BITS = 11
 """The significant bits of a half."""
 _HALF_EXPONENT = 24
-"""Halfs are multiples of 2^-24."""
+"""Values of float16 are multiples of 2^-24."""
 _LARGEST_HALF = 65504.0
 _NIBBLE = 4
 """The bits of half a byte."""
@@ -137,8 +137,8 @@ def short_scale(
     scale: Tensor,
     zero_point: Tensor,
 ) -> Tensor:
-    """Return the nearest scales that are halfs and whose products with the zero point are
-    halfs.
+    """Return the nearest float16 scales whose products with the zero point are float16,
+    too.
 
     The zero point, 0 to 31, is an odd number times a power of two. If the odd number has n
     bits, the scale may have 11 - n significant bits, so that the product has at most 11.
@@ -201,5 +201,5 @@ def _by_block(values: Tensor, codes: Tensor) -> Tensor:
 
 
 def _half_bytes(values: Tensor) -> Tensor:
-    """Return values as halfs, little endian."""
+    """Return values as float16, little endian."""
     return values.half().view(torch.uint8)

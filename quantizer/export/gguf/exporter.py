@@ -39,7 +39,7 @@ from quantizer.storage.atomic_write import replaced_file
 from quantizer.storage.files import cannot_write
 
 _TARGET = "gguf"
-_ROUNDED = "its scales are rounded to halfs, which test mode with --deploy gguf counts"
+_ROUNDED = "its scales are rounded to float16; test mode with --deploy gguf computes with these"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GgufExporter(Exporter[GgufFile]):
     """Writes a file for llama.cpp and engines built on it.
 
     Keys and names come from a template, or from an architecture that is known here. The codes
-    are those of the calibration, with their scales rounded to halfs.
+    are those of the calibration, with their scales rounded to float16.
     """
 
     def refusals(
@@ -67,7 +67,7 @@ class GgufExporter(Exporter[GgufFile]):
         return place_blocks(graph, specs).refusals
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
-        """Return the solution with the file's scales, which are halfs; codes stay."""
+        """Return the solution with the file's scales, which are float16; codes stay."""
         placement = place_blocks(graph, solution.specs)
         if placement.refusals:
             return solution

@@ -20,8 +20,8 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key
 
 _ACTIVATION = (
-    "is quantized at run time, where a .gguf holds weights alone",
-    "quantize weights alone (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to "
+    "is quantized at run time, and a .gguf has only weights",
+    "quantize only weights (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to "
     "int8 by itself",
 )
 _EXPERTS = (

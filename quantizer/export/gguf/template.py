@@ -20,7 +20,7 @@ from quantizer.export.gguf.file import (
 from quantizer.export.gguf.header import check_header
 
 SAME_MODEL_HELP = (
-    "give a .gguf of this very model, in any type, e.g. what llama.cpp's "
+    "give a .gguf of exactly this model, in any type, e.g. what llama.cpp's "
     "convert_hf_to_gguf.py makes of it"
 )
 # The relative error up to which a tensor of the template is the model's. The coarsest types

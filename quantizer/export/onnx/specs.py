@@ -183,8 +183,8 @@ def processor_remarks(
             continue
         if tensor.codes.dtype == torch.uint8:
             return (
-                "8-bit weights are stored as uint8, so that the file is right on every CPU; if "
-                "you deploy only to CPUs with VNNI, --onnx_weights int8 is up to twice as fast",
+                "8-bit weights are stored as uint8, so that the file is right on every CPU. "
+                "On CPUs with VNNI, --onnx_weights int8 is up to twice as fast",
             )
         is_unsafe |= int(tensor.codes.int().abs().max()) > _SAFE_MAGNITUDE
     if not is_unsafe:
