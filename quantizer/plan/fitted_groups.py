@@ -3,16 +3,33 @@ each channel where none does, and float where a block format leaves no choice.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import (
+    Iterable,
+    Iterator,
+)
+from dataclasses import dataclass
 
 from quantizer.config.document.document import value_at
-from quantizer.config.json_types import JsonPath
+from quantizer.config.json_types import (
+    JsonObject,
+    JsonPath,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.config.wording import first_names, listed
-from quantizer.plan.axes import PlannedTensor, TensorView, impossible
-from quantizer.plan.fitting import Fitting, per_channel, spec_of_weights
+from quantizer.config.wording import (
+    first_names,
+    listed,
+)
+from quantizer.plan.axes import (
+    PlannedTensor,
+    TensorView,
+    impossible,
+)
+from quantizer.plan.fitting import (
+    Fitting,
+    per_channel,
+    spec_of_weights,
+)
 from quantizer.plan.model import TensorPlan
 
 _SMALLEST = 32
@@ -71,17 +88,27 @@ def fit_axes(fitting: Fitting) -> None:
         if is_elsewhere and axis is not None and tensor.spec.ch_axis != axis:
             layers.setdefault((path, node.row.types[0], axis), []).append(tensor.layer)
     for (path, kind, axis), names in layers.items():
-        *_, word, key = path
-        spec = value_at(fitting.document, path[:-1])
-        fitting.add_spec(
-            ("layer_type_quant_config", kind, word),
-            {**spec, key: axis},
-            f"{key} {axis} instead of {spec[key]} for {word} of {kind}: "
-            f"{_shown(fitting, names)} would share scales between channels",
+        words: JsonObject = value_at(fitting.document, path[:-1])
+        is_of_groups = words.get("qscheme") == "per_group"
+        if is_of_groups and words.get("observer_cls") == "PerChannelMinMaxObserver":
+            # There the key is the axis of the channels that are cut into groups
+            continue
+        word = str(path[1])
+        fitting.give_type(
+            kind,
+            word,
+            {**words, "ch_axis": axis},
+            sentence=(
+                f"ch_axis {axis} instead of {words['ch_axis']} for {word} of {kind}: "
+                f"{_shown(fitting, names)} would share scales between channels"
+            ),
         )
 
 
-def _default_axis(spec: QuantizationSpec, view: TensorView) -> int | None:
+def _default_axis(
+    spec: QuantizationSpec,
+    view: TensorView,
+) -> int | None:
     axis = view.channels if spec.qscheme == "per_channel" else view.features
     if axis is not None and view.rank is not None:
         return axis % view.rank
@@ -109,7 +136,11 @@ def fit_groups(fitting: Fitting) -> None:
     _exclude(fitting, [row for row in unfit if row.tensor.layer not in layers])
 
 
-def _choose_size(fitting: Fitting, path: JsonPath, groups: list[_Groups]) -> None:
+def _choose_size(
+    fitting: Fitting,
+    path: JsonPath,
+    groups: list[_Groups],
+) -> None:
     """Change the size of groups at a place of the file, if another one serves more values."""
     before = groups[0].size
     unfit = [row for row in groups if not row.fits]
@@ -127,7 +158,7 @@ def _choose_size(fitting: Fitting, path: JsonPath, groups: list[_Groups]) -> Non
 
 
 def leave_out_impossible(fitting: Fitting) -> None:
-    """Leave the layers in float that do not have the axis which their scales would lie along."""
+    """Leave layers in float that lack the axis which their scales would lie along."""
     layers: dict[str, None] = {}
     for tensor in fitting.plan.tensors.values():
         view = fitting.view_of(tensor)
@@ -161,8 +192,8 @@ def _groups(fitting: Fitting) -> Iterator[_Groups]:
 
 
 def _best_size(groups: list[_Groups]) -> int | None:
-    """Return the largest size that divides the axes of nearly all values for which there is one;
-    None if no size divides any.
+    """Return the largest size that divides the axes of nearly all values for which there is a
+    size; None if there is none for any.
     """
     sizes = [groups[0].size]
     power = 1 << (groups[0].size.bit_length() - 1)
@@ -178,27 +209,32 @@ def _best_size(groups: list[_Groups]) -> int | None:
     return next(size for size in sizes if counts[size] >= _NEARLY_ALL * most)
 
 
-def _use_channels(fitting: Fitting, path: JsonPath, groups: list[_Groups]) -> None:
-    """Let all weights of a level have a scale for each output channel, as no group fits."""
+def _use_channels(
+    fitting: Fitting,
+    path: JsonPath,
+    groups: list[_Groups],
+) -> None:
+    """Give all weights of a level a scale for each output channel, as no group fits."""
     axis = fitting.view_of(groups[0].tensor).channels or 0
-    spec = per_channel(groups[0].tensor.spec, axis)
-    document = copy.deepcopy(fitting.document)
-    owner = value_at(document, path[:-2])
-    words = spec_of_weights(spec)
-    before = owner[path[-2]]
+    words = spec_of_weights(per_channel(groups[0].tensor.spec, axis))
+    spec_path = path[:-1]
+    before = value_at(fitting.document, spec_path)
     if "symmetric_scale" not in before:
+        # It is the default
         words.pop("symmetric_scale", None)
-    if "ch_axis" not in before:
-        del words["ch_axis"]
-    owner[path[-2]] = words
+    document = copy.deepcopy(fitting.document)
+    value_at(document, spec_path[:-1])[spec_path[-1]] = words
     fitting.change(
         document,
-        f"per_channel instead of groups of {groups[0].size}: {_lengths(fitting, groups)}, which "
-        f"no group of {_SMALLEST} or more divides",
+        f"per_channel instead of groups of {groups[0].size}: {_lengths(fitting, groups)}, and "
+        f"no group of {_SMALLEST} or more divides that",
     )
 
 
-def _give_channels(fitting: Fitting, groups: list[_Groups]) -> None:
+def _give_channels(
+    fitting: Fitting,
+    groups: list[_Groups],
+) -> None:
     """Give the weights of some layers a scale for each output channel."""
     by_spec: dict[QuantizationSpec, list[_Groups]] = {}
     for row in groups:
@@ -213,7 +249,10 @@ def _give_channels(fitting: Fitting, groups: list[_Groups]) -> None:
         )
 
 
-def _exclude(fitting: Fitting, groups: list[_Groups]) -> None:
+def _exclude(
+    fitting: Fitting,
+    groups: list[_Groups],
+) -> None:
     """Leave layers in float that blocks of a fixed size do not fit."""
     by_size: dict[int, list[_Groups]] = {}
     for row in groups:
@@ -227,7 +266,10 @@ def _exclude(fitting: Fitting, groups: list[_Groups]) -> None:
         )
 
 
-def _lengths(fitting: Fitting, groups: Iterable[_Groups]) -> str:
+def _lengths(
+    fitting: Fitting,
+    groups: Iterable[_Groups],
+) -> str:
     """Return a sentence on how many inputs layers have."""
     layers: dict[int, dict[str, None]] = {}
     for row in groups:
@@ -238,17 +280,9 @@ def _lengths(fitting: Fitting, groups: Iterable[_Groups]) -> str:
     return ", ".join(parts)
 
 
-def _shown(fitting: Fitting, layers: Iterable[str]) -> str:
+def _shown(
+    fitting: Fitting,
+    layers: Iterable[str],
+) -> str:
     """Return the first selectors of layers."""
     return first_names(fitting.names(dict.fromkeys(layers)), _MAX_NAMES)
-
-
-def eight_bits(spec: QuantizationSpec) -> QuantizationSpec:
-    """Return a symmetric spec of weights in 8 bits with a scale for each output channel."""
-    return replace(
-        per_channel(spec, 0),
-        bit_width=8,
-        signed=True,
-        symmetric=True,
-        symmetric_scale="quant_max",
-    )

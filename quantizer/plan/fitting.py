@@ -3,21 +3,40 @@ words of either form.
 """
 
 import copy
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import (
+    Collection,
+    Mapping,
+)
+from dataclasses import (
+    dataclass,
+    field,
+    replace,
+)
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document.document import Document, value_at
+from quantizer.config.document.document import (
+    Document,
+    value_at,
+)
 from quantizer.config.forms.hierarchical_spec import specification
 from quantizer.config.forms.left_float import with_float
-from quantizer.config.json_types import JsonObject, JsonPath
+from quantizer.config.json_types import (
+    JsonObject,
+    JsonPath,
+)
 from quantizer.config.load import check_document
-from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.model import (
+    Config,
+    QuantizationSpec,
+)
 from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 from quantizer.plan import axes
 from quantizer.plan.axes import TensorView
-from quantizer.plan.model import Plan, TensorPlan
+from quantizer.plan.model import (
+    Plan,
+    TensorPlan,
+)
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.selectors import selectors_for
 
@@ -54,6 +73,7 @@ class Fitting:
     graph: Graph
     original: Graph
     changes: list[str] = field(default_factory=list)
+    _added: dict[JsonPath, list[str]] = field(default_factory=dict)
     _read: tuple[Document, Config] | None = None
     _plan: Plan | None = None
 
@@ -101,7 +121,11 @@ class Fitting:
             self._read = parsed, check_document(parsed).require()
         return self._read
 
-    def change(self, document: JsonObject, sentence: str) -> None:
+    def change(
+        self,
+        document: JsonObject,
+        sentence: str,
+    ) -> None:
         """Replace the document, and say why."""
         self.document = document
         self.changes.append(sentence)
@@ -111,45 +135,83 @@ class Fitting:
         self._read = None
         self._plan = None
 
-    def path_of(self, tensor: TensorPlan, field_name: str) -> JsonPath | None:
+    def path_of(
+        self,
+        tensor: TensorPlan,
+        field_name: str,
+    ) -> JsonPath | None:
         """Return where the document states a field of a tensor's spec, if it does."""
         return self.parsed.paths_at.get(tensor.origins.get(field_name, ""))
 
-    def view_of(self, tensor: TensorPlan) -> TensorView:
+    def view_of(
+        self,
+        tensor: TensorPlan,
+    ) -> TensorView:
         """Return how the layer of a tensor sees it."""
         node = self.graph.by_name[tensor.layer]
         if is_parameter(tensor.role):
             return axes.parameter_view(self.graph, node, tensor.role)
         return axes.activation_view(self.graph, node, tensor.source)
 
-    def names(self, layers: Collection[str], *, kinds: bool = False) -> list[str]:
+    def names(
+        self,
+        layers: Collection[str],
+        *,
+        kinds: bool = False,
+    ) -> list[str]:
         """Return selectors for layers; with `kinds`, also such as `kind:head`."""
         return selectors_for(layers, self.graph, self.original, kinds=kinds)
 
-    def leave_float(self, selectors: Collection[str], sentence: str) -> None:
+    def leave_float(
+        self,
+        selectors: Collection[str],
+        sentence: str,
+    ) -> None:
         """Leave the selected layers in float."""
         self.change(with_float(self.document, selectors), sentence)
 
-    def set_value(self, path: JsonPath, value: object, sentence: str) -> None:
-        """Set the value at a path whose owner is there."""
-        document = copy.deepcopy(self.document)
-        value_at(document, path[:-1])[path[-1]] = value
-        self.change(document, sentence)
-
-    def remove(self, path: JsonPath, sentence: str) -> None:
+    def remove(
+        self,
+        path: JsonPath,
+        sentence: str,
+    ) -> None:
         """Remove the value at a path, and its block if nothing is left there."""
         document = copy.deepcopy(self.document)
         del value_at(document, path[:-1])[path[-1]]
-        if len(path) > 1 and not document[path[0]]:
-            del document[path[0]]
+        block = str(path[0])
+        if block in document and not document[block]:
+            del document[block]
         self.change(document, sentence)
 
-    def add_spec(self, path: JsonPath, spec: JsonObject, sentence: str) -> None:
-        """Add a spec of the hierarchical form at (block, selector, tensor)."""
+    def remove_idle(
+        self,
+        path: JsonPath,
+        label: str,
+    ) -> None:
+        """Remove an entry that changes no tensor. One that was added here leaves no trace."""
+        sentence = f"{label} left out: the tensors that it is for stay float"
+        self.remove(path, sentence)
+        added = self._added.pop(path, [])
+        for earlier in added:
+            self.changes.remove(earlier)
+        if added:
+            self.changes.remove(sentence)
+
+    def give_type(
+        self,
+        kind: str,
+        word: str,
+        spec: JsonObject,
+        *,
+        sentence: str,
+    ) -> None:
+        """Add what the entry of a type of layers states of one of their tensors."""
         document = copy.deepcopy(self.document)
-        block, selector, word = path
-        document.setdefault(block, {}).setdefault(selector, {})[word] = spec
+        block = "layer_type_quant_config"
+        entries = document.setdefault(block, {})
+        entries.setdefault(kind, {})[word] = spec
         self.change(_ordered(document), sentence)
+        self._added.setdefault((block, kind), []).append(sentence)
 
     def give_weights(
         self, selectors: Collection[str], spec: QuantizationSpec, sentence: str
@@ -161,7 +223,11 @@ class Fitting:
             entries.setdefault(selector, {})["weight"] = spec_of_weights(spec)
         self.change(_ordered(document), sentence)
 
-    def give_inputs(self, selectors: Collection[str], spec: JsonObject) -> None:
+    def give_inputs(
+        self,
+        selectors: Collection[str],
+        spec: JsonObject,
+    ) -> None:
         """Add what the entries of the selected layers state of their inputs."""
         document = copy.deepcopy(self.document)
         for selector in selectors:
@@ -171,9 +237,23 @@ class Fitting:
         self._forget()
 
 
-def per_channel(spec: QuantizationSpec, axis: int) -> QuantizationSpec:
+def per_channel(
+    spec: QuantizationSpec,
+    axis: int,
+) -> QuantizationSpec:
     """Return a spec of weights with a scale for each output channel."""
     return replace(spec, qscheme="per_channel", ch_axis=axis, group_size=None)
+
+
+def eight_bits(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return a symmetric spec of weights in 8 bits with a scale for each output channel."""
+    return replace(
+        per_channel(spec, 0),
+        bit_width=8,
+        signed=True,
+        symmetric=True,
+        symmetric_scale="quant_max",
+    )
 
 
 def spec_of_weights(spec: QuantizationSpec) -> JsonObject:

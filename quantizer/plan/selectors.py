@@ -2,13 +2,26 @@
 weights and no others.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import (
+    Collection,
+    Iterator,
+)
 
 from quantizer.config.model import Selector
 from quantizer.errors import ModelError
-from quantizer.graph.ir import Graph, Node
-from quantizer.graph.module_names import call_paths, path_names
-from quantizer.plan.match import SELECTED_KINDS, has_own_weights, match
+from quantizer.graph.ir import (
+    Graph,
+    Node,
+)
+from quantizer.graph.module_names import (
+    call_paths,
+    path_names,
+)
+from quantizer.plan.match import (
+    SELECTED_KINDS,
+    has_own_weights,
+    match,
+)
 
 
 def selectors_for(
@@ -88,7 +101,11 @@ def _more_names(node: Node) -> Iterator[str]:
     yield from node.params.values()
 
 
-def _matched(text: str, graph: Graph, original: Graph) -> set[str]:
+def _matched(
+    text: str,
+    graph: Graph,
+    original: Graph,
+) -> set[str]:
     """Return the layers with weights that a selector matches."""
     found_match = match(Selector("name", text), graph, original)
     layers = set()

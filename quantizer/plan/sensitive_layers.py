@@ -5,7 +5,11 @@ read a normalization. It follows from the graph alone.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ir import (
+    Graph,
+    Node,
+    references,
+)
 from quantizer.plan.floating import derived_layers
 
 _AFFINE = ("mul", "add")
@@ -38,9 +42,8 @@ def sensitive_layers(graph: Graph) -> SensitiveLayers:
         layers = _union(makers, node.refs())
         if node.row.orders:
             routers |= layers
-        if not makers[node.name] and not _is_neutral(node):
-            read_inside |= layers
-        elif node.is_multiplying:
+        is_opaque = not makers[node.name] and node.row.kind != "structural"
+        if is_opaque or node.is_multiplying:
             read_inside |= layers
         if node.op in _CUTS:
             cut |= layers
@@ -80,7 +83,10 @@ def behind_norms(graph: Graph) -> list[str]:
     return layers
 
 
-def _normalizes(graph: Graph, node: Node) -> bool:
+def _normalizes(
+    graph: Graph,
+    node: Node,
+) -> bool:
     if node.row.normalizes:
         return True
     if node.op != "mul":
@@ -114,17 +120,18 @@ def _makers(graph: Graph) -> dict[str, frozenset[str]]:
     return makers
 
 
-def _is_neutral(node: Node) -> bool:
-    """Return whether the node computes nothing of the values that it reads."""
-    return node.row.kind == "structural"
-
-
-def _union(makers: dict[str, frozenset[str]], names: Iterable[str]) -> set[str]:
+def _union(
+    makers: dict[str, frozenset[str]],
+    names: Iterable[str],
+) -> set[str]:
     layers: set[str] = set()
     for name in names:
         layers |= makers[name]
     return layers
 
 
-def _in_execution_order(graph: Graph, names: Iterable[str]) -> tuple[str, ...]:
+def _in_execution_order(
+    graph: Graph,
+    names: Iterable[str],
+) -> tuple[str, ...]:
     return tuple(sorted(names, key=graph.index.__getitem__))

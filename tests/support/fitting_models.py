@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from support import llamas, moe, structures, toys
-from support.encoders import Encoder, sentences
 from torch import Tensor, nn
 
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
+from support import llamas, moe, structures, toys
+from support.encoders import Encoder, sentences
 
 
 class Example(NamedTuple):
@@ -30,7 +30,11 @@ class Vision(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, 32, 4, stride=4)
         self.norm1, self.norm2, self.norm = nn.LayerNorm(32), nn.LayerNorm(32), nn.LayerNorm(32)
-        self.query, self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.query, self.key, self.value = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+        )
         self.projection, self.up, self.down = (
             nn.Linear(32, 32),
             nn.Linear(32, 64),

@@ -1,28 +1,41 @@
-"""Write a changed document as text: what has not changed keeps its text, and what is new has the
-layout of the presets.
+"""Write a changed document as text: what has not changed keeps its text, and what is new has
+the layout of the presets.
 """
 
 import json
 from typing import Any
 
-from quantizer.config.document.document import Document, pointer_to
-from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
+from quantizer.config.document.document import (
+    Document,
+    pointer_to,
+)
+from quantizer.config.json_types import (
+    JsonMapping,
+    JsonPath,
+)
 
 _INDENT = "  "
 _MAX_LINE = 96
 
 
-def rewritten(document: Document, value: JsonMapping) -> str:
+def rewritten(
+    document: Document,
+    value: JsonMapping,
+) -> str:
     """Return the text of a document with another value.
 
     Objects and lists that are equal in both keep their text, comments included.
     """
     text = document.source.text
     start, end = document.values[""]
-    return text[:start] + _Writer(document).written(value, ()) + text[end:]
+    changed = _Writer(document).written(value, ())
+    return text[:start] + changed + text[end:]
 
 
-def in_preset_layout(value: Any, depth: int = 0) -> str:
+def in_preset_layout(
+    value: Any,
+    depth: int = 0,
+) -> str:
     """Return a JSON value as the presets have it: a key a line, and short lists in one line.
 
     >>> print(in_preset_layout({"exclude": ["kind:head"]}))
@@ -31,7 +44,9 @@ def in_preset_layout(value: Any, depth: int = 0) -> str:
     }
     """
     if isinstance(value, dict) and value:
-        members = [f"{_quoted(key)}: {in_preset_layout(value[key], depth + 1)}" for key in value]
+        members = [
+            f"{_quoted(key)}: {in_preset_layout(value[key], depth + 1)}" for key in value
+        ]
         return _block("{", members, "}", depth)
     if isinstance(value, list) and value:
         items = [in_preset_layout(item, depth + 1) for item in value]
@@ -42,10 +57,17 @@ def in_preset_layout(value: Any, depth: int = 0) -> str:
 class _Writer:
     """Writes values beside the text that they have in a document."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(
+        self,
+        document: Document,
+    ) -> None:
         self.document = document
 
-    def written(self, value: Any, path: JsonPath) -> str:
+    def written(
+        self,
+        value: Any,
+        path: JsonPath,
+    ) -> str:
         """Return the text of a value that stands at a path.
 
         The text is the document's if the value there is equal.
@@ -61,13 +83,19 @@ class _Writer:
         if isinstance(value, dict) and isinstance(before, dict) and value:
             members = []
             for key, member in value.items():
-                members.append(f"{_quoted(key)}: {self.written(member, (*path, key))}")
+                text = self.written(member, (*path, key))
+                members.append(f"{_quoted(key)}: {text}")
             return _block("{", members, "}", depth)
         if isinstance(value, list) and isinstance(before, list) and value:
             return _list(self._items(value, before, path), depth)
         return in_preset_layout(value, depth)
 
-    def _items(self, value: list[Any], before: list[Any], path: JsonPath) -> list[str]:
+    def _items(
+        self,
+        value: list[Any],
+        before: list[Any],
+        path: JsonPath,
+    ) -> list[str]:
         """Return the texts of a list's items. Those that were there before keep their text."""
         items = []
         for item in value:
@@ -80,21 +108,34 @@ class _Writer:
         return items
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(
+    one: Any,
+    other: Any,
+) -> bool:
     """Return whether two values have the same JSON. In Python, 1 and true are equal."""
     return json.dumps(one) == json.dumps(other)
 
 
-def _list(items: list[str], depth: int) -> str:
+def _list(
+    items: list[str],
+    depth: int,
+) -> str:
     """Return a list in one line if it is short and has no blocks, else with an item a line."""
-    line = f"[{', '.join(items)}]"
-    is_block = any("\n" in item for item in items)
-    if is_block or len(line) + len(_INDENT) * depth > _MAX_LINE:
+    joined = ", ".join(items)
+    line = f"[{joined}]"
+    has_blocks = "\n" in line
+    width = len(_INDENT) * depth + len(line)
+    if has_blocks or width > _MAX_LINE:
         return _block("[", items, "]", depth)
     return line
 
 
-def _block(opening: str, lines: list[str], closing: str, depth: int) -> str:
+def _block(
+    opening: str,
+    lines: list[str],
+    closing: str,
+    depth: int,
+) -> str:
     inner = "\n" + _INDENT * (depth + 1)
     outer = "\n" + _INDENT * depth
     return opening + inner + f",{inner}".join(lines) + outer + closing
@@ -102,11 +143,3 @@ def _block(opening: str, lines: list[str], closing: str, depth: int) -> str:
 
 def _quoted(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def without_empty(document: JsonMapping, key: str) -> JsonObject:
-    """Return a copy of an object without a member that is an empty list or object."""
-    copied = dict(document)
-    if key in copied and not copied[key]:
-        del copied[key]
-    return copied
