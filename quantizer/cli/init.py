@@ -1,4 +1,6 @@
-"""`quantizer init`: writes a preset as a first config. Imports no torch."""
+"""`quantizer init`: writes a preset as a first config, and fits it to a model if one is given.
+Imports no torch.
+"""
 
 import importlib
 import shutil
@@ -8,6 +10,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_output
+from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
@@ -60,7 +63,7 @@ _STRATEGIES = {
     help="The file to write; - is standard output.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-@takes(*MODEL, model="Also say whether another strategy suits this model better.")
+@takes(*MODEL, model="Change the preset so that it fits this model, and say what was changed.")
 def init(
     *,
     device: str | None,
@@ -71,50 +74,59 @@ def init(
     overwrite: bool,
     options: Options,
 ) -> None:
-    """Write a config to start from, valid for a device.
+    """Write a config to start from, valid for a device. With --model, calibration of that model
+    accepts it.
 
     \b
     quantizer init --list
     quantizer init --device DPU -o net.json
     quantizer init --strategy dynamic -o net.json
     quantizer init --preset mxfp4 -o net.json
-    quantizer init --strategy static --model my_model.py -o net.json
+    quantizer init --strategy gptq --model my_llama -o net.json
     """
     if list:
         click.echo(_listing(), nl=False)
         return
-    text = _text(device, strategy, preset)
-    remark = _remark(strategy, options)
+    name = _preset(device, strategy, preset)
+    text = _text(name, device, strategy, preset)
+    if output != "-":
+        _require_writable(output, overwrite=overwrite)
+    text = _fitted(text, name, options)
     if output == "-":
         click.echo(text, nl=False)
         return
-    if Path(output).is_dir():
-        raise UsageError(f"{output} is a directory", help="give the path of a file with -o")
-    if Path(output).exists() and not overwrite:
-        raise UsageError(
-            f"{output} already exists", help="choose another file with -o, or give --overwrite"
-        )
     write_output(output, text)
     click.echo(
         f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` "
         "explains a key",
         err=True,
     )
-    if remark:
-        click.echo(remark, err=True)
 
 
-def _remark(strategy: str | None, options: Options) -> str | None:
-    """Return sentences on a strategy that suits the model better, if there is one."""
-    if options.model is None:
-        refuse_typed(
-            MODEL, "it needs --model: then init checks if the strategy suits the model"
+def _require_writable(output: str, *, overwrite: bool) -> None:
+    """Refuse a file that is there, and a directory."""
+    if Path(output).is_dir():
+        raise UsageError(f"{output} is a directory", help="give the path of a file with -o")
+    if Path(output).exists() and not overwrite:
+        raise UsageError(
+            f"{output} already exists", help="choose another file with -o, or give --overwrite"
         )
-        return None
+
+
+def _fitted(text: str, name: str, options: Options) -> str:
+    """Return the text of a preset, changed as the model asks for, and print the changes."""
+    if options.model is None:
+        refuse_typed(MODEL, "it needs --model: then init fits the preset to the model")
+        return text
     # It imports torch.
-    module = importlib.import_module("quantizer.cli.proposal")
-    remark: str | None = module.proposal(strategy, options)
-    return remark
+    module = importlib.import_module("quantizer.cli.fitted_preset")
+    fitted: str
+    fitted, changes = module.fitted_preset(text, name, options)
+    for change in changes:
+        say(change, err=True)
+    if not changes:
+        say(f"the preset {name} fits the model as it is", err=True)
+    return fitted
 
 
 def _listing() -> str:
@@ -129,15 +141,17 @@ def _listing() -> str:
     return f"{formatter.getvalue()}`quantizer init --preset NAME` writes one of them\n"
 
 
-def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
-    """Return the text of the preset, with the URL of its schema instead of the path."""
+def _preset(device: str | None, strategy: str | None, preset: str | None) -> str:
+    """Return the name of the preset that the options choose."""
     if strategy and preset:
         raise UsageError("--strategy and --preset exclude each other", help="give one of them")
-    name = _DEVICES[device or "CPU"]
     if strategy:
-        name = _STRATEGIES[strategy]
-    elif preset:
-        name = preset
+        return _STRATEGIES[strategy]
+    return preset or _DEVICES[device or "CPU"]
+
+
+def _text(name: str, device: str | None, strategy: str | None, preset: str | None) -> str:
+    """Return the text of the preset, with the URL of its schema instead of the path."""
     form = form_of(load_resource("configs", f"{name}.json"))
     address = load_resource("schemas", f"{form}.schema.json")["$id"]
     text = resource("configs", f"{name}.json").read_text("utf-8")

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import first_names
-from quantizer.graph.ir import Graph, readers
 from quantizer.graph.passes import summary
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
@@ -77,21 +76,6 @@ def left_parameters(plan: Plan) -> tuple[float, str]:
     largest = max(left, key=left.__getitem__, default="")
     share = sum(left.values()) / (total or 1)
     return share, largest
-
-
-def behind_norms(graph: Graph) -> list[str]:
-    """Return the linear layers that read the output of a normalization over channels, as those
-    of transformers do.
-    """
-    reading: set[str] = set()
-    for node in graph.nodes:
-        if node.row.normalizes:
-            reading.update(reader for reader, _ in readers(graph, node.name))
-    names = []
-    for node in graph.nodes:
-        if node.name in reading and node.row.spatial == 0:
-            names.append(node.name)
-    return names
 
 
 def group_size_remarks(plan: Plan) -> Iterator[str]:

@@ -43,6 +43,7 @@ NAMED = {
     "config/conversion/findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
     "plan/arguments.py": "what some operators want exact for some of their settings",
     "plan/floating.py": "what each operator makes of divisors and indices",
+    "plan/sensitive_layers.py": "finds norms that are written out, and outputs that are cut",
     "plan/sentinels.py": "what each operator makes of the lowest values of a mask",
     "plan/kept_float.py": "a setting that is about additions",
     "plan/dpu_limits.py": "what the DPU has",

@@ -1,0 +1,144 @@
+"""Fit the algorithms of a config to a model: add SmoothQuant where one static scale would serve
+the inputs of linear layers badly, and leave out what finds nothing to do.
+"""
+
+import copy
+
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.json_types import JsonObject
+from quantizer.config.model import (
+    Algorithm,
+    QuantizationSpec,
+)
+from quantizer.config.wording import (
+    counted,
+    first_names,
+)
+from quantizer.graph.find_structure import find_structure
+from quantizer.graph.structure import (
+    InputGroup,
+    Structure,
+)
+from quantizer.numerics.codes import bits_of
+from quantizer.plan.fitting import Fitting
+from quantizer.plan.sensitive_layers import behind_norms
+
+_SMOOTHED_BITS = 8
+_SMOOTHQUANT = {
+    "name": "smoothquant",
+    "alpha": 0.5,
+    "scale_clamp_min": 0.001,
+}
+"""The entry of the preset smoothquant_int8."""
+
+
+def smooth_normalized_inputs(fitting: Fitting) -> None:
+    """Add SmoothQuant where linear layers read a normalization through one static scale."""
+    algorithms = fitting.config.algorithms
+    is_rescaled = any(algorithm.stage == "rescale" for algorithm in algorithms)
+    if fitting.is_for_dpu or is_rescaled:
+        return
+    layers = []
+    for layer in behind_norms(fitting.graph):
+        spec = _input_spec(fitting, layer)
+        if spec is not None and _has_one_static_scale(spec):
+            layers.append(layer)
+    if not layers or not _can_smooth(find_structure(fitting.graph), layers):
+        return
+    key = "algorithms"
+    if fitting.is_hierarchical:
+        key = "pre_quant_opt_config"
+    names = first_names(fitting.names(layers), 3)
+    fitting.change(
+        _with_smoothquant(fitting.document, key),
+        f"smoothquant added to {key}: {counted(len(layers), 'linear layer')} behind a "
+        f"normalization ({names}), where a few channels are far larger than the others and one "
+        "static range leaves few codes for these",
+    )
+
+
+def _with_smoothquant(document: JsonObject, key: str) -> JsonObject:
+    """Return the document with SmoothQuant before the other algorithms of a key."""
+    changed = copy.deepcopy(document)
+    entry: JsonObject = dict(_SMOOTHQUANT)
+    others = changed.get(key) or []
+    if isinstance(others, dict):
+        others = [others]
+    changed[key] = [entry, *others]
+    if not others and key != "algorithms":
+        changed[key] = entry
+    return changed
+
+
+def _input_spec(
+    fitting: Fitting,
+    layer: str,
+) -> QuantizationSpec | None:
+    """Return how the value that a layer reads is quantized: at the layer, or where it is
+    made.
+    """
+    tensors = fitting.plan.tensors
+    tensor = tensors.get((layer, "input"))
+    node = fitting.graph.by_name[layer]
+    while tensor is None:
+        source = fitting.graph.source(node)
+        if source is None:
+            return None
+        tensor = tensors.get((source.name, "activation"))
+        if tensor is None and source.row.kind != "passthrough":
+            return None
+        node = source
+    return tensor.spec
+
+
+def _has_one_static_scale(spec: QuantizationSpec) -> bool:
+    is_static = spec.is_scaled and not spec.is_dynamic
+    return is_static and spec.qscheme == "per_tensor" and bits_of(spec) <= _SMOOTHED_BITS
+
+
+def _can_smooth(
+    structure: Structure,
+    layers: list[str],
+) -> bool:
+    """Return whether SmoothQuant can rescale what one of the layers reads."""
+    for group in structure.groups:
+        if _can_rescale(group) and not set(group.layers).isdisjoint(layers):
+            return True
+    return False
+
+
+def _can_rescale(group: InputGroup) -> bool:
+    return not group.tied and not group.is_fixed
+
+
+def leave_out_idle_algorithms(fitting: Fitting) -> None:
+    """Leave out algorithms that find nothing to do, or that name parts which the model
+    lacks.
+    """
+    # From the last, as an index counts those before it
+    for algorithm in reversed(fitting.config.algorithms):
+        reason = _why_idle(fitting, algorithm)
+        if reason is not None:
+            sentence = f"{algorithm.name} left out of {algorithm.path[0]}: {reason}"
+            fitting.remove(algorithm.path, sentence)
+
+
+def _why_idle(
+    fitting: Fitting,
+    algorithm: Algorithm,
+) -> str | None:
+    """Return why an algorithm does nothing for the model, or cannot run; None if it can."""
+    try:
+        structure = find_structure(fitting.graph, algorithm.names)
+    except ConfigError as error:
+        return error.diagnostics[0].message
+    for group in structure.groups:
+        if algorithm.kind.eases_activations and not _can_rescale(group):
+            continue
+        for layer in group.layers:
+            weights = fitting.plan.tensors.get((layer, "weights"))
+            if weights is not None and weights.spec.is_scaled:
+                return None
+            if algorithm.kind.eases_activations and _input_spec(fitting, layer):
+                return None
+    return "the model has no linear or convolution layer with weights to change"

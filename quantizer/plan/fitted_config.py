@@ -1,0 +1,167 @@
+"""Fit a config to a traced model, so that calibration accepts it and the layers that lose most
+are spared.
+"""
+
+import copy
+from dataclasses import dataclass
+
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.document.document import Document
+from quantizer.config.json_types import (
+    JsonMapping,
+    JsonObject,
+    JsonPath,
+)
+from quantizer.config.load import check_document
+from quantizer.errors import UsageError
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.plan.fitted_algorithms import (
+    leave_out_idle_algorithms,
+    smooth_normalized_inputs,
+)
+from quantizer.plan.fitted_groups import (
+    fit_axes,
+    fit_groups,
+    leave_out_impossible,
+)
+from quantizer.plan.fitted_layers import (
+    give_divided_heads_channels,
+    give_recurrent_layers_eight_bits,
+    spare_sensitive_layers,
+)
+from quantizer.plan.fitting import Fitting
+from quantizer.plan.match import (
+    SELECTED_KINDS,
+    match,
+)
+
+_ENTRIES = (
+    "layer_quantize_config",
+    "layer_type_quant_config",
+    "layer_quant_config",
+    "exclude",
+)
+"""The blocks with entries for layers, in both forms."""
+
+
+@dataclass(frozen=True)
+class FittedConfig:
+    """A config's document that fits a model.
+
+    Attributes:
+        document: in the form that it had.
+        changes: a sentence for each change; none if the document fits as it is.
+    """
+
+    document: JsonObject
+    changes: tuple[str, ...]
+
+
+def fitted_document(
+    document: JsonMapping,
+    original: Graph,
+    *,
+    name: str = "config",
+) -> FittedConfig:
+    """Return a config's document, changed where the model asks for it.
+
+    Calibration accepts the result for this model, and quantizes something.
+
+    Args:
+        document: of either form, such as that of a preset; it is not changed itself.
+        original: the model as traced.
+        name: of the config, for messages.
+
+    Raises:
+        ConfigError: the document is wrong, or contradicts itself where it applies to the model.
+        UsageError: nothing of the model would be quantized.
+        ModelError: a layer has no name that a config can say.
+    """
+    parsed = Document.of(document, name)
+    config = check_document(parsed).require()
+    graph = run_passes(original, config.settings)
+    copied = copy.deepcopy(dict(document))
+    fitting = Fitting(copied, name, graph, original)
+    for step in _STEPS:
+        step(fitting)
+    _require_accepted(fitting)
+    return FittedConfig(fitting.document, tuple(fitting.changes))
+
+
+def _leave_out_unmatched(fitting: Fitting) -> None:
+    """Leave out entries for types and names of layers that the model does not have."""
+    unmatched: dict[JsonPath, str] = {}
+    for rule in fitting.config.rules:
+        selector = rule.selector
+        if selector.kind not in ("type", "name", "exclude") or not selector.required:
+            continue
+        result = match(selector, fitting.graph, fitting.original)
+        if result.layers or selector.text in SELECTED_KINDS:
+            continue
+        reason = f"the model has no layer {selector.text}"
+        if result.absorbed:
+            reason = f"all layers {selector.text} are folded into others"
+        path = fitting.parsed.paths_at[str(selector.place)]
+        unmatched[path[:2]] = f"{rule.label} left out: {reason}"
+    # From the last, as an index counts those before it
+    for path, sentence in reversed(unmatched.items()):
+        fitting.remove(path, sentence)
+
+
+def _require_layers(fitting: Fitting) -> None:
+    """Refuse a config that quantizes only layers with weights, for a model without any."""
+    for rule in fitting.config.rules:
+        if rule.selector.kind != "weighted" or not rule.fields:
+            continue
+        result = match(rule.selector, fitting.graph, fitting.original)
+        if not result.layers:
+            raise UsageError(
+                f"{fitting.name} quantizes layers with weights, and {fitting.original.model} "
+                "has none",
+                help="choose a config that quantizes activations, such as cpu_int8",
+            )
+
+
+def _leave_out_idle_entries(fitting: Fitting) -> None:
+    """Leave out entries for layers that are now all in float."""
+    idle: dict[JsonPath, str] = {}
+    for rule in fitting.plan.rules:
+        path = fitting.parsed.paths_at.get(rule.place, ())
+        is_entry = path[:1] and path[0] in _ENTRIES
+        if is_entry and rule.layers and not rule.took_effect:
+            idle[path[:2]] = rule.label
+    # From the last, as an index counts those before it
+    for path, label in reversed(idle.items()):
+        fitting.remove_idle(path, label)
+
+
+def _require_accepted(fitting: Fitting) -> None:
+    """Refuse a config that calibration would refuse, or that would quantize nothing."""
+    if fitting.errors:
+        raise ConfigError(fitting.errors)
+    if fitting.plan.tensors:
+        return
+    reasons = "; ".join(fitting.changes)
+    if not reasons:
+        reasons = "the config leaves all of its layers in float"
+    raise UsageError(
+        f"{fitting.name} does not fit {fitting.original.model}, of which nothing would be "
+        f"quantized: {reasons}",
+        help="choose another preset: `quantizer init --list` says when to use each",
+    )
+
+
+_STEPS = (
+    _leave_out_unmatched,
+    _require_layers,
+    fit_axes,
+    spare_sensitive_layers,
+    give_recurrent_layers_eight_bits,
+    fit_groups,
+    leave_out_impossible,
+    smooth_normalized_inputs,
+    give_divided_heads_channels,
+    leave_out_idle_algorithms,
+    _leave_out_idle_entries,
+)
