@@ -92,6 +92,27 @@ def _shared_traces() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _shared_exports(_shared_traces: None) -> Iterator[None]:
+    """Networks that differ only in their values are exported once."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from support.shared_exports import (
+        measure_single_runs,
+        share_exports,
+        share_translations,
+    )
+
+    with pytest.MonkeyPatch.context() as patched:
+        share_exports(patched)
+        if "onnxscript" in sys.modules:
+            share_translations(patched)
+        if "onnxruntime" in sys.modules:
+            measure_single_runs(patched)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _shared_distributions() -> Iterator[None]:
     """A report computes the figures of equal values once for all tests."""
     if "torch" not in sys.modules or importlib.util.find_spec("numpy") is None:

@@ -1,28 +1,10 @@
-"""torch.onnx makes its table of translations anew for each file, in half a second; here it is
-made once a version.
-"""
+"""Other engines run files only in the tests that are about them."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from functools import cache
 
 import pytest
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_table_of_translations() -> Iterator[None]:
-    if importlib.util.find_spec("onnxscript") is None:
-        yield
-        return
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib))
-        )
-        yield
 
 
 @pytest.fixture(autouse=True)

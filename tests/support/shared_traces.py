@@ -13,6 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -20,7 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OperatorBase, OpOverloadPacket
 from torch.export import ExportedProgram
+
+from quantizer.config.roles import is_parameter
+from quantizer.graph.ir import Graph
+from quantizer.nn.layer import Layer
+from quantizer.nn.quantizer import TensorQuantizer
 
 Export = Callable[..., ExportedProgram]
 
@@ -39,7 +46,7 @@ class SharedTraces:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
     ) -> ExportedProgram:
         """The program that `export` would make."""
-        look = _Look()
+        look = Look()
         key = (
             look.at(module),
             look.example((args, kwargs)),
@@ -52,10 +59,10 @@ class SharedTraces:
             program._state_dict = dict.fromkeys(program.state_dict)
             self.programs[key] = program
             self.kept += look.kept
-        return _with_tensors_of(module, self.programs[key])
+        return with_tensors_of(module, self.programs[key])
 
 
-def _with_tensors_of(module: nn.Module, program: ExportedProgram) -> ExportedProgram:
+def with_tensors_of(module: nn.Module, program: ExportedProgram) -> ExportedProgram:
     """A copy that holds the module's parameters and buffers; constants of the code stay."""
     own = dict(
         [
@@ -69,7 +76,7 @@ def _with_tensors_of(module: nn.Module, program: ExportedProgram) -> ExportedPro
     return made
 
 
-class _Look:
+class Look:
     """Turns objects into keys."""
 
     def __init__(self) -> None:
@@ -84,6 +91,8 @@ class _Look:
             return type(value), repr(value)
         if isinstance(value, type):
             return self.of_class(value)
+        if isinstance(value, (OperatorBase, OpOverloadPacket)):
+            return value  # of its name there is one, which caches what it was called with
         if isinstance(value, (tuple, frozenset)):
             return type(value), tuple(self.at(item) for item in value)
         if isinstance(value, weakref.ref):
@@ -99,8 +108,12 @@ class _Look:
         if isinstance(value, torch.fx.GraphModule):
             # Its nodes hold each other: a chain as long as the graph
             return "this very one", id(value)
+        if isinstance(value, Layer):
+            return self.layer(value)
         if isinstance(value, nn.Module):
             return self.module(value)
+        if isinstance(value, Graph):
+            return self.graph(value)
         if isinstance(value, Tensor):
             return self.example(value), _digest(value)
         if isinstance(value, (list, set)):
@@ -157,14 +170,42 @@ class _Look:
         """Its code, attributes, children; of parameters and buffers which are one and the
         same.
         """
-        own = {**module._parameters, **module._buffers}
-        tensors = tuple((name, self.at_parameter(value)) for name, value in own.items())
         rest = {
             k: v
             for k, v in sorted(vars(module).items())
             if k not in ("_parameters", "_buffers")
         }
-        return self.of_class(type(module)), tensors, self.at(rest)
+        return self.of_class(type(module)), self.tensors(module), self.at(rest)
+
+    def tensors(self, module: nn.Module) -> Hashable:
+        """Its own parameters and buffers."""
+        own = {**module._parameters, **module._buffers}
+        return tuple((name, self.at_parameter(value)) for name, value in own.items())
+
+    def layer(self, layer: Layer) -> Hashable:
+        """As a module, but for the specs of parameters: a trace sees parameters that are
+        quantized already.
+        """
+        quantizers: list[Hashable] = []
+        for role, quantizer in layer.quantizers.items():
+            if is_parameter(role) and isinstance(quantizer, TensorQuantizer):
+                quantizers.append((role, self.tensors(quantizer)))
+            else:
+                quantizers.append((role, self.at(quantizer)))
+        self.seen.setdefault(id(layer.quantizers), len(self.seen))
+        return tuple(quantizers), self.module(layer)
+
+    def graph(self, graph: Graph) -> Hashable:
+        """Its fields; of its tensors, which layers hold as parameters, the kinds. A trace does
+        not read what is only for reports.
+        """
+        values = {
+            field.name: getattr(graph, field.name)
+            for field in fields(graph)
+            if field.name not in ("tensors", "normal", "changes")
+        }
+        kinds = tuple((path, self.example(tensor)) for path, tensor in graph.tensors.items())
+        return Graph, self.at(values), kinds
 
     def at_parameter(self, value: Tensor | None) -> Hashable:
         """By its kind, and whether it was met before."""
