@@ -1,13 +1,31 @@
-"""One calibration of the digits example for all tests that only read it."""
+"""One calibration of the digits example for all tests that only read it, and one rendering of
+equal reports.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.runs import calibrate
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_pages() -> Iterator[None]:
+    """Tests that do not collect torch do not pay for it."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from support.shared_pages import SharedPages
+
+    from quantizer.report import files
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(files, "page", SharedPages(files.page))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(16, 5)
 
     def forward(self, x):
@@ -84,7 +84,15 @@ def model(tmp_path: Path) -> str:
 def short(tmp_path: Path) -> str:
     """One block."""
     path = tmp_path / "short.py"
-    path.write_text(MODEL.replace("range(6)", "range(1)"))
+    path.write_text(MODEL.replace("range(3)", "range(1)"))
+    return str(path)
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> str:
+    """Six blocks, which leave time to kill the process."""
+    path = tmp_path / "long.py"
+    path.write_text(MODEL.replace("range(3)", "range(6)"))
     return str(path)
 
 
@@ -225,7 +233,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[st
 @pytest.mark.parametrize(
     ("how", "after"),
     # In the first block, at the end of one, inside the last one
-    [("killed", 1), ("killed", 4), ("killed", 11), ("interrupted", 1), ("interrupted", 7)],
+    [("killed", 1), ("killed", 4), ("killed", 5), ("interrupted", 1), ("interrupted", 3)],
 )
 def test_stopped_then_resumed_equals_undisturbed(
     how: str,
@@ -256,7 +264,7 @@ def test_stopped_then_resumed_equals_undisturbed(
         else:
             assert calibrate(tmp_path / "out", model=model, config=path) == 130
             assert (
-                f"gptq stopped after {after} of 13 groups; --resume goes on"
+                f"gptq stopped after {after} of 7 groups; --resume goes on"
                 in capsys.readouterr().err
             )
     assert not (tmp_path / "out" / "quant_info.json").exists()
@@ -344,8 +352,8 @@ def test_what_was_done_is_reported(model: str, tmp_path: Path, capsys: Capture) 
     ]
     assert run_command([*words, config(tmp_path, "smoothquant", "gptq")]) == 0
     said = capsys.readouterr().err
-    assert "smoothquant: 25 layers rescaled, 7 layers inserted" in said
-    assert "gptq: 19 layers quantized; median output error 50% of round-to-nearest" in said
+    assert "smoothquant: 13 layers rescaled, 4 layers inserted" in said
+    assert "gptq: 10 layers quantized; median output error 50% of round-to-nearest" in said
     assert "head]/linear: it is in no block" in said
     assert "the rescaled float network's outputs differ by" in said
 
@@ -365,8 +373,8 @@ def test_progress_has_an_estimate(
     ]
     assert run_command([*words, config(tmp_path, "gptq")]) == 0
     said = capsys.readouterr().err
-    assert re.search(r"^gptq 4/13 groups 30 % eta \d+ s$", said, re.MULTILINE)
-    assert "gptq 13/13 groups 100 % eta 0 s" in said
+    assert re.search(r"^gptq 4/7 groups 57 % eta \d+ s$", said, re.MULTILINE)
+    assert "gptq 7/7 groups 100 % eta 0 s" in said
 
 
 def test_two_roundings_are_refused(model: str, tmp_path: Path, capsys: Capture) -> None:
@@ -397,7 +405,7 @@ def test_finetuning_and_bias_correction_go_on_from_rescaled_weights(
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_goes_on_with_its_last_block(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    long: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real GPTQ, in a process of its own, killed when the first checkpoint is there; it
     goes on in this one.
@@ -409,14 +417,14 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
         "--quant_mode",
         "calib",
         "--model",
-        model,
+        long,
         "--config_file",
         path,
         "--output_dir",
         str(out),
     ]
     words += ["--subset_len", "64"]
-    assert calibrate(tmp_path / "whole", model=model, config=path) == 0
+    assert calibrate(tmp_path / "whole", model=long, config=path) == 0
     process = fresh_processes.FreshProcess(QUANTIZER, *words, cwd=ROOT)
     checkpoint = out / "checkpoint.algorithms.json"
     while not process.has_ended() and not checkpoint.exists():
@@ -424,7 +432,7 @@ def test_a_process_that_is_killed_goes_on_with_its_last_block(
     process.send_signal(signal.SIGKILL)
     assert process.finished().returncode == -9, "it was done before it could be killed"
     assert not (out / "quant_info.json").exists()
-    assert calibrate(out, "--resume", model=model, config=path) == 0
+    assert calibrate(out, "--resume", model=long, config=path) == 0
     assert re.search(
         r"the algorithms resume after \d+ groups? of gptq", (out / "run.log").read_text()
     )

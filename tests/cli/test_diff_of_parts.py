@@ -5,7 +5,8 @@ known which way is good.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,10 @@ def evaluate(model, data):
 WEIGHTS = ["weights"]
 
 
-def results(
-    tmp_path: Path, name: str, outputs: str, bits: Mapping[str, int | None], more: str = ""
-) -> str:
-    """A result folder, tested, of a detector whose layers have weights of so many bits, or
-    float ones.
-    """
-    model = tmp_path / f"{name}.py"
-    model.write_text(MODEL % outputs + more)
+def calibrated(place: Path, outputs: str, bits: Mapping[str, int | None]) -> Path:
+    """The results of a detector whose layers have weights of so many bits, or float ones."""
+    model = place / "calibrated.py"
+    model.write_text(MODEL % outputs)
     entries = []
     for path, width in bits.items():
         roles = [] if width is None else WEIGHTS
@@ -68,12 +65,32 @@ def results(
                 f"Detector::Detector/Linear[{path}]/linear", roles=roles, bit_width=width or 8
             )
         )
-    config = tmp_path / f"{name}.json"
+    config = place / "config.json"
     config.write_text(json.dumps(document(*entries, quantizable_data_type=WEIGHTS)))
-    folder = tmp_path / name
-    assert calibrate(folder, "--config_file", str(config), model=str(model)) == 0
-    assert check(folder, model=str(model)) == 0
-    return str(folder)
+    assert calibrate(place / "out", "--config_file", str(config), model=str(model)) == 0
+    return place / "out"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Gives result folders that are tested with what a model's file says more; calibrations
+    that are alike are done once.
+    """
+    known: dict[str, Path] = {}
+
+    def of(
+        place: Path, name: str, outputs: str, bits: Mapping[str, int | None], more: str = ""
+    ) -> str:
+        key = f"{outputs} {bits}"
+        if key not in known:
+            known[key] = calibrated(tmp_path_factory.mktemp("calibrated"), outputs, bits)
+        folder = Path(shutil.copytree(known[key], place / name))
+        model = place / f"{name}.py"
+        model.write_text(MODEL % outputs + more)
+        assert check(folder, model=str(model)) == 0
+        return str(folder)
+
+    return of
 
 
 def difference(first: str, second: str, capsys: Capture) -> tuple[int, dict[str, Any], str]:
@@ -86,7 +103,7 @@ def difference(first: str, second: str, capsys: Capture) -> tuple[int, dict[str,
 
 @pytest.mark.parametrize(("outputs", "prefix"), [("two", ""), ("joined", "0.")])
 def test_a_part_that_got_worse_fails_though_the_worst_one_and_all_together_did_not(
-    tmp_path: Path, capsys: Capture, outputs: str, prefix: str
+    tmp_path: Path, results: Callable[..., str], capsys: Capture, outputs: str, prefix: str
 ) -> None:
     first = results(tmp_path, "first", OUTPUTS[outputs], {"boxes": 3, "scores": 8})
     second = results(tmp_path, "second", OUTPUTS[outputs], {"boxes": 3, "scores": 5})
@@ -101,7 +118,7 @@ def test_a_part_that_got_worse_fails_though_the_worst_one_and_all_together_did_n
 
 
 def test_an_output_without_a_loss_is_better_than_any_with_one(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, results: Callable[..., str], capsys: Capture
 ) -> None:
     first = results(tmp_path, "first", OUTPUTS["two"], {"boxes": 8, "scores": None})
     second = results(tmp_path, "second", OUTPUTS["two"], {"boxes": 8, "scores": 8})
@@ -125,6 +142,7 @@ def test_an_output_without_a_loss_is_better_than_any_with_one(
 )
 def test_metrics_are_judged_as_gates_judge_them(
     tmp_path: Path,
+    results: Callable[..., str],
     capsys: Capture,
     metric: str,
     values: tuple[float, float],
@@ -141,7 +159,7 @@ def test_metrics_are_judged_as_gates_judge_them(
 
 
 def test_a_metric_of_which_nothing_says_which_way_is_good_is_said(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, results: Callable[..., str], capsys: Capture
 ) -> None:
     folders = []
     for name, value in (("first", 1.0), ("second", 2.0)):

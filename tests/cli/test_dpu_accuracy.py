@@ -28,16 +28,24 @@ def sqnr(folder: Path, capsys: Capture, *more: str) -> float:
     return found
 
 
+@pytest.fixture(scope="module")
+def high(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("high")
+    assert calibrate(folder, "--dpu_accuracy", "high", model=SKEWED, config=DPU) == 0
+    return folder
+
+
 def test_a_network_that_the_dpus_scales_destroy_is_saved(
-    tmp_path: Path, capsys: Capture
+    high: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     assert calibrate(tmp_path / "plain", model=SKEWED, config=DPU) == 0
-    assert calibrate(tmp_path / "high", "--dpu_accuracy", "high", model=SKEWED, config=DPU) == 0
     assert sqnr(tmp_path / "plain", capsys) < 1
-    assert sqnr(tmp_path / "high", capsys, "--config_file", DPU, "--dpu_accuracy", "high") > 24
+    assert sqnr(high, capsys, "--config_file", DPU, "--dpu_accuracy", "high") > 24
 
 
-def test_it_is_equalization_bias_correction_and_finetuning(tmp_path: Path) -> None:
+def test_it_is_equalization_bias_correction_and_finetuning(
+    high: Path, tmp_path: Path
+) -> None:
     config = json.loads(Path(DPU).read_text()) | {
         "include_cle": True,
         "include_bias_corr": True,
@@ -52,11 +60,8 @@ def test_it_is_equalization_bias_correction_and_finetuning(tmp_path: Path) -> No
         )
         == 0
     )
-    assert calibrate(tmp_path / "high", "--dpu_accuracy", "high", model=SKEWED, config=DPU) == 0
     for name in FILES[:2]:
-        assert (tmp_path / "high" / name).read_bytes() == (
-            tmp_path / "three" / name
-        ).read_bytes()
+        assert (high / name).read_bytes() == (tmp_path / "three" / name).read_bytes()
     loaded = load_model(SKEWED)
     assert loaded.calibration_data
     result = quantizer.calibrate(
@@ -64,14 +69,12 @@ def test_it_is_equalization_bias_correction_and_finetuning(tmp_path: Path) -> No
     )
     result.save(tmp_path / "python")
     for name in FILES:
-        assert (tmp_path / "high" / name).read_bytes() == (
-            tmp_path / "python" / name
-        ).read_bytes()
+        assert (high / name).read_bytes() == (tmp_path / "python" / name).read_bytes()
 
 
 def test_the_built_in_default_is_raised_and_read_again(tmp_path: Path) -> None:
-    words = ["--model", SKEWED, "--output_dir", str(tmp_path / "out")]
-    assert run_command(["--quant_mode", "calib", *words, "--dpu_accuracy", "high"]) == 0
+    more = ("--dpu_accuracy", "high")
+    assert calibrate(tmp_path / "out", *more, model=SKEWED, config=None) == 0
     loaded = load_model(SKEWED)
     assert loaded.calibration_data
     assert (

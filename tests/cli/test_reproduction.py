@@ -52,7 +52,29 @@ def evaluate(network, data):
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, weights, data and a config, in which commands run."""
-    folder = tmp_path / "here"
+    folder = filled(tmp_path / "here")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of `GIVEN`."""
+    folder = filled(tmp_path_factory.mktemp("calibrated") / "here")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert run_command(GIVEN) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def calibrated(calibrated_once: Path, place: Path) -> Path:
+    """A copy of them that the test may change."""
+    return Path(shutil.copytree(calibrated_once, place / "out"))
+
+
+def filled(folder: Path) -> Path:
+    """Write a model, weights, data and configs into a new folder."""
     (folder / "configs").mkdir(parents=True)
     (folder / "net.py").write_text(MODEL)
     for name in ("cpu_int8", "dpu"):
@@ -70,7 +92,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.save(
         folder / "some data.npy", generator.standard_normal((24, 3, 8, 8)).astype("float32")
     )
-    monkeypatch.chdir(folder)
     return folder
 
 
@@ -84,6 +105,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 
 CONFIG = ["--config_file", "configs/plain.json"]
+GIVEN = ["--quant_mode", "calib", "--model", "net.py", *CONFIG, "--output_dir", "out"]
 CASES: dict[str, tuple[list[str], list[str]]] = {
     "plain": (CONFIG, []),
     "the built-in config": ([], ["--exact"]),
@@ -186,9 +208,9 @@ def test_absolute_paths_lose_their_folders(place: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("calibrated")
 def test_commands_of_another_calibration_are_not_shown(place: Path) -> None:
     given = ["--model", "net.py", "--output_dir", "out"]
-    assert run_command(["--quant_mode", "calib", *given, *CONFIG]) == 0
     assert run_command(["--quant_mode", "test", *given]) == 0
     assert run_command(["--quant_mode", "calib", *given, *CONFIG, "--seed", "9"]) == 0
     report = place / "out" / "report.json"
@@ -244,44 +266,38 @@ def test_retuned_results_are_calibrated_again_with_the_config_of_their_report(
         {"calib": [1, 2]},
     ],
 )
-def test_a_damaged_run_json_is_no_error(place: Path, commands: Any) -> None:
-    given = ["--quant_mode", "calib", "--model", "net.py", *CONFIG, "--output_dir", "out"]
-    assert run_command(given) == 0
-    run = place / "out" / "run.json"
+def test_a_damaged_run_json_is_no_error(calibrated: Path, commands: Any) -> None:
+    run = calibrated / "run.json"
     facts = json.loads(run.read_text())
     run.write_text(json.dumps(facts | {"commands": commands}))
     assert run_command(["report", "out"]) == 0
-    assert json.loads((place / "out" / "report.json").read_text())["commands"] == []
+    assert json.loads((calibrated / "report.json").read_text())["commands"] == []
     if isinstance(commands, dict):
-        sealed = open_results(place / "out").with_checksum(commands)
+        sealed = open_results(calibrated).with_checksum(commands)
         run.write_text(json.dumps(facts | {"commands": sealed}))
         assert run_command(["report", "out"]) == 0
         expected = ["quantizer"] if commands == {"calib": ["quantizer"]} else []
-        assert json.loads((place / "out" / "report.json").read_text())["commands"] == expected
+        assert json.loads((calibrated / "report.json").read_text())["commands"] == expected
     run.write_text("[")
     assert run_command(["report", "out"]) == 0
-    assert json.loads((place / "out" / "report.json").read_text())["commands"] == []
+    assert json.loads((calibrated / "report.json").read_text())["commands"] == []
 
 
-def test_a_word_of_run_json_cannot_be_a_command(place: Path) -> None:
-    given = ["--quant_mode", "calib", "--model", "net.py", *CONFIG, "--output_dir", "out"]
-    assert run_command(given) == 0
-    run = place / "out" / "run.json"
+def test_a_word_of_run_json_cannot_be_a_command(calibrated: Path) -> None:
+    run = calibrated / "run.json"
     facts = json.loads(run.read_text())
     facts["commands"]["calib"] = ["quantizer", "; rm -rf .", "$(reboot)", "<script>"]
     run.write_text(json.dumps(facts))
     assert run_command(["report", "out"]) == 0
-    assert json.loads((place / "out" / "report.json").read_text())["commands"] == [], (
+    assert json.loads((calibrated / "report.json").read_text())["commands"] == [], (
         "no checksum of its own"
     )
-    facts["commands"] = open_results(place / "out").with_checksum(
-        {"calib": facts["commands"]["calib"]}
-    )
+    facts["commands"] = open_results(calibrated).with_checksum({"calib": facts["commands"]["calib"]})
     run.write_text(json.dumps(facts))
     assert run_command(["report", "out"]) == 0
-    [line] = json.loads((place / "out" / "report.json").read_text())["commands"]
+    [line] = json.loads((calibrated / "report.json").read_text())["commands"]
     assert shlex.split(line) == facts["commands"]["calib"]
-    assert "<script>'" not in (place / "out" / "report.html").read_text()
+    assert "<script>'" not in (calibrated / "report.html").read_text()
 
 
 def test_results_from_python_show_no_command(place: Path) -> None:

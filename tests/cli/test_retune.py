@@ -5,6 +5,9 @@ is refused.
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +58,32 @@ def net(tmp_path: Path) -> str:
     return str(tmp_path / "net.py")
 
 
-def calibrated(net: str, config: dict[str, Any], tmp_path: Path, name: str = "out") -> Path:
-    (tmp_path / f"{name}.json").write_text(json.dumps(config, indent=1))
-    assert run_command(calib(net, str(tmp_path / f"{name}.json"), tmp_path / name, "-q")) == 0
-    return tmp_path / name
+@pytest.fixture(scope="module")
+def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By the name of a config: its calibration, which is done once and must stay as it is."""
+
+    @cache
+    def calibrate(name: str) -> Path:
+        place = tmp_path_factory.mktemp("calibrated")
+        net, config = place / "net.py", place / "out.json"
+        net.write_text(MODEL)
+        config.write_text(json.dumps(CONFIGS[name], indent=1))
+        assert run_command(calib(str(net), str(config), place / "out", "-q")) == 0
+        return place / "out"
+
+    return calibrate
+
+
+@pytest.fixture
+def calibrated(
+    calibrated_once: Callable[[str], Path], tmp_path: Path
+) -> Callable[..., Path]:
+    """By the name of a config: a copy of its calibration."""
+
+    def copy(name: str, folder: str = "out") -> Path:
+        return Path(shutil.copytree(calibrated_once(name), tmp_path / folder))
+
+    return copy
 
 
 def specs_of(plan: dict[str, Any]) -> list[Any]:
@@ -98,7 +123,12 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
     ],
 )
 def test_it_is_a_calibration_with_the_changed_config(
-    config: str, words: list[str], apart: set[str], net: str, tmp_path: Path
+    config: str,
+    words: list[str],
+    apart: set[str],
+    net: str,
+    calibrated: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """Of one histogram the outermost values are known, but not batch by batch: then statistics
     are others, no scale.
@@ -106,10 +136,7 @@ def test_it_is_a_calibration_with_the_changed_config(
     The report names the lines of the config; those of an entry for a layer in the hierarchical
     form are one.
     """
-    folder, changed = (
-        calibrated(net, CONFIGS[config], tmp_path),
-        tmp_path / "changed" / "out.json",
-    )
+    folder, changed = calibrated(config), tmp_path / "changed" / "out.json"
     changed.parent.mkdir()
     before = (folder / "quant_info.json").read_bytes()
     written = ["--output_dir", str(tmp_path / "retuned"), "-o", str(changed)]
@@ -183,11 +210,10 @@ def test_what_was_not_kept_or_said_is_refused_and_nothing_is_written(
     words: list[str],
     code: int,
     said: str,
-    net: str,
-    tmp_path: Path,
+    calibrated: Callable[..., Path],
     capsys: Capture,
 ) -> None:
-    folder = calibrated(net, CONFIGS[config], tmp_path)
+    folder = calibrated(config)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     capsys.readouterr()
     assert run_command(["retune", str(folder), *words]) == code
@@ -213,9 +239,9 @@ def test_what_depends_on_scales_is_refused(
 
 
 def test_it_writes_in_place_and_a_dry_run_writes_nothing(
-    net: str, tmp_path: Path, capsys: Capture
+    net: str, calibrated: Callable[..., Path], capsys: Capture
 ) -> None:
-    folder = calibrated(net, CONFIGS["maxmin"], tmp_path)
+    folder = calibrated("maxmin")
     before = (folder / "quant_info.json").read_bytes()
     capsys.readouterr()
     assert run_command(["retune", str(folder), "--statistic", "mean", "--dry_run"]) == 0
@@ -282,11 +308,10 @@ def test_a_config_of_python_is_changed_where_it_speaks(kind: str, tmp_path: Path
     assert anew["header"]["config"] == retuned["header"]["config"]
 
 
-def test_nothing_is_left_of_what_was_in_the_folder_before(net: str, tmp_path: Path) -> None:
-    plain, other = (
-        calibrated(net, CONFIGS["maxmin"], tmp_path),
-        calibrated(net, CONFIGS["gptq"], tmp_path, "other"),
-    )
+def test_nothing_is_left_of_what_was_in_the_folder_before(
+    calibrated: Callable[..., Path],
+) -> None:
+    plain, other = calibrated("maxmin"), calibrated("gptq", "other")
     assert (other / "algorithms.json").exists()
     assert (
         run_command(["retune", str(plain), "--statistic", "mean", "--output_dir", str(other)])

@@ -4,13 +4,18 @@ nothing is cleaned up.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from quantizer.cli.main import run_command
@@ -67,3 +72,52 @@ def _run(arguments: Sequence[str], stop_at: int) -> None:
         code = run_command(list(arguments))
     finally:
         os._exit(code)
+
+
+def copies_at_each(
+    arguments: Sequence[str], folder: Path, copies: Path, step: int
+) -> list[Path]:
+    """Run a command once, to its end, and copy the folder before every `step`-th operation.
+
+    A copy holds what a kill at that operation would leave. Copies that would be equal are made
+    once.
+    """
+    copied: dict[frozenset[tuple[str, str]], Path] = {}
+    numbers = itertools.count()
+    is_copying = False
+
+    def copy() -> None:
+        nonlocal is_copying
+        is_copying = True
+        state = _state(folder)
+        if state not in copied:
+            copied[state] = copies / str(len(copied))
+            shutil.copytree(folder, copied[state])
+        is_copying = False
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*words: Any, **more: Any) -> Any:
+            if not is_copying and next(numbers) % step == 0:
+                copy()
+            return original(*words, **more)
+
+        return operation
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module, name in OPERATIONS:
+            patched.setattr(module, name, counted(getattr(module, name)))
+        assert run_command(list(arguments)) == 0
+    return list(copied.values())
+
+
+def _state(folder: Path) -> frozenset[tuple[str, str]]:
+    """Return names and digests of all files; temporary files have one name."""
+    files: set[tuple[str, str]] = set()
+    for path in folder.rglob("*"):
+        name = re.sub(r"\.\w{8}\.tmp$", ".tmp", str(path.relative_to(folder)))
+        digest = "folder"
+        if path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.name not in ("run.json", "run.log"):
+            files.add((name, digest))
+    return frozenset(files)

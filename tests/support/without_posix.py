@@ -52,4 +52,21 @@ io.open = builtins.open = without_proc
 for name in ("replace", "rename", "unlink", "remove"):
     setattr(os, name, unless_open(getattr(os, name)))
 '''
-RUN = BLOCK + "from quantizer.cli.main import main\nmain()\n"
+RUN_EACH = f"""{BLOCK}
+import json
+from quantizer.cli.main import main
+
+folder, commands = json.loads(sys.argv[1])
+commands.append(sys.argv[2:])
+for number, words in enumerate(commands):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+    shutil.copytree(folder, f"{{folder}}.{{number}}")
+"""
+"""Runs commands one after the other, and copies a folder after each: the first commands come as
+JSON, the last one as the words of the command line.
+"""
