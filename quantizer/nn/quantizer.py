@@ -83,16 +83,22 @@ class TensorQuantizer(nn.Module):
         if not self.spec.is_scaled:
             target = x if self.inplace else x.clone()
             return cast_round_trip_(target, self.spec.dtype)
+        if not torch.is_grad_enabled():
+            # torch.export records each switch, and takes long to remove them again
+            return self._scaled(x)
         with torch.no_grad():
-            if not self.spec.is_dynamic:
-                return quantize_tensor(
-                    x, self.spec, self.scale, self.zero_point, inplace=self.inplace
-                )
-            if x.numel() == 0:
-                return x
-            if self.inplace:
-                return self._dynamic(x)
-            return quantize_once(x, self.spec, lambda: self._dynamic(x))
+            return self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        if not self.spec.is_dynamic:
+            return quantize_tensor(
+                x, self.spec, self.scale, self.zero_point, inplace=self.inplace
+            )
+        if x.numel() == 0:
+            return x
+        if self.inplace:
+            return self._dynamic(x)
+        return quantize_once(x, self.spec, lambda: self._dynamic(x))
 
     def _dynamic(self, x: Tensor) -> Tensor:
         spec = self.spec

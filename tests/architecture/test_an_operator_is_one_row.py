@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.configs import config, document
+from support.ledger import MODULES, shown, source
 from torch import Tensor, nn
 
 from quantizer.algorithms.residual_stream import residuals
@@ -28,7 +29,6 @@ from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve_plan
 
-PACKAGE = Path(__file__).parents[2] / "quantizer"
 NAMED = {
     "graph/ops.py": "the table",
     "graph/op_builders.py": "which operators return views, or several tensors",
@@ -96,17 +96,17 @@ def operators() -> set[str]:
 
 def named(path: Path) -> Iterator[str]:
     """Each operator that a file names, and each look at the letters of a name."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Constant) and node.value in operators() - WORDS:
+    known = operators()
+    unambiguous = known - WORDS
+    for node in source(path).nodes:
+        if isinstance(node, ast.Constant) and node.value in unambiguous:
             yield str(node.value)
         elif isinstance(node, ast.Compare) and any(
             map(_is_name, (node.left, *node.comparators))
         ):
             words = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
             yield from (
-                ast.unparse(node)
-                for word in words - TRACED
-                if word in operators() or word not in OPS
+                ast.unparse(node) for word in words - TRACED if word in known or word not in OPS
             )
         elif isinstance(node, (ast.Subscript, ast.Attribute)) and _is_name(node.value):
             yield ast.unparse(node)
@@ -121,10 +121,7 @@ def _is_name(node: ast.AST) -> bool:
 
 
 def test_only_the_table_and_what_is_about_one_operator_names_operators() -> None:
-    found = {
-        str(path.relative_to(PACKAGE)): sorted(set(named(path)))
-        for path in PACKAGE.rglob("*.py")
-    }
+    found = {shown(path): sorted(set(named(path))) for path in MODULES}
     assert {path: names for path, names in found.items() if names and path not in NAMED} == {}
     assert NAMED.keys() <= {path for path, names in found.items() if names}, (
         "the list is longer than it must be"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+from support.ledger import MODULES, PACKAGE, source
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "quantizer"
+ROOT = PACKAGE.parent
 LAYERS = (
     ("printable",),
     ("errors", "seeding"),
@@ -33,7 +34,7 @@ ROOT_FILES = {"__init__", "__main__"}
 def modules() -> list[Path]:
     return sorted(
         path
-        for path in PACKAGE.rglob("*.py")
+        for path in MODULES
         if path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in ROOT_FILES
     )
 
@@ -42,22 +43,31 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Every module that a file imports, also inside functions, also by
-    `importlib.import_module("…")`.
-    """
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+@cache
+def imported(path: Path) -> tuple[str, ...]:
+    """Every module that a file imports."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Also inside functions, also by `importlib.import_module("…")`."""
+    for node in source(path).nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _is_import(node.func):
             yield from (
                 arg.value
                 for arg in node.args
                 if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
             )
+
+
+def _is_import(function: ast.expr) -> bool:
+    name = getattr(function, "attr", getattr(function, "id", ""))
+    return name.endswith("import_module")
 
 
 def rooms_imported(path: Path) -> set[str]:

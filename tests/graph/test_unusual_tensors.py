@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.onnx_files import quick_files  # noqa: F401 - a fixture
 from support.runs import ROOT, calibrate
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +21,11 @@ from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Agreement
 from quantizer.graph.trace import trace
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytest.importorskip("quantizer.export.onnx.openvino", reason="writes .onnx (extra: onnx)")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.usefixtures("quick_files"),
+]
 DEFAULT = str(ROOT / "configs" / "cpu_int8.json")
 
 
@@ -133,26 +138,38 @@ def batches(*shape: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
+class Vectors(nn.Module):
+    """A buffer as weight, a trained vector, a vector and a number: one file for all three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = ({"trained": False}, {"trained": True}, {"trained": True, "biased": True})
+        self.integrals = nn.ModuleList(Integral(**kind) for kind in kinds)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [integral(x) for integral in self.integrals]
+
+
+class ComplexBuffers(nn.Module):
+    """Complex numbers that are constants, and those that are trained and transformed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary, self.spectral = Rotary(), spectral()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary(x), self.spectral(x[:, :3, :8])
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "buffer as weight": (lambda: Integral(trained=False), (4, 5, 8)),
-    "trained vector": (lambda: Integral(trained=True), (4, 5, 8)),
-    "vector and number": (lambda: Integral(trained=True, biased=True), (4, 5, 8)),
+    "vectors": (Vectors, (4, 5, 8)),
     "no dimensions": (Losses, (4, 8)),
-    "complex buffer": (Rotary, (2, 5, 16)),
+    "complex buffers": (ComplexBuffers, (2, 5, 16)),
     "complex128": (lambda: Rotary(torch.complex128), (2, 5, 16)),
     "complex layer": (ComplexLayer, (4, 8)),
-    "spectral": (spectral, (2, 3, 8)),
     "traced by torch.jit": (traced, (2, 3, 8, 8)),
 }
 REFUSED = {"complex128": "complex128", "complex layer": "computes exp of complex numbers"}
-
-
-@pytest.fixture(autouse=True)
-def _no_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    onnx_openvino = pytest.importorskip(
-        "quantizer.export.onnx.openvino", reason="writes .onnx (extra: onnx)"
-    )
-    monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
 
 
 @pytest.mark.slow
