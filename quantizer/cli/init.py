@@ -10,7 +10,7 @@ import click
 from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_output
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
-from quantizer.config.resources import load_resource, presets, resource
+from quantizer.config.resources import load_resource, preset_text, presets
 from quantizer.errors import UsageError
 
 _DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
@@ -139,9 +139,7 @@ def _text(device: str | None, strategy: str | None, preset: str | None) -> str:
     elif preset:
         name = preset
     form = form_of(load_resource("configs", f"{name}.json"))
-    address = load_resource("schemas", f"{form}.schema.json")["$id"]
-    text = resource("configs", f"{name}.json").read_text("utf-8")
-    text = text.replace(f"../schemas/{form}.schema.json", address)
+    text = preset_text(name)
     if not device or not (strategy or preset):
         return text
     if form == "layered":

@@ -39,3 +39,11 @@ def presets() -> tuple[str, ...]:
 def load_resource(folder: str, name: str) -> Any:
     """Return the parsed JSON of a shipped file; shared, so never to be changed."""
     return json.loads(resource(folder, name).read_text("utf-8"))
+
+
+def preset_text(name: str) -> str:
+    """Return the text of a preset, with the URL of its schema instead of the path."""
+    text = resource("configs", f"{name}.json").read_text("utf-8")
+    path = load_resource("configs", f"{name}.json")["$schema"]
+    address = load_resource("schemas", Path(path).name)["$id"]
+    return text.replace(path, address)

@@ -120,12 +120,14 @@ def parsed(text: str) -> int:
 def in_words(size: int) -> str:
     """Return a size with a unit, in three digits.
 
-    >>> in_words(1_234_000_000), in_words(45_600_000)
-    ('1.23 GB', '46 MB')
+    >>> in_words(1_234_000_000), in_words(45_600_000), in_words(7_800)
+    ('1.23 GB', '46 MB', '8 kB')
     """
     if size >= 10**9:
         return f"{size / 1e9:.2f} GB"
-    return f"{size / 1e6:.0f} MB"
+    if size >= 10**6:
+        return f"{size / 1e6:.0f} MB"
+    return f"{size / 1e3:.0f} kB"
 
 
 def _limits() -> Iterator[tuple[int, int]]:
