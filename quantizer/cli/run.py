@@ -3,7 +3,7 @@ verdict. Each step is the one that `--quant_mode` runs.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from quantizer.cli import made_config, session, torchrun
+from quantizer.cli import session, torchrun
 from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.follow import one_display
 from quantizer.cli.gates import Gate, failed, met, parse_gate, require_known
@@ -20,28 +20,21 @@ from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
-from quantizer.config.resources import presets
-from quantizer.config.roles import is_parameter
+from quantizer.config.resources import preset_text, presets
+from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UsageError
 from quantizer.export import require_extras, size_on_disk
 from quantizer.export.choices import require_choices
-from quantizer.export.destinations import DESTINATIONS, Destination, without_data
-from quantizer.graph.module_names import path_names
-from quantizer.numerics.codes import bits_of
-from quantizer.plan.model import Plan
-from quantizer.plan.resolve import NO_RULES
-from quantizer.plan.size import weight_bytes
-from quantizer.printable import json_text, one_line
-from quantizer.report.verdict import VerdictFacts, verdict
-from quantizer.seeding import seed_everything
-
-_LANGUAGE_MODEL = "w4"
-_NETWORK = "onnx"
-"""The destinations without `--to`."""
-_MORE_WITH_DATA = (
-    "give --data TEXT.txt or calibration_data(): GPTQ then recovers most of what rounding to "
-    "the nearest code loses."
+from quantizer.export.destinations import (
+    DESTINATIONS,
+    Destination,
+    default_destination,
+    preset_for,
 )
+from quantizer.plan.model import Plan
+from quantizer.printable import json_text, one_line
+from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
+from quantizer.seeding import seed_everything
 
 
 @dataclass(frozen=True)
@@ -160,11 +153,6 @@ class _Finished:
     tested: Outcome
     plan: Plan
 
-    @property
-    def is_without_data(self) -> bool:
-        """Return whether there was only an example input."""
-        return self.opened.batches.stands_in
-
 
 def _run(options: RunOptions) -> _Finished:
     """Run all steps.
@@ -174,15 +162,24 @@ def _run(options: RunOptions) -> _Finished:
     """
     seed_everything(options.seed)
     opened = session.open_run(options)
-    name = options.to or _default_destination(opened)
+    model = opened.loaded.module
+    name = options.to or default_destination(model)
     destination = DESTINATIONS[name]
-    is_folder = Path(options.model or "").is_dir()
-    target = destination.target_of(is_folder=is_folder)
+    target = destination.target_of(model)
     require_extras([target])
     require_choices(options.target_choices, [target])
-    preset = options.preset or _preset(name, has_data=not opened.batches.stands_in)
-    made = made_config.MadeConfig(name, type(opened.loaded.module).__name__)
-    config_file = made_config.config_file(options, made, preset, opened)
+    config_file = options.config_file
+    if config_file is None:
+        has_data = not opened.batches.stands_in
+        preset = options.preset or preset_for(name, has_data=has_data)
+        made_for = MadeFor(name, type(model).__name__)
+        path = run_config(
+            Path(options.output_dir),
+            made_for,
+            preset_text(preset),
+            overwrite=options.overwrite,
+        )
+        config_file = str(path)
     calib_options = replace(
         options, quant_mode="calib", config_file=config_file, for_=(target,), gate=()
     )
@@ -196,88 +193,39 @@ def _run(options: RunOptions) -> _Finished:
     return _Finished(destination, test_options, opened, calibrated, tested, calibrated.plan)
 
 
-def _default_destination(opened: OpenedRun) -> str:
-    """Return the destination without `--to`."""
-    can_generate = getattr(opened.loaded.module, "can_generate", None)
-    if callable(can_generate) and can_generate():
-        return _LANGUAGE_MODEL
-    return _NETWORK
-
-
-def _preset(name: str, *, has_data: bool) -> str:
-    """Return the preset of a destination.
-
-    Raises:
-        UsageError: it needs calibration data, and there is none.
-    """
-    preset = DESTINATIONS[name].preset_of(has_data=has_data)
-    if preset is None:
-        others = ", ".join(f"--to {other}" for other in without_data())
-        raise UsageError(
-            f"--to {name} needs calibration data, and there is none",
-            help="give --data, or add calibration_data() to the model's file; without data "
-            f"there are {others}",
-        )
-    return preset
-
-
 def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     """Return what the verdict is about."""
     tested = finished.tested
     options = finished.test_options
-    plan = finished.plan
     path: Path | None = None
     runtime = ""
-    left_float = _left_float(plan)
+    floating: Mapping[str, str] | None = None
     for written, verified in tested.deployed.items():
         path = written
         in_engine = verified.default_session
         if in_engine is not None and in_engine.kernels is not None:
             runtime = in_engine.lines[0]
-            left_float = in_engine.kernels.floating
+            floating = in_engine.kernels.floating
     not_met = failed(gates, tested.metrics)
     gate_lines = met(gates, tested.metrics)
     gate_lines += [f"gate {text}: not met" for text in not_met]
-    names = path_names(plan.graph)
-    destination = finished.destination
     improvement = ""
-    if finished.is_without_data and destination.preset != destination.without_data:
-        improvement = _MORE_WITH_DATA
-    return VerdictFacts(
-        model=plan.graph.model,
-        made=destination.made,
+    if finished.opened.batches.stands_in and finished.destination.loses_without_data():
+        improvement = MORE_WITH_DATA
+    return VerdictFacts.of(
+        finished.plan,
+        floating=floating,
+        made=finished.destination.made,
         path=None if path is None else str(path),
         size=0 if path is None else size_on_disk(path),
-        float_size=weight_bytes(plan)[0],
         tested=tested.report,
         config=options.config_file or "",
         model_option=options.model or "",
         runtime=runtime,
-        left_float={names.get(layer, layer): why for layer, why in left_float.items()},
         gates=gate_lines,
         not_met=not_met,
-        weight_bits=_weight_bits(plan),
         improvement=improvement,
     )
-
-
-def _left_float(plan: Plan) -> dict[str, str]:
-    """Return the reasons why layers with weights stay in float."""
-    reasons = {}
-    for node in plan.graph.nodes:
-        is_quantized = (node.name, "weights") in plan.tensors
-        if node.row.kind == "mac" and node.row.weight and not is_quantized:
-            reasons[node.name] = plan.floats.get(node.name, NO_RULES)
-    return reasons
-
-
-def _weight_bits(plan: Plan) -> int | None:
-    """Return the smallest width of quantized weights."""
-    widths = []
-    for (_, role), tensor in plan.tensors.items():
-        if is_parameter(role) and role != "bias":
-            widths.append(bits_of(tensor.spec))
-    return min(widths, default=None)
 
 
 def _show(finished: _Finished, lines: Sequence[str], *, as_json: bool) -> None:

@@ -176,7 +176,7 @@ class _TestRun:
             function=self.evaluator,
             check=check,
             ranks=self.ranks,
-            explained=True,
+            explained=not self.batches.stands_in,
         )
 
     def _report(self, scores: Scores, graph: Graph) -> Outcome:

@@ -2,15 +2,27 @@
 how fast it is, what stays float, and what to do next.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quantizer.config.json_types import JsonMapping
+from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted, first_names
+from quantizer.graph.module_names import path_names
+from quantizer.numerics.codes import bits_of
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import NO_RULES
+from quantizer.plan.size import weight_bytes
 from quantizer.storage.process_memory import in_words
 
 MAX_LINES = 8
+MORE_WITH_DATA = (
+    "give calibration data: GPTQ then recovers most of what rounding to the nearest code loses."
+)
+"""The next step after a run without data, if data would help."""
 _CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
 _NARROW_CLOSE_DB = 12.0
@@ -39,7 +51,7 @@ class VerdictFacts:
         not_met: the gates that do not hold.
         weight_bits: the smallest width of quantized weights; None without such weights.
         config: the path of the config.
-        model_option: the value of `--model`.
+        model_option: the value of `--model`; empty in Python.
         improvement: what would lose less, if the run knows it; empty otherwise.
     """
 
@@ -57,6 +69,48 @@ class VerdictFacts:
     not_met: Sequence[str] = ()
     weight_bits: int | None = None
     improvement: str = ""
+
+    @classmethod
+    def of(
+        cls, plan: Plan, *, floating: Mapping[str, str] | None, **facts: Any
+    ) -> VerdictFacts:
+        """Return the facts about a plan, with others given by name.
+
+        Args:
+            plan: of the calibration.
+            floating: by layer, why a runtime multiplies it in float; None if no runtime was
+                asked.
+            facts: the other attributes.
+        """
+        reasons = _left_float_of(plan) if floating is None else floating
+        names = path_names(plan.graph)
+        left_float = {names.get(layer, layer): reason for layer, reason in reasons.items()}
+        return cls(
+            model=plan.graph.model,
+            float_size=weight_bytes(plan)[0],
+            left_float=left_float,
+            weight_bits=_weight_bits(plan),
+            **facts,
+        )
+
+
+def _left_float_of(plan: Plan) -> dict[str, str]:
+    """Return the reasons why layers with weights stay in float."""
+    reasons = {}
+    for node in plan.graph.nodes:
+        is_quantized = (node.name, "weights") in plan.tensors
+        if node.row.kind == "mac" and node.row.weight and not is_quantized:
+            reasons[node.name] = plan.floats.get(node.name, NO_RULES)
+    return reasons
+
+
+def _weight_bits(plan: Plan) -> int | None:
+    """Return the smallest width of quantized weights; None if there are none."""
+    widths = []
+    for (_, role), tensor in plan.tensors.items():
+        if is_parameter(role) and role != "bias":
+            widths.append(bits_of(tensor.spec))
+    return min(widths, default=None)
 
 
 def verdict(facts: VerdictFacts) -> list[str]:
@@ -166,11 +220,12 @@ def _left_float(reasons: Mapping[str, str]) -> Iterator[str]:
 
 def _next_step(facts: VerdictFacts) -> str:
     tested = facts.tested
+    command = f"--config_file {facts.config} --model {facts.model_option or 'MODEL'}"
     missed = facts.not_met[0] if facts.not_met else _lost_metric(tested)
     if missed is not None:
         return (
-            f"`quantizer analyze --metric '{missed}' --config_file {facts.config} --model "
-            f"{facts.model_option} --apply` finds the layers that have to stay in float."
+            f"`quantizer analyze --metric '{missed}' {command} --apply` finds the layers that "
+            "have to stay in float."
         )
     if facts.improvement:
         return facts.improvement
@@ -179,10 +234,11 @@ def _next_step(facts: VerdictFacts) -> str:
     parts = _measured_parts(tested)
     if not tested.get("pairs") and parts and parts[0]["sqnr_db"] < bound_db:
         return (
-            f"`quantizer analyze --tensors --config_file {facts.config} --model "
-            f"{facts.model_option}` shows which tensors lose most; an evaluate() in the "
-            "model's file measures what that means for your task."
+            f"`quantizer analyze --tensors {command}` shows which tensors lose most; an "
+            "evaluate() in the model's file measures what that costs."
         )
+    if not facts.model_option:
+        return f"check in {facts.config}; `quantizer.calibrate` with it repeats this."
     return (
         f"check in {facts.config}; `quantizer --quant_mode calib` and `--quant_mode test` with "
         "a --gate repeat this in CI."
