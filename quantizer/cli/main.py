@@ -51,6 +51,7 @@ from quantizer.storage import process_memory
 from quantizer.storage.atomic_write import replace_file
 
 SUBCOMMANDS = {
+    "demo": ("quantizer.cli.demo:demo", "Write a small trained example to try the commands on."),
     "run": (
         "quantizer.cli.run:run",
         "Quantize a model in one call: config, calibration, test and export.",
@@ -197,6 +198,10 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     """Quantize PyTorch models after training, configured by one JSON file.
 
     \b
+    quantizer run my_model.py --to onnx
+
+    \b
+    The same in steps:
     quantizer init -o net.json
     quantizer plan --config_file net.json --model my_model.py
     quantizer --quant_mode calib --config_file net.json --model my_model.py
