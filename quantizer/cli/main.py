@@ -200,8 +200,9 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     \b
     quantizer run my_model.py --to onnx
 
-    \b
     The same in steps:
+
+    \b
     quantizer init -o net.json
     quantizer plan --config_file net.json --model my_model.py
     quantizer --quant_mode calib --config_file net.json --model my_model.py
