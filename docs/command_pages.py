@@ -10,7 +10,8 @@ from quantizer.cli.main import SUBCOMMANDS, cli
 
 _TITLE = """# All commands
 
-Written from the program by `python docs/generate.py`. `quantizer COMMAND --help` prints the same. Hyphens may stand for underscores (`--config-file`).
+`python docs/generate.py` writes this page from the program. `quantizer COMMAND --help` prints
+the same. Hyphens may stand for underscores (`--config-file`).
 
 """
 _ROOT_NAME = "quantizer --quant_mode"

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+# This file is run as a program and loaded by a test.
+sys.path.append(str(Path(__file__).parent))
 
 from command_pages import commands_page
 from tested_table import with_table
@@ -81,9 +85,8 @@ def destinations_page() -> str:
         file = f"`{EXPORTERS[destination.target].suffix}`"
         if destination.transformers_target is not None:
             file += f", `{EXPORTERS[destination.transformers_target].suffix}` folder"
-        rows.append(
-            f"| `{name}` | {destination.made} | `{destination.preset}` | {without_data} | {file} |\n"
-        )
+        cells = [f"`{name}`", destination.made, f"`{destination.preset}`", without_data, file]
+        rows.append(f"| {' | '.join(cells)} |\n")
     return "".join([before, head, *rows, after])
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 from resnet import ResNet
 from safetensors.torch import load_file
 from torch import Tensor, nn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -77,29 +77,22 @@ def quantize(
     it for another runtime.
 
     Args:
-        model: any `torch.nn.Module`. It stays unchanged.
-        data: of calibration, as in `calibrate`. None for a model of transformers and a
-            destination that needs no data.
+        model: as in `calibrate`.
+        data: as in `calibrate`; None for a model of transformers if `to` needs no data.
         to: "onnx", "pt2", "w8", "w4", "w8a8", "fp8" or "gguf". None for "w4" if the model
             generates text, and "onnx" otherwise.
         folder: of config, results, report and the written file.
-        config: a path, a dict or a `Config`. None for `quantize_config.json` in the folder,
-            which is written from a preset if it is not there.
+        config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
+            written from a preset if it is not there.
         evaluation_data: to test and verify with; `data` if None.
-        evaluate: returns the metrics of a network on data, as in `Result.test`.
-        lower_is_better: metrics of `evaluate` of which less is better.
-        seed: of all randomness.
+        evaluate, lower_is_better: as in `Result.test`.
+        seed, events: as in `calibrate`.
         overwrite: whether results of another model, and the config in the folder, are replaced.
-        events: receives progress and messages.
         options: of the target, as in `Result.export`.
 
     Raises:
-        ConfigError: all findings on the config, alone and with this model.
-        ModelError: the model cannot be traced or translated.
-        DataError: there is no data, or the model cannot take it.
-        UsageError: there is no such destination, or it cannot express the config.
-        VerificationError: the written file does not compute what the quantized network does.
-        ResultError: the folder cannot be written.
+        QuantizerError: as `calibrate`, `Result.save`, `Result.test` and `Result.export`.
+        UsageError: there is no such destination, or it needs data.
     """
     name = to or default_destination(model)
     _require_known(name)
@@ -107,14 +100,11 @@ def quantize(
     target = destination.target_of(model)
     require_extras([target])
     place = Path(folder)
-    if config is None:
-        config = run_config(
-            place,
-            MadeFor(name, type(model).__name__),
-            preset_text(preset_for(name, has_data=data is not None)),
-            overwrite=overwrite,
-        )
     has_data = data is not None
+    if config is None:
+        text = preset_text(preset_for(name, has_data=has_data))
+        made_for = MadeFor(name, type(model).__name__)
+        config = run_config(place, made_for, text, overwrite=overwrite)
     batches: Any = data if has_data else [example_input(model, DEFAULT_SEQ_LEN)]
     result = calibrate(model, config, batches, seed=seed, events=events)
     result.save(place, overwrite=overwrite)
@@ -123,27 +113,30 @@ def quantize(
     path = place / FOLDER / f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
     path.parent.mkdir(exist_ok=True)
     verification = result.export(target, path, tested_data, **options)
+    result.report(place / "report.html", comparison)
     tested = comparison.to_json()
+    improvement = ""
     if not has_data and evaluation_data is None:
         tested["stamp"] = _EXAMPLE
-    result.report(place / "report.html", comparison)
-    improvement = ""
     if not has_data and destination.loses_without_data():
         improvement = MORE_WITH_DATA
-    runtime, floating = _in_engine(verification)
     facts = VerdictFacts.of(
         result.plan.plan,
-        floating=floating,
+        **_facts_of_file(path, verification),
         made=destination.made,
-        path=str(path),
-        size=size_on_disk(path),
         tested=tested,
-        config=str(config) if isinstance(config, (str, os.PathLike)) else "the config",
+        config=_name_of(config),
         model_option="",
-        runtime=runtime,
         improvement=improvement,
     )
     return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _name_of(config: AnyConfig) -> str:
+    """Return the path of a config, or what it is called in sentences."""
+    if isinstance(config, (str, os.PathLike)):
+        return os.fspath(config)
+    return "the config"
 
 
 def _require_known(name: str) -> None:
@@ -157,11 +150,11 @@ def _require_known(name: str) -> None:
     raise UsageError(f"there is no destination {name!r}", help=remedy)
 
 
-def _in_engine(verification: Verification) -> tuple[str, Mapping[str, str] | None]:
-    """Return a sentence on kernels and speed of a file, and what its runtime multiplies in
-    float.
-    """
+def _facts_of_file(path: Path, verification: Verification) -> dict[str, Any]:
+    """Return the facts of a verdict about the written file."""
+    facts: dict[str, Any] = {"path": str(path), "size": size_on_disk(path), "floating": None}
     session = verification.default_session
-    if session is None or session.kernels is None:
-        return "", None
-    return session.lines[0], session.kernels.floating
+    if session is not None and session.kernels is not None:
+        facts["runtime"] = session.lines[0]
+        facts["floating"] = session.kernels.floating
+    return facts

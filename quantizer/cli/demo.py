@@ -1,4 +1,4 @@
-"""`quantizer demo`: writes a small trained example, and the commands to try. Imports no torch."""
+"""`quantizer demo`: writes a small trained example, and says what to try. Imports no torch."""
 
 import shutil
 from pathlib import Path

@@ -51,7 +51,10 @@ from quantizer.storage import process_memory
 from quantizer.storage.atomic_write import replace_file
 
 SUBCOMMANDS = {
-    "demo": ("quantizer.cli.demo:demo", "Write a small trained example to try the commands on."),
+    "demo": (
+        "quantizer.cli.demo:demo",
+        "Write a small trained example to try the commands on.",
+    ),
     "run": (
         "quantizer.cli.run:run",
         "Quantize a model in one call: config, calibration, test and export.",

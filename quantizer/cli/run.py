@@ -112,8 +112,8 @@ def run(model: str, options: RunOptions) -> None:
 
     \b
     quantizer run my_model.py
-    quantizer run my_model.py --to onnx --gate 'top1_drop<=0.01' -o quantized
-    quantizer run TinyLlama --to w4 --data texts.txt
+    quantizer run my_model.py --to onnx --gate 'sqnr_db>=20'
+    quantizer run my_model.py --to w8 -o small
     """
     gates = [parse_gate(text) for text in options.gate]
     if torchrun.is_used():
@@ -197,11 +197,13 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     """Return what the verdict is about."""
     tested = finished.tested
     options = finished.test_options
-    path: Path | None = None
+    path: str | None = None
+    size = 0
     runtime = ""
     floating: Mapping[str, str] | None = None
     for written, verified in tested.deployed.items():
-        path = written
+        path = str(written)
+        size = size_on_disk(written)
         in_engine = verified.default_session
         if in_engine is not None and in_engine.kernels is not None:
             runtime = in_engine.lines[0]
@@ -216,8 +218,8 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         finished.plan,
         floating=floating,
         made=finished.destination.made,
-        path=None if path is None else str(path),
-        size=0 if path is None else size_on_disk(path),
+        path=path,
+        size=size,
         tested=tested.report,
         config=options.config_file or "",
         model_option=options.model or "",
