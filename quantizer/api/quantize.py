@@ -21,7 +21,12 @@ from quantizer.config.wording import closest_word
 from quantizer.errors import ModelError, UsageError
 from quantizer.export import EXPORTERS, FOLDER, require_extras, size_on_disk
 from quantizer.export.agreement import Verification
-from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
+from quantizer.export.destinations import (
+    DESTINATIONS,
+    Destination,
+    default_destination,
+    preset_for,
+)
 from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.text import DEFAULT_SEQ_LEN
@@ -115,21 +120,24 @@ def quantize(
     verification = result.export(target, path, tested_data, **options)
     result.report(place / "report.html", comparison)
     tested = comparison.to_json()
-    improvement = ""
     if not has_data and evaluation_data is None:
         tested["stamp"] = _EXAMPLE
-    if not has_data and destination.loses_without_data():
-        improvement = MORE_WITH_DATA
     facts = VerdictFacts.of(
         result.plan.plan,
         **_facts_of_file(path, verification),
         made=destination.made,
         tested=tested,
         config=_name_of(config),
-        model_option="",
-        improvement=improvement,
+        improvement=_improvement(destination, has_data=has_data),
     )
     return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _improvement(destination: Destination, *, has_data: bool) -> str:
+    """Return what would lose less; empty if that is not known."""
+    if not has_data and destination.loses_without_data():
+        return MORE_WITH_DATA
+    return ""
 
 
 def _name_of(config: AnyConfig) -> str:

@@ -62,7 +62,7 @@ class VerdictFacts:
     float_size: int
     tested: JsonMapping
     config: str
-    model_option: str
+    model_option: str = ""
     runtime: str = ""
     left_float: Mapping[str, str] = field(default_factory=dict)
     gates: Sequence[str] = ()
