@@ -19,6 +19,7 @@ from quantizer.cli.gates import (
     parse_gate,
     require_known,
 )
+from quantizer.cli.job_summary import append_summary
 from quantizer.cli.options import RAISING, Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.test_mode import run_test
@@ -77,9 +78,12 @@ def run_mode(options: Options) -> int:
     peak = process_memory.peak()
     if peak and not is_silent:
         print(f"peak memory {process_memory.in_words(peak)}")
+    met_gates = met(gates, outcome.metrics)
     if not options.json:
-        for line in met(gates, outcome.metrics):
+        for line in met_gates:
             print(line)
+    missed = [f"gate {text}: not met" for text in failed(gates, outcome.metrics)]
+    append_summary(outcome.report, [*met_gates, *missed])
     require_met(options, gates, outcome)
     if outcome.error:
         raise outcome.error

@@ -115,15 +115,25 @@ def _weight_bits(plan: Plan) -> int | None:
 
 def verdict(facts: VerdictFacts) -> list[str]:
     """Return at most eight lines of plain words about a run."""
-    lines = [_made(facts), *_metrics(facts.tested), *_outputs(facts.tested)]
-    if facts.tested.get("stamp"):
-        lines.append(f"These figures are of {facts.tested['stamp']}.")
+    lines = [_made(facts), *figures(facts.tested)]
     if facts.runtime:
         lines.append(f"{facts.runtime}.")
     lines += _left_float(facts.left_float)
     if facts.gates:
         lines.append("; ".join(facts.gates))
     return [*lines[: MAX_LINES - 1], f"Next: {_next_step(facts)}"]
+
+
+def figures(tested: JsonMapping) -> Iterator[str]:
+    """Yield lines on the metrics of the task, the outputs, and on what they were measured.
+
+    Args:
+        tested: the content of report.json.
+    """
+    yield from _metrics(tested)
+    yield from _outputs(tested)
+    if tested.get("stamp"):
+        yield f"These figures are of {tested['stamp']}."
 
 
 def _made(facts: VerdictFacts) -> str:
