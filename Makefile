@@ -18,7 +18,7 @@ $(PINNED): constraints.txt
 
 # An interrupted install leaves no stamp, so the next call repeats it.
 $(VENV)/.run: pyproject.toml $(PINNED)
-	$(INSTALL) -e '.[examples]'
+	$(INSTALL) -e '.[torch]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
@@ -78,7 +78,7 @@ $(VENV)/.docs: $(VENV)/.run
 	$(INSTALL) -e '.[docs]'
 	@touch $@
 
-bench: $(VENV)/.run
+bench: $(VENV)/.test
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done
 
 # On a bare machine with a GPU: installs nothing, and takes eight minutes at most.

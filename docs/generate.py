@@ -1,6 +1,7 @@
 """Write what follows from the schemas, from the table of algorithms and from that of formats.
 
-These are: the part on algorithms in both schemas; the rules for editors in layered.schema.json;
+These are: docs/cli.md; the table of what was tested in README.md; the part on algorithms in
+both schemas; the rules for editors in layered.schema.json;
 the options of method, round_mode and dtype in quantization_spec.schema.json; docs/config and
 docs/rules.md; the table of presets in docs/hierarchical.md.
 
@@ -12,9 +13,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+# This file is run as a program and loaded by a test.
+sys.path.append(str(Path(__file__).parent))
+
+from command_pages import commands_page
+from tested_table import with_table
 
 from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.conversion.convert import convert_config
@@ -26,6 +34,8 @@ from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.pages import key_names, key_page, rules_page
 from quantizer.config.resources import presets
 from quantizer.errors import QuantizerError
+from quantizer.export.destinations import DESTINATIONS
+from quantizer.export.targets import EXPORTERS
 from quantizer.numerics.formats import FLOAT_FORMATS
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +43,10 @@ LAYERED = ROOT / "schemas" / "layered.schema.json"
 HIERARCHICAL = ROOT / "schemas" / "hierarchical.schema.json"
 SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
 HIERARCHICAL_PAGE = ROOT / "docs" / "hierarchical.md"
+DESTINATIONS_PAGE = ROOT / "docs" / "one_command.md"
+_DESTINATIONS_HEAD = """| `--to` | makes | preset with data | preset without data | file |
+|---|---|---|---|---|
+"""
 _PRESET_TABLE = """| preset | form | in the other form | why, or what may differ |
 |---|---|---|---|
 """
@@ -51,7 +65,29 @@ def generated() -> dict[Path, str]:
     schemas = {HIERARCHICAL: text_of(form_schema("hierarchical")), LAYERED: layered_schema()}
     schemas[SPEC] = spec_schema()
     pages[HIERARCHICAL_PAGE] = hierarchical_page()
+    pages[ROOT / "docs" / "cli.md"] = commands_page()
+    pages[DESTINATIONS_PAGE] = destinations_page()
+    readme = ROOT / "README.md"
+    pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
     return {**schemas, **pages, ROOT / "docs" / "rules.md": rules_page()}
+
+
+def destinations_page() -> str:
+    """Return docs/one_command.md with a row for each destination of `quantizer run`."""
+    text = DESTINATIONS_PAGE.read_text("utf-8")
+    before, head, rest = text.partition(_DESTINATIONS_HEAD)
+    after = re.sub(r"\A(\|.*\n)*", "", rest)
+    rows = []
+    for name, destination in DESTINATIONS.items():
+        without_data = "refused"
+        if destination.without_data is not None:
+            without_data = f"`{destination.without_data}`"
+        file = f"`{EXPORTERS[destination.target].suffix}`"
+        if destination.transformers_target is not None:
+            file += f", `{EXPORTERS[destination.transformers_target].suffix}` folder"
+        cells = [f"`{name}`", destination.made, f"`{destination.preset}`", without_data, file]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join([before, head, *rows, after])
 
 
 def hierarchical_page() -> str:

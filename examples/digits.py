@@ -4,8 +4,10 @@ tests.
     quantizer --quant_mode calib --config_file configs/example.json --model examples/digits.py
     quantizer --quant_mode test --config_file configs/example.json --model examples/digits.py
 
-The data are the 1797 digits that scikit-learn ships (Alpaydin and Kaynak 1998, UCI): 1297 to
-train and calibrate on, 500 held out. The weights next to this file come from `train_digits.py`.
+`quantizer demo` writes a copy of this example. The data are the 1797 digits of Alpaydin and
+Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998 (CC
+BY 4.0): 1297 to train and calibrate on, 500 held out. `train_digits.py` wrote both files beside
+this one, the weights and the data.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 from resnet import ResNet
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 WEIGHTS = Path(__file__).with_suffix(".safetensors")
+DATA = WEIGHTS.with_name("digits_data.safetensors")
+WHITE = 16
+"""The largest value of a pixel in DATA."""
 TRAINING_IMAGES = 1297
 Batch = tuple[Tensor, Tensor]
 
@@ -32,15 +36,9 @@ def architecture() -> ResNet:
 
 
 def digits() -> Batch:
-    """All images [1797, 1, 8, 8] in 0…1 and their labels [1797], in one fixed shuffled
-    order.
-    """
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    return images[order], torch.tensor(labels)[order]
+    """Return all images [1797, 1, 8, 8] in 0…1 and their labels [1797], shuffled once."""
+    stored = load_file(DATA)
+    return stored["images"].float() / WHITE, stored["labels"].long()
 
 
 def model() -> ResNet:

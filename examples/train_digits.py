@@ -1,7 +1,7 @@
 """Trains the network of `digits.py` or `digits_mobile.py` and saves its weights, in ten seconds
-or one minute.
+or one minute; or writes their data, from the copy that scikit-learn ships.
 
-python examples/train_digits.py [mobile]
+python examples/train_digits.py [mobile|data]
 """
 
 from __future__ import annotations
@@ -48,8 +48,25 @@ def shifted(images: Tensor) -> Tensor:
     )
 
 
+def write_data() -> None:
+    """Write the digits in a shuffled order, as bytes."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(pixels, dtype=torch.uint8).reshape(-1, 1, 8, 8)
+    stored = {
+        "images": images[order].contiguous(),
+        "labels": torch.tensor(labels, dtype=torch.uint8)[order],
+    }
+    save_file(stored, digits.DATA)
+
+
 def main(name: str = "digits") -> None:
-    """Train from seed 0, print the held-out accuracy, save."""
+    """Train from seed 0, print the held-out accuracy, save; or write the data."""
+    if name == "data":
+        write_data()
+        return
     example, epochs, rate, robust = RECIPES[name]
     torch.manual_seed(0)
     network = example.architecture()

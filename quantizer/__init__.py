@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         PerTensorPercentileObserver,
         PlaceholderObserver,
     )
+    from quantizer.api.quantize import Quantized, quantize
     from quantizer.config.algorithms import (
         AlgoConfig,
         AWQConfig,
@@ -74,12 +75,14 @@ __all__ = [
     "QronosConfig",
     "QuantizationConfig",
     "QuantizationSpec",
+    "Quantized",
     "RotationConfig",
     "RoundType",
     "ScaleType",
     "SmoothQuantConfig",
     "calibrate",
     "load",
+    "quantize",
 ]
 # `nn` is missing above: a star import must not hide torch.nn
 _HOMES = (
@@ -90,7 +93,12 @@ _HOMES = (
     "quantizer.api.model_quantizer",
 )
 """The modules that have the public names, fastest to import first. None imports torch."""
-_HEAVY = {"calibrate": "quantizer.api.calibrate", "load": "quantizer.api.calibrate"}
+_HEAVY = {
+    "calibrate": "quantizer.api.calibrate",
+    "load": "quantizer.api.calibrate",
+    "quantize": "quantizer.api.quantize",
+    "Quantized": "quantizer.api.quantize",
+}
 """The modules of the names that need torch."""
 
 

@@ -162,8 +162,10 @@ def quantized_network(
     """
     graph_with_weights = with_weights(graph, solution.parameters())
     network = Network(graph_with_weights)
-    for (name, role), tensor in solution.tensors.items():
+    # Exported files keep this order, and a result folder has its own.
+    for name, role in sorted(solution.tensors):
         inplace = writes_inplace(graph, name, role)
+        tensor = solution.tensors[name, role]
         attach_quantizer(network.layers[name], role, tensor, inplace=inplace)
     for name, correction in solution.corrections.items():
         network.layers[name].correct_bias(correction)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from quantizer.calibration import memory_prediction, steps
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
@@ -33,16 +35,24 @@ from quantizer.results.write import check_owner, write_results
 _logger = logging.getLogger(__name__)
 
 
-def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
-    """Calibrate and write the result folder."""
+def run_calib(
+    options: Options, ranks: Ranks = ALONE, opened: session.OpenedRun | None = None
+) -> Outcome:
+    """Calibrate and write the result folder.
+
+    Args:
+        options: of the run.
+        ranks: the processes of the run.
+        opened: the model and its data, if they are open.
+    """
     read, finetuned = session.config_as_asked(
         options.config_file, options.dpu_accuracy, options.fast_finetune
     )
-    loaded = session.open_model(options)
-    batches = session.open_data(options, loaded)
     folder = Path(options.output_dir)
+    opened = opened or session.open_run(options)
+    batches = opened.batches
     with _locked_folder(folder, options, ranks) as noted:
-        original = session.trace_model(options, loaded, batches, compared=True)
+        original = opened.graph
         noted["data"] = batches.filled and batches.filled.to_json()
         if ranks.is_first:
             check_owner(folder, original.model, overwrite=options.overwrite)
@@ -91,8 +101,8 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
                 config=request.config,
                 run=header,
             )
-            opened = open_written(folder, REPORT_INPUTS)
-            write_report(opened, commands=remember(opened, "calib", words_of(options)))
+            results = open_written(folder, REPORT_INPUTS)
+            write_report(results, commands=remember(results, "calib", words_of(options)))
             checkpoints.remove()
     return _outcome(request, state, folder)
 
@@ -169,4 +179,5 @@ def _outcome(request: CalibrationRequest, state: CalibrationState, folder: Path)
         line += " quantized without data"
     line += f"; results: {folder}"
     content["rules"] = plan.to_json()["rules"]
-    return Outcome({}, content, [tables.rule_table(plan), line, share_left(left)])
+    shown: list[RenderableType] = [tables.rule_table(plan), line, share_left(left)]
+    return Outcome({}, content, shown, plan=plan)

@@ -131,6 +131,7 @@ def deploy(
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
     view = table_view(options, deployment.graph)
     files = {}
+    deployed: dict[Path, Verification] = {}
     lines: list[str] = []
     metrics: dict[str, float] = {}
     failures: list[Exception] = []
@@ -145,6 +146,7 @@ def deploy(
             failures.append(failure)
             continue
         files[path.name] = verified.to_json()
+        deployed[path] = verified
         lines += _lines_of_file(path, verified, view)
         session = verified.default_session
         if session and session.kernels:
@@ -160,6 +162,7 @@ def deploy(
         content={**outcome.content, "deployed": files},
         shown=[*outcome.shown, *lines],
         error=error,
+        deployed=deployed,
     )
 
 

@@ -4,26 +4,53 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunStage
 from quantizer.cli import session
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.report.bars import Bars
+from quantizer.report.bars import Bars, StackedBars
 
 _logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+_shared: ContextVar[Events | None] = ContextVar("shared display", default=None)
+"""The display that all steps of `quantizer run` share."""
+
+
 def progress(*, quiet: bool) -> Events:
     """Return the display of progress: bars on a terminal outside of CI, otherwise lines."""
     if quiet:
         return NO_FOLLOWER
-    if sys.stderr.isatty() and not os.environ.get("CI"):
+    shared = _shared.get()
+    if shared is not None:
+        return shared
+    if _shows_bars():
         return Bars(session.console(stderr=True))
     return Lines()
+
+
+@contextmanager
+def one_display() -> Iterator[None]:
+    """Show the bars of all stages in one display, until the body ends."""
+    if not _shows_bars():
+        yield
+        return
+    with StackedBars(session.console(stderr=True)) as bars:
+        token = _shared.set(bars)
+        try:
+            yield
+        finally:
+            _shared.reset(token)
+
+
+def _shows_bars() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("CI")
 
 
 def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:

@@ -13,7 +13,7 @@ from quantizer.cli.options import MODEL, Options, command, output_option, takes,
 from quantizer.cli.render import say
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
-from quantizer.config.resources import load_resource, presets, resource
+from quantizer.config.resources import load_resource, preset_text, presets
 from quantizer.errors import UsageError
 
 _DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
@@ -153,9 +153,7 @@ def _preset(device: str | None, strategy: str | None, preset: str | None) -> str
 def _text(name: str, device: str | None, strategy: str | None, preset: str | None) -> str:
     """Return the text of the preset, with the URL of its schema instead of the path."""
     form = form_of(load_resource("configs", f"{name}.json"))
-    address = load_resource("schemas", f"{form}.schema.json")["$id"]
-    text = resource("configs", f"{name}.json").read_text("utf-8")
-    text = text.replace(f"../schemas/{form}.schema.json", address)
+    text = preset_text(name)
     if not device or not (strategy or preset):
         return text
     if form == "layered":

@@ -51,6 +51,14 @@ from quantizer.storage import process_memory
 from quantizer.storage.atomic_write import replace_file
 
 SUBCOMMANDS = {
+    "demo": (
+        "quantizer.cli.demo:demo",
+        "Write a small trained example to try the commands on.",
+    ),
+    "run": (
+        "quantizer.cli.run:run",
+        "Quantize a model in one call: config, calibration, test and export.",
+    ),
     "init": ("quantizer.cli.init:init", "Write a config to start from."),
     "validate": (
         "quantizer.cli.validate:validate",
@@ -102,7 +110,7 @@ SUBCOMMANDS = {
     ),
 }
 """The module and help of each subcommand. `--help` imports none of them."""
-_RUN = "quantizer.cli.run:run"
+_RUN_MODE = "quantizer.cli.modes:run_mode"
 _COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
 """Shells set it to get completions."""
 _EPILOG = """\b
@@ -193,6 +201,11 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     """Quantize PyTorch models after training, configured by one JSON file.
 
     \b
+    quantizer run my_model.py --to onnx
+
+    The same in steps:
+
+    \b
     quantizer init -o net.json
     quantizer plan --config_file net.json --model my_model.py
     quantizer --quant_mode calib --config_file net.json --model my_model.py
@@ -214,7 +227,7 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
             raise click.UsageError("Missing option '--quant_mode': float, calib or test.")
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code
-    code: int | None = _load(_RUN)(options)
+    code: int | None = _load(_RUN_MODE)(options)
     return code
 
 

@@ -1,137 +1,244 @@
-"""Runs `--quant_mode float|calib|test`, and returns the exit code."""
+"""`quantizer run`: writes a config, calibrates, tests and exports in one call, and ends with a
+verdict. Each step is the one that `--quant_mode` runs.
+"""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-import torch
+import click
+from rich.text import Text
 
-import quantizer
 from quantizer.cli import session, torchrun
-from quantizer.cli.annotations import annotate
 from quantizer.cli.calib_mode import run_calib
-from quantizer.cli.float_mode import run_float
-from quantizer.cli.gates import (
-    Gate,
-    failed_gates,
-    met_gate_lines,
-    parse_gate,
-    require_known,
-)
-from quantizer.cli.options import RAISING, Options
-from quantizer.cli.session import Outcome
+from quantizer.cli.follow import one_display
+from quantizer.cli.gates import Gate, failed_gates, met_gate_lines, parse_gate, require_known
+from quantizer.cli.modes import require_met
+from quantizer.cli.options import Options, command, option, takes
+from quantizer.cli.places import PathType
+from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
-from quantizer.distributed import Ranks, require_alike
-from quantizer.errors import GateError, UsageError
-from quantizer.export import require_extras
+from quantizer.config.resources import preset_text, presets
+from quantizer.config.run_config import MadeFor, run_config
+from quantizer.errors import UsageError
+from quantizer.export import require_extras, size_on_disk
 from quantizer.export.choices import require_choices
+from quantizer.export.destinations import (
+    DESTINATIONS,
+    Destination,
+    default_destination,
+    preset_for,
+)
+from quantizer.plan.model import Plan
+from quantizer.printable import json_text, one_line
+from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
 from quantizer.seeding import seed_everything
-from quantizer.storage import process_memory
 
-_COMPARED_OPTIONS = (
-    "quant_mode",
-    "batch_size",
+
+@dataclass(frozen=True)
+class RunOptions(Options):
+    """The options of `quantizer run`."""
+
+    to: str | None = option(
+        "What to make: int8 ONNX, a .pt2 program, weights in 8 or 4 bits, weights and "
+        "activations in int8 or fp8, or a GGUF.  [default: w4 for language models, else onnx]",
+        type=click.Choice(list(DESTINATIONS)),
+    )
+    preset: str | None = option(
+        "The preset to start from, instead of the one that --to stands for.",
+        type=click.Choice(presets()),
+        metavar="NAME",
+    )
+    config_file: str | None = option(
+        "The config to use.  [default: quantize_config.json in the result folder, written if "
+        "it is not there]",
+        "--config",
+        type=PathType(),
+        metavar="FILE",
+    )
+    output_dir: str = option(
+        "The folder of config, results and files.",
+        "-o",
+        default="quantize_result",
+        type=PathType(),
+        metavar="DIR",
+        group="Output",
+    )
+
+
+@command()
+@click.argument("model", type=PathType())
+@takes(
+    "to",
+    "preset",
+    "config_file",
+    "weights",
+    "trust",
+    "device",
+    "data",
+    "eval_data",
+    "evaluate",
+    "preprocess",
+    "max_unpacked",
     "subset_len",
+    "batch_size",
+    "tokenizer",
     "seq_len",
     "stride",
+    "memory",
     "seed",
-    "fast_finetune",
-    "dpu_accuracy",
-    "deploy",
+    "output_dir",
+    "overwrite",
+    "pt2_activations",
+    "onnx_profile",
+    "onnx_weights",
+    "input_names",
+    "output_names",
+    "gguf_template",
+    "gate",
+    "json",
+    "quiet",
+    "debug",
+    kind=RunOptions,
 )
-"""Options that affect the result, and have to be the same on all ranks."""
-_ONLY_IN_CALIB = {
-    "for_": "--for needs calib mode, or `quantizer plan`: it checks a plan before calibration",
-    "memory": "--memory needs calib mode: the other modes keep no activations",
-    "resume": "--resume needs calib mode: it continues an interrupted calibration",
-}
-_ONLY_IN_TEST = {
-    "deploy": "--deploy needs test mode: it writes the network that is tested",
-    "report_dir": "--report_dir needs test mode: it is the folder of its report",
-    "exact": "--exact needs test mode: it compares with the network that is tested",
-}
-"""Why an option is refused in other modes."""
+def run(model: str, options: RunOptions) -> None:
+    """Quantize MODEL in one call: write a config for it, calibrate, test, export, check the
+    gates, and say what came out.
 
+    MODEL is what --model takes. The config lies in the result folder; check it in, and
+    `--quant_mode calib` and `--quant_mode test` repeat the run.
 
-def run(options: Options) -> int:
-    """Run one mode and return exit code 0; errors are raised."""
+    \b
+    quantizer run my_model.py
+    quantizer run my_model.py --to onnx --gate 'sqnr_db>=20'
+    quantizer run my_model.py --to w8 -o small
+    """
     gates = [parse_gate(text) for text in options.gate]
-    _require_mode(options)
-    require_extras((*options.deploy, *options.for_))
-    seed_everything(options.seed)
-    # With --json only the result is printed to stdout. Output of the user's code goes to
-    # stderr.
+    if torchrun.is_used():
+        raise UsageError(
+            "`quantizer run` works in one process",
+            help="use --quant_mode calib and --quant_mode test under torchrun",
+        )
+    options = replace(options, model=model)
     stdout = sys.stderr if options.json else sys.stdout
-    with (
-        torchrun.joined_ranks(options) as (ranks, rank_options),
-        session.notes_on_stderr(rank_options.quiet),
-        redirect_stdout(stdout),
-    ):
-        require_alike(ranks, _compared_facts(options), "the versions and options")
-        outcome = _MODES[options.quant_mode](rank_options, ranks)
-    if not ranks.is_first:
-        return 0
-    session.show(outcome, options)
-    is_silent = options.json or options.quiet or options.quant_mode == "float"
-    peak = process_memory.peak_bytes()
-    if peak and not is_silent:
-        print(f"peak memory {process_memory.size_text(peak)}")
-    if not options.json:
-        for line in met_gate_lines(gates, outcome.metrics):
-            print(line)
-    _require_met(options, gates, outcome)
-    if outcome.error:
-        raise outcome.error
-    require_known(gates, outcome.metrics)
-    return 0
+    with session.notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
+        finished = _run(options)
+    lines = verdict(_facts(finished, gates))
+    _show(finished, lines, as_json=options.json)
+    page = Path(options.output_dir) / "report.html"
+    require_met(finished.test_options, gates, finished.tested, shown_in=str(page))
+    if finished.tested.error:
+        raise finished.tested.error
+    require_known(gates, finished.tested.metrics)
 
 
-def _require_mode(options: Options) -> None:
-    """Raise `UsageError` if an option has no effect in this mode, or without another option."""
-    mode = options.quant_mode
-    if options.gate and mode == "calib":
-        raise UsageError("--gate needs test or float mode: calibration measures no metrics")
-    for name, refusal in _ONLY_IN_TEST.items():
-        if getattr(options, name) and mode != "test":
-            raise UsageError(refusal)
-    require_choices(options.target_choices, options.deploy)
-    for name, refusal in _ONLY_IN_CALIB.items():
-        value = getattr(options, name)
-        is_set = value is not None and value is not False and value != ()
-        if is_set and mode != "calib":
-            raise UsageError(refusal)
-    for name in RAISING:
-        if getattr(options, name) and mode == "float":
-            raise UsageError(
-                f"--{name} needs calib mode; test mode accepts it to check that it was used"
-            )
+@dataclass(frozen=True)
+class _Finished:
+    """A run after its last step.
+
+    Attributes:
+        destination: of the run.
+        test_options: the options of its test.
+        opened: the model and its data.
+        calibrated, tested: the results of both modes.
+        plan: of the calibration.
+    """
+
+    destination: Destination
+    test_options: Options
+    opened: OpenedRun
+    calibrated: Outcome
+    tested: Outcome
+    plan: Plan
 
 
-def _require_met(options: Options, gates: list[Gate], outcome: Outcome) -> None:
-    """Raise `GateError` if a gate does not hold, or its metric was not measured."""
-    not_met = failed_gates(gates, outcome.metrics)
-    if options.quant_mode == "test" and outcome.error is None:
-        for gate in gates:
-            if gate.metric not in outcome.metrics:
-                not_met.append(f"{gate.text} (not measured)")
-    if not not_met:
+def _run(options: RunOptions) -> _Finished:
+    """Run all steps.
+
+    Raises:
+        QuantizerError: a step failed.
+    """
+    seed_everything(options.seed)
+    opened = session.open_run(options)
+    model = opened.loaded.module
+    name = options.to or default_destination(model)
+    destination = DESTINATIONS[name]
+    target = destination.target_of(model)
+    require_extras([target])
+    require_choices(options.target_choices, [target])
+    config_file = options.config_file
+    if config_file is None:
+        has_data = not opened.batches.stands_in
+        preset = options.preset or preset_for(name, has_data=has_data)
+        made_for = MadeFor(name, type(model).__name__)
+        path = run_config(
+            Path(options.output_dir),
+            made_for,
+            preset_text(preset),
+            overwrite=options.overwrite,
+        )
+        config_file = str(path)
+    calib_options = replace(
+        options, quant_mode="calib", config_file=config_file, for_=(target,), gate=()
+    )
+    calibrated = run_calib(calib_options, opened=opened)
+    test_options = replace(
+        options, quant_mode="test", config_file=config_file, deploy=(target,), overwrite=False
+    )
+    seed_everything(options.seed)
+    tested = run_test(test_options, opened=opened)
+    assert calibrated.plan is not None
+    return _Finished(destination, test_options, opened, calibrated, tested, calibrated.plan)
+
+
+def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
+    """Return what the verdict is about."""
+    tested = finished.tested
+    options = finished.test_options
+    path: str | None = None
+    size = 0
+    runtime = ""
+    floating: Mapping[str, str] | None = None
+    for written, verified in tested.deployed.items():
+        path = str(written)
+        size = size_on_disk(written)
+        in_engine = verified.default_session
+        if in_engine is not None and in_engine.kernels is not None:
+            runtime = in_engine.summary_lines[0]
+            floating = in_engine.kernels.floating
+    not_met = failed_gates(gates, tested.metrics)
+    gate_lines = met_gate_lines(gates, tested.metrics)
+    gate_lines += [f"gate {text}: not met" for text in not_met]
+    improvement = ""
+    if finished.opened.batches.stands_in and finished.destination.loses_without_data():
+        improvement = MORE_WITH_DATA
+    return VerdictFacts.of(
+        finished.plan,
+        floating=floating,
+        made=finished.destination.made,
+        path=path,
+        size=size,
+        tested=tested.report,
+        config=options.config_file or "",
+        model_option=options.model or "",
+        runtime=runtime,
+        gates=gate_lines,
+        not_met=not_met,
+        improvement=improvement,
+    )
+
+
+def _show(finished: _Finished, lines: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        content = {
+            "verdict": list(lines),
+            "calibration": finished.calibrated.content,
+            "test": finished.tested.content,
+        }
+        print(json_text(content))
         return
-    annotate(options, not_met, outcome.report)
-    text = f"not met: {', '.join(not_met)}"
-    if options.deploy and "deployed" not in outcome.content:
-        text += "; nothing is deployed"
-    raise GateError(text, help="the table above shows which layers lose most")
-
-
-def _compared_facts(options: Options) -> dict[str, Any]:
-    """Return versions and options, which have to be the same on all ranks."""
-    values = {f"--{name}": getattr(options, name) for name in _COMPARED_OPTIONS}
-    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **values}
-
-
-_MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {
-    "float": run_float,
-    "calib": run_calib,
-    "test": run_test,
-}
+    console = session.console()
+    for line in lines:
+        console.print(Text(one_line(line)))

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, StructureNames
 from quantizer.errors import UsageError
+from quantizer.export.agreement import Verification
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module
@@ -83,6 +85,40 @@ def config_as_asked(
     read = read_config_file(path)
     config, mode = with_finetuning(read.config, level, mode)
     return replace(read, config=config), mode
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """The model and the calibration data of a run, which several modes may share.
+
+    Attributes:
+        options: of the run.
+        loaded: the model.
+        batches: of its calibration.
+    """
+
+    options: Options
+    loaded: LoadedModel
+    batches: Batches
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Return the trace on the first batch, compared with the model on it.
+
+        Raises:
+            ModelError, DataError: as `trace_model`.
+        """
+        return trace_model(self.options, self.loaded, self.batches, compared=True)
+
+
+def open_run(options: Options) -> OpenedRun:
+    """Open the model and its calibration data.
+
+    Raises:
+        UsageError, ModelError, DataError: as `open_model` and `open_data`.
+    """
+    loaded = open_model(options)
+    return OpenedRun(options, loaded, open_data(options, loaded))
 
 
 def open_model(options: Options) -> LoadedModel:
@@ -345,6 +381,8 @@ class Outcome:
         shown: printed otherwise.
         error: raised after everything is printed.
         report: the values of report.json, if there is one.
+        plan: of a calibration.
+        deployed: each written file with its comparison.
     """
 
     metrics: Mapping[str, float]
@@ -352,6 +390,8 @@ class Outcome:
     shown: Sequence[RenderableType] = field(default=())
     error: Exception | None = None
     report: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    deployed: Mapping[Path, Verification] = field(default_factory=dict)
 
 
 def show(outcome: Outcome, options: Options) -> None:

@@ -54,11 +54,21 @@ from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
 
+_EXAMPLE = "an example input, which is no real data"
 _FAULT_HELP = "give that layer and those before it more bits or a wider range, or float"
 
 
-def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
-    """Compare the calibrated network with the float one and report."""
+def run_test(
+    options: Options, ranks: Ranks = ALONE, opened: session.OpenedRun | None = None
+) -> Outcome:
+    """Compare the calibrated network with the float one and report.
+
+    Args:
+        options: of the run.
+        ranks: the processes of the run.
+        opened: the model and its calibration data, if they are open. An example input then
+            takes the place of missing evaluation data, and the report says so.
+    """
     folder = Path(options.output_dir)
     info = read_info(folder)
     if options.exact:
@@ -69,13 +79,16 @@ def run_test(options: Options, ranks: Ranks = ALONE) -> Outcome:
     if options.config_file is not None:
         level = info.header.get("dpu_accuracy")
         read, _ = session.config_as_asked(options.config_file, level)
-    loaded = session.open_model(options)
+    loaded = session.open_model(options) if opened is None else opened.loaded
     evaluator = evaluator_of(options, loaded)
     gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
         require_known(about_all(gates), names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
-    batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
+    if opened is not None and opened.batches.stands_in and not options.eval_data:
+        batches = replace(opened.batches, stamp=_EXAMPLE)
+    else:
+        batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with report_place(info, options, ranks) as (place, noted):
         original = session.recall_graph(options, loaded, batches, info)
         require_known_parts(gates, output_parts(original))
@@ -164,7 +177,7 @@ class _TestRun:
             function=self.evaluator,
             check=check,
             ranks=self.ranks,
-            explained=True,
+            explained=not self.batches.stands_in,
         )
 
     def _report(self, scores: Scores, graph: Graph) -> Outcome:

@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def resource(folder: str, name: str) -> Path:
-    """Return the path of a shipped file; folders are "schemas" and "configs".
+    """Return the path of a shipped file; folders are "schemas", "configs" and "examples".
 
     A wheel has them inside the package; in a checkout they lie beside it, where editors and
     readers look for them.
@@ -39,3 +39,11 @@ def presets() -> tuple[str, ...]:
 def load_resource(folder: str, name: str) -> Any:
     """Return the parsed JSON of a shipped file; shared, so never to be changed."""
     return json.loads(resource(folder, name).read_text("utf-8"))
+
+
+def preset_text(name: str) -> str:
+    """Return the text of a preset, with the URL of its schema instead of the path."""
+    text = resource("configs", f"{name}.json").read_text("utf-8")
+    path = load_resource("configs", f"{name}.json")["$schema"]
+    address = load_resource("schemas", Path(path).name)["$id"]
+    return text.replace(path, address)

@@ -119,14 +119,16 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as text, in GB or MB.
+    """Return a number of bytes as text, in GB, MB or kB.
 
-    >>> in_words(1_234_000_000), in_words(45_600_000)
-    ('1.23 GB', '46 MB')
+    >>> size_text(1_234_000_000), size_text(45_600_000), size_text(7_800)
+    ('1.23 GB', '46 MB', '8 kB')
     """
     if size >= 10**9:
         return f"{size / 1e9:.2f} GB"
-    return f"{size / 1e6:.0f} MB"
+    if size >= 10**6:
+        return f"{size / 1e6:.0f} MB"
+    return f"{size / 1e3:.0f} kB"
 
 
 def _limits() -> Iterator[tuple[int, int]]:

@@ -223,9 +223,7 @@ def tell_progress(rank: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_ranks_writes_the_same_bytes(
-    kind: str, net: str, tmp_path: Path
-) -> None:
+def test_any_number_of_ranks_writes_the_same_bytes(kind: str, net: str, tmp_path: Path) -> None:
     counts, more = KINDS[kind]
     config = config_file(tmp_path, kind)
     assert run_command(calib(net, config, tmp_path / "one", "-q", *more)) == 0

@@ -292,7 +292,9 @@ def test_a_word_of_run_json_cannot_be_a_command(calibrated: Path) -> None:
     assert json.loads((calibrated / "report.json").read_text())["commands"] == [], (
         "no checksum of its own"
     )
-    facts["commands"] = open_results(calibrated).with_checksum({"calib": facts["commands"]["calib"]})
+    facts["commands"] = open_results(calibrated).with_checksum(
+        {"calib": facts["commands"]["calib"]}
+    )
     run.write_text(json.dumps(facts))
     assert run_command(["report", "out"]) == 0
     [line] = json.loads((calibrated / "report.json").read_text())["commands"]

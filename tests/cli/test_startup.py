@@ -86,8 +86,8 @@ def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
             raise outcome
         return int(outcome)
 
-    module = SimpleNamespace(run=stand_in)
-    monkeypatch.setitem(sys.modules, "quantizer.cli.run", module)
+    module = SimpleNamespace(run_mode=stand_in)
+    monkeypatch.setitem(sys.modules, "quantizer.cli.modes", module)
     return seen
 
 
@@ -260,7 +260,7 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
     program = (
         "import sys, time, types; from quantizer.cli import main\n"
         "def wait(options):\n    print('ready', flush=True)\n    time.sleep(60)\n"
-        "sys.modules['quantizer.cli.run'] = types.SimpleNamespace(run=wait)\n"
+        "sys.modules['quantizer.cli.modes'] = types.SimpleNamespace(run_mode=wait)\n"
         "sys.argv = ['quantizer', '--quant_mode', 'calib']\nmain.main()\n"
     )
     with subprocess.Popen(
@@ -279,4 +279,4 @@ def test_every_command_in_the_table_has_an_import_path() -> None:
         target.startswith("quantizer.cli.") and help_text.endswith(".")
         for target, help_text in SUBCOMMANDS.values()
     )
-    assert entry._RUN == "quantizer.cli.run:run"
+    assert entry._RUN_MODE == "quantizer.cli.modes:run_mode"

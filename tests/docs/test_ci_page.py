@@ -68,6 +68,9 @@ def steps(**inputs: str) -> dict[str, tuple[str, dict[str, str]]]:
 
     found = {}
     for step in action["runs"]["steps"]:
+        if "run" not in step:
+            continue
+        assert step["working-directory"] == "${{ inputs.working_directory }}"
         condition = step.get("if", "inputs.model == inputs.model")
         name = re.fullmatch(r"inputs\.(\w+) != ''", condition)
         if name is None or known[name[1]]:
@@ -100,12 +103,20 @@ def test_a_config_alone_is_validated_at_its_lines_and_needs_no_torch(repository:
 @pytest.mark.real
 def test_the_workflow_of_the_page_gates_a_model_with_an_annotation(repository: Path) -> None:
     inputs = BLOCKS[1]["jobs"]["gate"]["steps"][2]["with"]
-    found, actions = steps(**inputs), {"GITHUB_ACTIONS": "true"}
+    summary = repository / "summary.md"
+    found = steps(**inputs)
+    actions = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary)}
     assert list(found) == ["Install", "Validate", "Calibrate", "Test"]
     for name in ("Validate", "Calibrate", "Test"):
         command, variables = found[name]
         said = shell(command, repository, **variables, **actions)
     assert "sqnr_db" in said and "::error" not in said
+    written = summary.read_text()
+    assert written.startswith(
+        "### quantizer: Sequential\n\n- The output differs from float by "
+    )
+    assert "- gate sqnr_db>=20: met (" in written
+    assert "| weights of `0` | int8 per_channel" in written
     command, variables = found["Test"]
     said = shell(
         command, repository, 1, **(variables | {"GATES": "sqnr_db>=20\ncosine>=2\n"}), **actions

@@ -5,10 +5,12 @@ as it is written.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,31 +112,41 @@ def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name
 
 
 @pytest.mark.real
-def test_the_first_screen_of_the_readme_prints_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.shows("a ResNet of 78 thousand parameters on digits", "ONNX Runtime")
+def test_the_first_screen_of_the_readme_runs_with_nothing_but_the_package(
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip(
         "onnxruntime", reason="it ends with a file for ONNX Runtime (extra: onnx)"
     )
+    pytest.importorskip("setuptools", reason="it builds the package")
     commands, shown = re.findall(
         r"^```\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.S | re.M
     )[:2]
     install, *rest = commands.splitlines()
-    assert install == "pip install 'quantizer-torch[onnx]'"
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    monkeypatch.chdir(tmp_path)
-    for command in rest:
-        program, *words = shlex.split(command)
-        assert (program, run_command(words)) == ("quantizer", 0), command
-    said = capsys.readouterr().out
-    for line in shown.splitlines():
-        words = re.sub(
-            r"[\d.]+", r"[\\d.]+", re.escape(line.removesuffix(" …")).replace(r"\.", ".")
-        )
-        assert re.search(words, said), f"{line}: processors round differently, but say the same"
-    assert float(re.findall(r"^sqnr_db ([\d.]+)", said, re.M)[0]) == pytest.approx(
-        39.9, abs=0.3
+    assert install == "pip install -c constraints.txt '.[onnx]'"
+    package = tmp_path / "package"
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(package)]
+    subprocess.run(build, cwd=ROOT, check=True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    script = f'quantizer() {{ {sys.executable} -m quantizer "$@"; }}\n' + "\n".join(rest)
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=empty,
+        env={**os.environ, "PYTHONPATH": str(package)},
+        check=True,
+        capture_output=True,
+        text=True,
     )
+    for line in shown.splitlines():
+        stable = re.sub(r"; 1\.3x .*", " …", line)
+        words = re.sub(
+            r"[\d.]+", r"[\\d.]+", re.escape(stable.removesuffix(" …")).replace(r"\.", ".")
+        )
+        assert re.search(words, done.stdout), f"{line}: processors differ in digits alone"
+    (decibels,) = re.findall(r"\(SQNR ([\d.]+) dB\)", done.stdout)
+    assert float(decibels) == pytest.approx(39.9, abs=0.3)
 
 
 @pytest.mark.real

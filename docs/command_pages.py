@@ -1,0 +1,84 @@
+"""Write docs/cli.md: every command with its options, from what `--help` prints."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from quantizer.cli.main import SUBCOMMANDS, cli
+
+_TITLE = """# All commands
+
+`python docs/generate.py` writes this page from the program. `quantizer COMMAND --help` prints
+the same. Hyphens may stand for underscores (`--config-file`).
+
+"""
+_ROOT_NAME = "quantizer --quant_mode"
+
+
+def commands_page() -> str:
+    """Return the text of docs/cli.md."""
+    context = click.Context(cli, info_name="quantizer")
+    parts = [_TITLE, _section(cli, _ROOT_NAME)]
+    for name in SUBCOMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        parts.append(_section(command, f"quantizer {name}"))
+    parts.append(_ending())
+    return "".join(parts)
+
+
+def _section(command: click.Command, title: str) -> str:
+    """Return the section of one command: what it does, an example, its options."""
+    context = click.Context(command, info_name=title)
+    text = f"## `{title}`\n\n{_description(command)}"
+    arguments = []
+    for parameter in command.params:
+        if isinstance(parameter, click.Argument):
+            arguments.append(parameter.make_metavar(context))
+    if arguments:
+        text += f"Usage: `{title} {' '.join(arguments)}`\n\n"
+    rows = []
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.hidden:
+            rows.append(_row(parameter, context))
+    if rows:
+        text += "| option | meaning |\n|---|---|\n" + "".join(rows) + "\n"
+    return text
+
+
+def _description(command: click.Command) -> str:
+    """Return a command's help as Markdown; its blocks of commands stay as they are."""
+    text = ""
+    for paragraph in re.split(r"\n\s*\n", command.help or ""):
+        lines = [line.strip() for line in paragraph.strip().splitlines()]
+        if lines[0] != "\b":
+            text += " ".join(lines) + "\n\n"
+            continue
+        text += "".join(f"    {line}\n" for line in lines[1:]) + "\n"
+    return text
+
+
+def _row(option: click.Option, context: click.Context) -> str:
+    """Return an option's row: its spellings with values, its meaning with the default."""
+    record = option.get_help_record(context)
+    assert record is not None
+    names, meaning = (" ".join(part.split()) for part in record)
+    return f"| `{_cell(names)}` | {_cell(meaning)} |\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _ending() -> str:
+    """Return the sections on exit codes and environment variables."""
+    blocks = [block.strip("\n") for block in (cli.epilog or "").split("\b\n")]
+    codes, variables = (block for block in blocks if block)
+    rows = []
+    for line in codes.splitlines()[1:]:
+        code, meaning = line.split(None, 1)
+        rows.append(f"| {code} | {meaning} |\n")
+    table = "## Exit codes\n\n| code | meaning |\n|---|---|\n" + "".join(rows)
+    return f"{table}\n## Environment variables\n\n{' '.join(variables.split())}\n"

@@ -1,0 +1,168 @@
+"""Defines `quantize`, which does in Python what `quantizer run` does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quantizer.api.calibrate import CalibrationData, calibrate
+from quantizer.api.config import AnyConfig
+from quantizer.api.result import Comparison, Result
+from quantizer.calibration.events import Events
+from quantizer.config.resources import preset_text
+from quantizer.config.run_config import MadeFor, run_config
+from quantizer.config.wording import closest_word
+from quantizer.errors import ModelError, UsageError
+from quantizer.export import EXPORTERS, FOLDER, require_extras, size_on_disk
+from quantizer.export.agreement import Verification
+from quantizer.export.destinations import (
+    DESTINATIONS,
+    Destination,
+    default_destination,
+    preset_for,
+)
+from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
+from quantizer.sources.hugging_face import example_input
+from quantizer.sources.text import DEFAULT_SEQ_LEN
+from quantizer.sources.user_code import user_exits
+
+_EXAMPLE = "an example input, which is no real data"
+
+
+@dataclass(frozen=True, repr=False)
+class Quantized:
+    """What `quantize` has made. Its text is the verdict.
+
+    Attributes:
+        path: of the written file or folder.
+        folder: of config, results and report.
+        result: the calibrated model, to test and export further.
+        comparison: of the quantized network with the float one.
+        verification: of the written file.
+        verdict: at most eight lines in plain words.
+    """
+
+    path: Path
+    folder: Path
+    result: Result
+    comparison: Comparison
+    verification: Verification
+    verdict: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.verdict)
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{escape(line)}</p>" for line in self.verdict)
+
+
+@user_exits("the model", ModelError)
+def quantize(
+    model: nn.Module,
+    data: CalibrationData | None = None,
+    to: str | None = None,
+    *,
+    folder: str | os.PathLike[str] = "quantize_result",
+    config: AnyConfig | None = None,
+    evaluation_data: Any = None,
+    evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None,
+    lower_is_better: Collection[str] = (),
+    seed: int = 0,
+    overwrite: bool = False,
+    events: Events | None = None,
+    **options: str | os.PathLike[str],
+) -> Quantized:
+    """Quantize a model in one call, as `quantizer run` does: calibrate it, test it, and write
+    it for another runtime.
+
+    Args:
+        model: as in `calibrate`.
+        data: as in `calibrate`; None for a model of transformers if `to` needs no data.
+        to: "onnx", "pt2", "w8", "w4", "w8a8", "fp8" or "gguf". None for "w4" if the model
+            generates text, and "onnx" otherwise.
+        folder: of config, results, report and the written file.
+        config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
+            written from a preset if it is not there.
+        evaluation_data: to test and verify with; `data` if None.
+        evaluate, lower_is_better: as in `Result.test`.
+        seed, events: as in `calibrate`.
+        overwrite: whether results of another model, and the config in the folder, are replaced.
+        options: of the target, as in `Result.export`.
+
+    Raises:
+        QuantizerError: as `calibrate`, `Result.save`, `Result.test` and `Result.export`.
+        UsageError: there is no such destination, or it needs data.
+    """
+    name = to or default_destination(model)
+    _require_known(name)
+    destination = DESTINATIONS[name]
+    target = destination.target_of(model)
+    require_extras([target])
+    place = Path(folder)
+    has_data = data is not None
+    if config is None:
+        text = preset_text(preset_for(name, has_data=has_data))
+        made_for = MadeFor(name, type(model).__name__)
+        config = run_config(place, made_for, text, overwrite=overwrite)
+    batches: Any = data if has_data else [example_input(model, DEFAULT_SEQ_LEN)]
+    result = calibrate(model, config, batches, seed=seed, events=events)
+    result.save(place, overwrite=overwrite)
+    tested_data = batches if evaluation_data is None else evaluation_data
+    comparison = result.test(tested_data, evaluate, lower_is_better=lower_is_better)
+    path = place / FOLDER / f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
+    path.parent.mkdir(exist_ok=True)
+    verification = result.export(target, path, tested_data, **options)
+    result.report(place / "report.html", comparison)
+    tested = comparison.to_json()
+    if not has_data and evaluation_data is None:
+        tested["stamp"] = _EXAMPLE
+    facts = VerdictFacts.of(
+        result.plan.plan,
+        **_facts_of_file(path, verification),
+        made=destination.made,
+        tested=tested,
+        config=_name_of(config),
+        improvement=_improvement(destination, has_data=has_data),
+    )
+    return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _improvement(destination: Destination, *, has_data: bool) -> str:
+    """Return what would lose less; empty if that is not known."""
+    if not has_data and destination.loses_without_data():
+        return MORE_WITH_DATA
+    return ""
+
+
+def _name_of(config: AnyConfig) -> str:
+    """Return the path of a config, or what it is called in sentences."""
+    if isinstance(config, (str, os.PathLike)):
+        return os.fspath(config)
+    return "the config"
+
+
+def _require_known(name: str) -> None:
+    """Raise `UsageError` if there is no such destination."""
+    if name in DESTINATIONS:
+        return
+    near = closest_word(name, DESTINATIONS)
+    remedy = f"known are {', '.join(DESTINATIONS)}"
+    if near is not None:
+        remedy = f'did you mean "{near}"?'
+    raise UsageError(f"there is no destination {name!r}", help=remedy)
+
+
+def _facts_of_file(path: Path, verification: Verification) -> dict[str, Any]:
+    """Return the facts of a verdict about the written file."""
+    facts: dict[str, Any] = {"path": str(path), "size": size_on_disk(path), "floating": None}
+    session = verification.default_session
+    if session is not None and session.kernels is not None:
+        facts["runtime"] = session.summary_lines[0]
+        facts["floating"] = session.kernels.floating
+    return facts

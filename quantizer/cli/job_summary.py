@@ -1,0 +1,51 @@
+"""Writes the result of a test into the job summary of GitHub Actions."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quantizer.printable import one_line
+from quantizer.report.page.rows import layer_name
+from quantizer.report.verdict import figures
+
+_VARIABLE = "GITHUB_STEP_SUMMARY"
+"""The environment variable with the file that Actions shows."""
+_MAX_ROWS = 10
+
+
+def append_summary(report: dict[str, Any], gates: Sequence[str]) -> None:
+    """Append figures, gates and the most damaged tensors to the job summary, if there is one.
+
+    Args:
+        report: the values of report.json.
+        gates: a line for each gate.
+    """
+    path = os.environ.get(_VARIABLE)
+    if not path or "metrics" not in report:
+        return
+    lines = [f"### quantizer: {report['model']}", ""]
+    for text in (*figures(report), *gates):
+        lines.append(f"- {one_line(text)}")
+    lines += ["", "| tensor | quantized as | local dB | accumulated dB |", "|---|---|--:|--:|"]
+    for row in report["layers"][:_MAX_ROWS]:
+        cells = [
+            f"{row['tensor']} of `{_cell(layer_name(report, row['layer']))}`",
+            row["spec"],
+            _decibels(row["local_sqnr_db"]),
+            _decibels(row["accumulated_sqnr_db"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    more = len(report["layers"]) - _MAX_ROWS
+    if more > 0:
+        lines.append(f"\n{more} more are in layers.csv and report.html.")
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def _cell(name: str) -> str:
+    return one_line(name).replace("|", "\\|").replace("`", "'")
+
+
+def _decibels(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"

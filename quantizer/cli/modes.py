@@ -1,0 +1,154 @@
+"""Runs `--quant_mode float|calib|test`, and returns the exit code."""
+
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+
+import quantizer
+from quantizer.cli import session, torchrun
+from quantizer.cli.annotations import annotate
+from quantizer.cli.calib_mode import run_calib
+from quantizer.cli.float_mode import run_float
+from quantizer.cli.gates import (
+    Gate,
+    failed_gates,
+    met_gate_lines,
+    parse_gate,
+    require_known,
+)
+from quantizer.cli.job_summary import append_summary
+from quantizer.cli.options import RAISING, Options
+from quantizer.cli.session import Outcome
+from quantizer.cli.test_mode import run_test
+from quantizer.distributed import Ranks, require_alike
+from quantizer.errors import GateError, UsageError
+from quantizer.export import require_extras
+from quantizer.export.choices import require_choices
+from quantizer.seeding import seed_everything
+from quantizer.storage import process_memory
+
+_COMPARED_OPTIONS = (
+    "quant_mode",
+    "batch_size",
+    "subset_len",
+    "seq_len",
+    "stride",
+    "seed",
+    "fast_finetune",
+    "dpu_accuracy",
+    "deploy",
+)
+"""Options that affect the result, and have to be the same on all ranks."""
+_ONLY_IN_CALIB = {
+    "for_": "--for needs calib mode, or `quantizer plan`: it checks a plan before calibration",
+    "memory": "--memory needs calib mode: the other modes keep no activations",
+    "resume": "--resume needs calib mode: it continues an interrupted calibration",
+}
+_ONLY_IN_TEST = {
+    "deploy": "--deploy needs test mode: it writes the network that is tested",
+    "report_dir": "--report_dir needs test mode: it is the folder of its report",
+    "exact": "--exact needs test mode: it compares with the network that is tested",
+}
+"""Why an option is refused in other modes."""
+
+
+def run_mode(options: Options) -> int:
+    """Run one mode and return exit code 0; errors are raised."""
+    gates = [parse_gate(text) for text in options.gate]
+    _require_mode(options)
+    require_extras((*options.deploy, *options.for_))
+    seed_everything(options.seed)
+    # With --json only the result is printed to stdout. Output of the user's code goes to
+    # stderr.
+    stdout = sys.stderr if options.json else sys.stdout
+    with (
+        torchrun.joined_ranks(options) as (ranks, rank_options),
+        session.notes_on_stderr(rank_options.quiet),
+        redirect_stdout(stdout),
+    ):
+        require_alike(ranks, _compared_facts(options), "the versions and options")
+        outcome = _MODES[options.quant_mode](rank_options, ranks)
+    if not ranks.is_first:
+        return 0
+    session.show(outcome, options)
+    is_silent = options.json or options.quiet or options.quant_mode == "float"
+    peak = process_memory.peak_bytes()
+    if peak and not is_silent:
+        print(f"peak memory {process_memory.size_text(peak)}")
+    met_gates = met_gate_lines(gates, outcome.metrics)
+    if not options.json:
+        for line in met_gates:
+            print(line)
+    missed = [f"gate {text}: not met" for text in failed_gates(gates, outcome.metrics)]
+    append_summary(outcome.report, [*met_gates, *missed])
+    require_met(options, gates, outcome)
+    if outcome.error:
+        raise outcome.error
+    require_known(gates, outcome.metrics)
+    return 0
+
+
+def _require_mode(options: Options) -> None:
+    """Raise `UsageError` if an option has no effect in this mode, or without another option."""
+    mode = options.quant_mode
+    if options.gate and mode == "calib":
+        raise UsageError("--gate needs test or float mode: calibration measures no metrics")
+    for name, refusal in _ONLY_IN_TEST.items():
+        if getattr(options, name) and mode != "test":
+            raise UsageError(refusal)
+    require_choices(options.target_choices, options.deploy)
+    for name, refusal in _ONLY_IN_CALIB.items():
+        value = getattr(options, name)
+        is_set = value is not None and value is not False and value != ()
+        if is_set and mode != "calib":
+            raise UsageError(refusal)
+    for name in RAISING:
+        if getattr(options, name) and mode == "float":
+            raise UsageError(
+                f"--{name} needs calib mode; test mode accepts it to check that it was used"
+            )
+
+
+def require_met(
+    options: Options,
+    gates: list[Gate],
+    outcome: Outcome,
+    *,
+    shown_in: str = "the table above",
+) -> None:
+    """Raise `GateError` if a gate does not hold, or its metric was not measured.
+
+    Args:
+        options: of the run.
+        gates: of the run.
+        outcome: of the run.
+        shown_in: what shows the loss of each layer.
+    """
+    not_met = failed_gates(gates, outcome.metrics)
+    if options.quant_mode == "test" and outcome.error is None:
+        for gate in gates:
+            if gate.metric not in outcome.metrics:
+                not_met.append(f"{gate.text} (not measured)")
+    if not not_met:
+        return
+    annotate(options, not_met, outcome.report)
+    text = f"not met: {', '.join(not_met)}"
+    if options.deploy and "deployed" not in outcome.content:
+        text += "; nothing is deployed"
+    raise GateError(text, help=f"{shown_in} shows which layers lose most")
+
+
+def _compared_facts(options: Options) -> dict[str, Any]:
+    """Return versions and options, which have to be the same on all ranks."""
+    values = {f"--{name}": getattr(options, name) for name in _COMPARED_OPTIONS}
+    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **values}
+
+
+_MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {
+    "float": run_float,
+    "calib": run_calib,
+    "test": run_test,
+}

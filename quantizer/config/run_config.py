@@ -1,0 +1,108 @@
+"""Writes the config of a run in one call into its folder, or checks the one that is there."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantizer.config.document.document import Text
+from quantizer.config.document.read import parse_document, read_text
+from quantizer.config.forms.compared import compare_configs
+from quantizer.config.load import load_text
+from quantizer.config.wording import first_names
+from quantizer.errors import UsageError
+from quantizer.storage.atomic_write import replace_file
+
+RUN_CONFIG = "quantize_config.json"
+"""The name of the config in the folder of a run."""
+_KEY = "// quantizer run"
+"""The comment that says what a config was made for."""
+_MADE_FOR = re.compile(r"--to (\S+) for (.+)")
+_MAX_DIFFERENCES = 4
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """What a config is made for.
+
+    Attributes:
+        to: the destination, as `--to` names it.
+        model: the class of the model.
+    """
+
+    to: str
+    model: str
+
+    @property
+    def comment(self) -> str:
+        """Return the comment in the config."""
+        return f"--to {self.to} for {self.model}"
+
+
+def run_config(folder: Path, made_for: MadeFor, text: str, *, overwrite: bool) -> Path:
+    """Return the path of the config in a folder; write it if there is none.
+
+    Args:
+        folder: of the run.
+        made_for: what the config is for.
+        text: of a new config.
+        overwrite: whether a config that is there is replaced.
+
+    Raises:
+        ConfigError: the config that is there cannot be read.
+        UsageError: it was made for another destination or model, or cannot be written.
+    """
+    path = folder / RUN_CONFIG
+    new = _with_comment(text, made_for)
+    if path.exists() and not overwrite:
+        _require_same(path, made_for, new)
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, new.encode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+    return path
+
+
+def _with_comment(text: str, made_for: MadeFor) -> str:
+    """Return a config with the comment below its own first one."""
+    own_comment = re.search(r'^  "//": .*\n', text, re.MULTILINE)
+    start = own_comment.end() if own_comment else text.index("{\n") + 2
+    line = f"  {json.dumps(_KEY)}: {json.dumps(made_for.comment)},\n"
+    return text[:start] + line + text[start:]
+
+
+def _require_same(path: Path, made_for: MadeFor, new: str) -> None:
+    """Raise `UsageError` if a config was made for another destination or model.
+
+    A config without the comment was written by the user, and is taken.
+    """
+    source = read_text(path)
+    comment = parse_document(source).value.get(_KEY)
+    match = _MADE_FOR.fullmatch(str(comment))
+    if match is None or comment == made_for.comment:
+        return
+    to, model = match.groups()
+    if model != made_for.model:
+        message = f"{path} was made for {model}, and this model is {made_for.model}"
+    else:
+        message = f"{path} was made for --to {to}, not for --to {made_for.to}"
+        message += _differences(source, new)
+    raise UsageError(
+        message, help="choose another folder with -o, or write a new config with --overwrite"
+    )
+
+
+def _differences(source: Text, new: str) -> str:
+    """Return the end of a sentence with the values that differ from a new config."""
+    before = load_text(source).config
+    after = load_text(Text("new", new)).config
+    if before is None or after is None:
+        return ""
+    if before.form != after.form:
+        return f", which has the {after.form} form"
+    values = []
+    for key, (old, new_value) in compare_configs(before, after).items():
+        values.append(f"{key} is {json.dumps(old)} instead of {json.dumps(new_value)}")
+    return f": {first_names(values, _MAX_DIFFERENCES)}" if values else ""

@@ -1,0 +1,118 @@
+"""Lists the destinations of `quantizer run --to`: for each the preset to start from and the
+file to write. Imports no torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quantizer.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What one value of `--to` stands for.
+
+    Attributes:
+        made: what is written, for sentences.
+        preset: the config to start from.
+        without_data: the preset if there is no calibration data; None if data is needed.
+        target: of `--deploy`, for a network.
+        transformers_target: the same for a model of transformers; None if it is `target` too.
+    """
+
+    made: str
+    preset: str
+    target: str
+    without_data: str | None = None
+    transformers_target: str | None = None
+
+    def target_of(self, model: Any) -> str:
+        """Return the target of `--deploy` for a model."""
+        is_of_transformers = callable(getattr(model, "save_pretrained", None))
+        if is_of_transformers and self.transformers_target is not None:
+            return self.transformers_target
+        return self.target
+
+    def loses_without_data(self) -> bool:
+        """Return whether the preset without data is another one, which rounds less well."""
+        return self.preset != self.without_data
+
+
+_CHECKPOINT = "compressed-tensors"
+"""Models of transformers become checkpoints that transformers, vLLM and SGLang load."""
+
+DESTINATIONS: dict[str, Destination] = {
+    "onnx": Destination("int8 ONNX", preset="cpu_int8", target="onnx"),
+    "pt2": Destination("int8 program of torch.export", preset="cpu_int8", target="pt2"),
+    "w8": Destination(
+        "int8 weights",
+        preset="weight_int8",
+        without_data="weight_int8",
+        target="safetensors",
+        transformers_target=_CHECKPOINT,
+    ),
+    "w4": Destination(
+        "int4 weights",
+        preset="gptq_int4_group",
+        without_data="weight_int4_group",
+        target="safetensors",
+        transformers_target=_CHECKPOINT,
+    ),
+    "w8a8": Destination(
+        "int8 weights and activations",
+        preset="smoothquant_int8",
+        without_data="dynamic_int8",
+        target="safetensors",
+        transformers_target=_CHECKPOINT,
+    ),
+    "fp8": Destination(
+        "fp8 weights and activations",
+        preset="static_fp8",
+        target="safetensors",
+        transformers_target=_CHECKPOINT,
+    ),
+    "gguf": Destination(
+        "Q8_0 GGUF", preset="gguf_q8_0", without_data="gguf_q8_0", target="gguf"
+    ),
+}
+"""By the values of `--to`."""
+
+
+_LANGUAGE_MODEL = "w4"
+_NETWORK = "onnx"
+"""The destinations that are chosen if the user names none."""
+
+
+def default_destination(model: Any) -> str:
+    """Return the destination of a model if the user names none."""
+    can_generate = getattr(model, "can_generate", None)
+    if callable(can_generate) and can_generate():
+        return _LANGUAGE_MODEL
+    return _NETWORK
+
+
+def preset_for(name: str, *, has_data: bool) -> str:
+    """Return the preset to start from.
+
+    Args:
+        name: of the destination.
+        has_data: whether there is calibration data.
+
+    Raises:
+        UsageError: the destination needs data, and there is none.
+    """
+    destination = DESTINATIONS[name]
+    if has_data:
+        return destination.preset
+    if destination.without_data is not None:
+        return destination.without_data
+    others = [
+        f"--to {other}"
+        for other, place in DESTINATIONS.items()
+        if place.without_data is not None
+    ]
+    raise UsageError(
+        f"--to {name} needs calibration data, and there is none",
+        help="give --data, or add calibration_data() to the model's file; these need no data: "
+        + ", ".join(others),
+    )

@@ -1,0 +1,271 @@
+"""Writes the verdict of a run: in at most eight lines what was made, how close it is to float,
+how fast it is, what stays float, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantizer.config.json_types import JsonMapping
+from quantizer.config.roles import is_parameter
+from quantizer.config.wording import counted, first_names
+from quantizer.graph.module_names import path_names
+from quantizer.numerics.codes import bits_of
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import NO_RULES
+from quantizer.plan.size import weight_bytes
+from quantizer.storage.process_memory import size_text
+
+MAX_LINES = 8
+MORE_WITH_DATA = (
+    "give calibration data: GPTQ then recovers most of what rounding to the nearest code loses."
+)
+"""The next step after a run without data, if data would help."""
+_CLOSE_DB = 30.0
+"""Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
+_NARROW_CLOSE_DB = 12.0
+"""The same where weights have 4 bits or fewer."""
+_NARROW_BITS = 4
+_MAX_RELATIVE_CHANGE = 0.01
+"""A metric of the task that loses at most this share is kept."""
+_MAX_METRICS = 3
+_MAX_NAMES = 3
+
+
+@dataclass(frozen=True)
+class VerdictFacts:
+    """What a verdict is about.
+
+    Attributes:
+        model: the name of the model.
+        made: what was written, such as "int8 ONNX".
+        path: of the written file; None if none was written.
+        size: of the file, in bytes.
+        float_size: of the float weights, in bytes.
+        tested: the content of report.json.
+        runtime: a sentence on the speed and the kernels of the file; empty if unknown.
+        left_float: the reasons why layers with weights stay in float, by layer.
+        gates: a line for each gate, met or not.
+        not_met: the gates that do not hold.
+        weight_bits: the smallest width of quantized weights; None without such weights.
+        config: the path of the config.
+        model_option: the value of `--model`; empty in Python.
+        improvement: what would lose less, if the run knows it; empty otherwise.
+    """
+
+    model: str
+    made: str
+    path: str | None
+    size: int
+    float_size: int
+    tested: JsonMapping
+    config: str
+    model_option: str = ""
+    runtime: str = ""
+    left_float: Mapping[str, str] = field(default_factory=dict)
+    gates: Sequence[str] = ()
+    not_met: Sequence[str] = ()
+    weight_bits: int | None = None
+    improvement: str = ""
+
+    @classmethod
+    def of(
+        cls, plan: Plan, *, floating: Mapping[str, str] | None, **facts: Any
+    ) -> VerdictFacts:
+        """Return the facts about a plan, with others given by name.
+
+        Args:
+            plan: of the calibration.
+            floating: by layer, why a runtime multiplies it in float; None if no runtime was
+                asked.
+            facts: the other attributes.
+        """
+        reasons = _left_float_of(plan) if floating is None else floating
+        names = path_names(plan.graph)
+        left_float = {names.get(layer, layer): reason for layer, reason in reasons.items()}
+        return cls(
+            model=plan.graph.model,
+            float_size=weight_bytes(plan)[0],
+            left_float=left_float,
+            weight_bits=_weight_bits(plan),
+            **facts,
+        )
+
+
+def _left_float_of(plan: Plan) -> dict[str, str]:
+    """Return the reasons why layers with weights stay in float."""
+    reasons = {}
+    for node in plan.graph.nodes:
+        is_quantized = (node.name, "weights") in plan.tensors
+        if node.row.kind == "mac" and node.row.weight and not is_quantized:
+            reasons[node.name] = plan.floats.get(node.name, NO_RULES)
+    return reasons
+
+
+def _weight_bits(plan: Plan) -> int | None:
+    """Return the smallest width of quantized weights; None if there are none."""
+    widths = []
+    for (_, role), tensor in plan.tensors.items():
+        if is_parameter(role) and role != "bias":
+            widths.append(bits_of(tensor.spec))
+    return min(widths, default=None)
+
+
+def verdict(facts: VerdictFacts) -> list[str]:
+    """Return at most eight lines of plain words about a run."""
+    lines = [_made(facts), *figures(facts.tested)]
+    if facts.runtime:
+        lines.append(f"{facts.runtime}.")
+    lines += _left_float(facts.left_float)
+    if facts.gates:
+        lines.append("; ".join(facts.gates))
+    return [*lines[: MAX_LINES - 1], f"Next: {_next_step(facts)}"]
+
+
+def figures(tested: JsonMapping) -> Iterator[str]:
+    """Yield lines on the metrics of the task, the outputs, and on what they were measured.
+
+    Args:
+        tested: the content of report.json.
+    """
+    yield from _metrics(tested)
+    yield from _outputs(tested)
+    if tested.get("stamp"):
+        yield f"These figures are of {tested['stamp']}."
+
+
+def _made(facts: VerdictFacts) -> str:
+    if facts.path is None:
+        return f"Nothing was written of {facts.model}."
+    size = size_text(facts.size)
+    return (
+        f"Wrote {facts.path}: {facts.made} of {facts.model}, {size}; its float weights take "
+        f"{size_text(facts.float_size)}."
+    )
+
+
+def _metrics(tested: JsonMapping) -> Iterator[str]:
+    """Yield a line on the metrics of the task, if there are any."""
+    texts = []
+    for name, pair in tested.get("pairs", {}).items():
+        texts.append(
+            f"{name} is {_number(pair['quantized'])}, in float {_number(pair['float'])}"
+        )
+    if texts:
+        yield "; ".join(texts[:_MAX_METRICS]) + "."
+
+
+def _number(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.4g}"
+
+
+def _outputs(tested: JsonMapping) -> Iterator[str]:
+    """Yield a line on the difference of the outputs from float."""
+    rows = _measured_parts(tested)
+    if not rows:
+        return
+    if len(rows) == 1:
+        yield f"The output differs from float by {_error(rows[0])}."
+        return
+    worst = rows[0]
+    others = [f"{row['name']} by {_share(row['sqnr_db'])}" for row in rows[1 : 1 + _MAX_NAMES]]
+    yield (
+        f"Of {len(rows)} outputs, {worst['name']} differs most from float, by "
+        f"{_error(worst)}; {', '.join(others)}."
+    )
+
+
+def _measured_parts(tested: JsonMapping) -> list[JsonMapping]:
+    """Return the rows of outputs and parts that have an SQNR, the lowest first.
+
+    An output that has parts is left out.
+    """
+    rows = list(tested.get("outputs", ()))
+    names_of_wholes = set()
+    for row in rows:
+        if row["name"] != row["output"]:
+            names_of_wholes.add(row["output"])
+    measured = []
+    for row in rows:
+        if row["name"] not in names_of_wholes and row["sqnr_db"] is not None:
+            measured.append(row)
+    return sorted(measured, key=lambda row: row["sqnr_db"])
+
+
+def _error(row: JsonMapping) -> str:
+    return f"{_share(row['sqnr_db'])} (SQNR {row['sqnr_db']:.1f} dB)"
+
+
+def _share(sqnr_db: float) -> str:
+    """Return the size of the error relative to the values.
+
+    >>> _share(40.0), _share(26.0), _share(-3.0)
+    ('1 %', '5 %', '141 %')
+    """
+    share = 100 * 10 ** (-sqnr_db / 20)
+    if share < 0.01:
+        return "less than 0.01 %"
+    digits = 2 if share < 0.1 else 1
+    if share >= 1:
+        digits = 0
+    return f"{share:.{digits}f} %"
+
+
+def _left_float(reasons: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line on layers with weights that stay in float, with the most frequent reason."""
+    layers_by_reason: dict[str, list[str]] = {}
+    for layer, reason in reasons.items():
+        layers_by_reason.setdefault(reason, []).append(layer)
+    if not layers_by_reason:
+        return
+    reason, layers = max(layers_by_reason.items(), key=lambda item: len(item[1]))
+    text = f"In float: {first_names(layers, _MAX_NAMES)} ({reason})"
+    others = len(reasons) - len(layers)
+    if others:
+        text += f", and {counted(others, 'layer')} for other reasons"
+    yield f"{text}."
+
+
+def _next_step(facts: VerdictFacts) -> str:
+    tested = facts.tested
+    command = f"--config_file {facts.config} --model {facts.model_option or 'MODEL'}"
+    missed = facts.not_met[0] if facts.not_met else _lost_metric(tested)
+    if missed is not None:
+        return (
+            f"`quantizer analyze --metric '{missed}' {command} --apply` finds the layers that "
+            "have to stay in float."
+        )
+    if facts.improvement:
+        return facts.improvement
+    is_narrow = facts.weight_bits is not None and facts.weight_bits <= _NARROW_BITS
+    bound_db = _NARROW_CLOSE_DB if is_narrow else _CLOSE_DB
+    parts = _measured_parts(tested)
+    if not tested.get("pairs") and parts and parts[0]["sqnr_db"] < bound_db:
+        return (
+            f"`quantizer analyze --tensors {command}` shows which tensors lose most; an "
+            "evaluate() in the model's file measures what that costs."
+        )
+    if not facts.model_option:
+        return f"check in {facts.config}; `quantizer.calibrate` with it repeats this."
+    return (
+        f"check in {facts.config}; `quantizer --quant_mode calib` and `--quant_mode test` with "
+        "a --gate repeat this in CI."
+    )
+
+
+def _lost_metric(tested: JsonMapping) -> str | None:
+    """Return a gate that the first metric of the task with a loss of more than 1 % does not
+    meet; None if there is no such metric.
+    """
+    metrics: Mapping[str, Any] = tested.get("metrics", {})
+    for name, pair in tested.get("pairs", {}).items():
+        drop = metrics.get(f"{name}_drop")
+        before = pair["float"]
+        if drop is None or before is None:
+            continue
+        allowed = _MAX_RELATIVE_CHANGE * abs(before)
+        if drop > allowed:
+            return f"{name}_drop<={allowed:.2g}"
+    return None

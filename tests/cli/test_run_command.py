@@ -1,0 +1,175 @@
+"""`quantizer run` makes a config, results and a file in one call, and says what came out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.llamas import llama, saved
+
+from quantizer.cli.main import run_command
+from quantizer.report.verdict import MAX_LINES
+
+MODEL = """import torch
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)
+    )
+
+def calibration_data():
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(8, 3, 4, 4, generator=generator) for _ in range(2)]
+    return [(batch, torch.arange(8) % 3) for batch in inputs]
+"""
+WITHOUT_DATA = MODEL[: MODEL.index("def calibration_data")]
+WITH_EXAMPLE = f"{WITHOUT_DATA}def example_input():\n    return torch.ones(1, 3, 4, 4)\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a model file into the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def written(text: str) -> str:
+        Path("net.py").write_text(text)
+        return "net.py"
+
+    return written
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_one_call_leaves_a_config_results_and_a_verified_file(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(MODEL), "-q", "--gate", "sqnr_db>=10"]) == 0
+    lines = lines_of(capsys)
+    assert len(lines) <= MAX_LINES
+    assert lines[0].startswith("Wrote quantize_result/export/Sequential.onnx: int8 ONNX of")
+    assert any(line.startswith("top1 is ") for line in lines)
+    assert any("multiplications in int8" in line for line in lines)
+    assert any(line.startswith("gate sqnr_db>=10: met") for line in lines)
+    assert lines[-1].startswith("Next: check in quantize_result/quantize_config.json")
+    assert Path("quantize_result/export/Sequential.onnx").is_file()
+    assert Path("quantize_result/report.html").is_file()
+
+
+def test_the_modes_repeat_a_run_byte_for_byte(write: Callable[[str], str]) -> None:
+    model = write(MODEL)
+    assert run_command(["run", model, "-q", "--to", "w8", "-o", "one"]) == 0
+    again = ["--config_file", "one/quantize_config.json", "--model", model, "-q"]
+    assert run_command(["--quant_mode", "calib", "--output_dir", "two", *again]) == 0
+    test = ["--quant_mode", "test", "--output_dir", "two", *again, "--deploy", "safetensors"]
+    assert run_command(test) == 0
+    for path in sorted(Path("two").rglob("*")):
+        if path.is_file() and path.name not in ("run.json", "run.log", "report.html"):
+            twin = Path("one", path.relative_to("two"))
+            assert path.read_bytes() == twin.read_bytes(), path
+
+
+def test_a_gate_that_does_not_hold_is_exit_1_with_what_to_try(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_command(["run", write(MODEL), "-q", "--to", "w8", "--gate", "sqnr_db>=200"])
+    printed = capsys.readouterr()
+    assert code == 1
+    assert "gate sqnr_db>=200: not met" in printed.out
+    assert "Next: `quantizer analyze --metric 'sqnr_db>=200' --config_file" in printed.out
+    assert "error: not met: sqnr_db>=200; nothing is deployed" in printed.err
+    assert not Path("quantize_result/export").exists()
+
+
+def test_an_existing_config_is_taken_as_it_is(write: Callable[[str], str]) -> None:
+    model = write(MODEL)
+    assert run_command(["run", model, "-q", "--to", "w8"]) == 0
+    config = Path("quantize_result/quantize_config.json")
+    edited = config.read_text().replace('"int8"', '"int4"')
+    config.write_text(edited)
+    assert run_command(["run", model, "-q", "--to", "w8"]) == 0
+    assert config.read_text() == edited
+    resolved = json.loads(Path("quantize_result/config.resolved.json").read_text())
+    assert resolved["global_quant_config"]["weight"]["dtype"] == "int4"
+
+
+def test_a_config_for_another_destination_is_refused_with_the_difference(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(MODEL)
+    assert run_command(["run", model, "-q", "--to", "w8"]) == 0
+    config = Path("quantize_result/quantize_config.json").read_bytes()
+    capsys.readouterr()
+    assert run_command(["run", model, "-q", "--to", "w4"]) == 2
+    error = capsys.readouterr().err
+    assert "was made for --to w8, not for --to w4: " in error
+    assert '/global_quant_config/weight/dtype is "int8" instead of "int4"' in error
+    assert Path("quantize_result/quantize_config.json").read_bytes() == config
+    assert run_command(["run", model, "-q", "--to", "w4", "--overwrite"]) == 0
+
+
+def test_a_config_for_another_model_is_refused(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(MODEL), "-q", "--to", "w8"]) == 0
+    other = write("import torch\n\ndef model():\n    return torch.nn.Linear(3, 2)\n")
+    assert run_command(["run", other, "-q", "--to", "w8", "--data", "random:4x3"]) == 2
+    assert "was made for Sequential, and this model is Linear" in capsys.readouterr().err
+
+
+def test_without_data_what_needs_none_is_made_and_stamped(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(WITH_EXAMPLE), "-q", "--to", "w4"]) == 0
+    lines = lines_of(capsys)
+    assert "These figures are of an example input, which is no real data." in lines
+    assert lines[-1].startswith("Next: give calibration data: GPTQ")
+    report = json.loads(Path("quantize_result/report.json").read_text())
+    assert report["stamp"] == "an example input, which is no real data"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(WITH_EXAMPLE, "--to w8"), (WITHOUT_DATA, "--data")]
+)
+def test_without_data_what_needs_it_is_refused(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    assert run_command(["run", write(text), "-q", "--to", "onnx"]) == 2
+    error = capsys.readouterr().err
+    assert "data" in error
+    assert words in error
+    assert not Path("quantize_result").exists()
+
+
+def test_a_target_that_cannot_hold_the_model_is_refused_before_calibration(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(MODEL), "-q", "--to", "gguf"]) == 2
+    assert "gguf" in capsys.readouterr().err
+    assert not Path("quantize_result/quant_info.json").exists()
+
+
+def test_json_has_the_verdict_and_the_figures(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(MODEL), "--to", "w8", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["verdict"][0].startswith("Wrote ")
+    assert content["test"]["metrics"]["sqnr_db"] > 20
+    assert content["calibration"]["results"] == "quantize_result"
+
+
+def test_a_language_model_becomes_a_checkpoint_in_4_bits_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = saved(tmp_path / "tiny", llama())
+    assert run_command(["run", str(folder), "-q"]) == 0
+    assert "int4 weights of LlamaForCausalLM" in lines_of(capsys)[0]
+    assert Path(
+        "quantize_result/export/LlamaForCausalLM-compressed-tensors/config.json"
+    ).is_file()

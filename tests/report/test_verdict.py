@@ -1,0 +1,93 @@
+"""The verdict of a run says in at most eight lines what came out and what to do next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quantizer.report.verdict import MAX_LINES, VerdictFacts, verdict
+
+TESTED: dict[str, Any] = {
+    "metrics": {"sqnr_db": 40.0, "top1_drop": 0.0},
+    "pairs": {"top1": {"float": 0.9, "quantized": 0.9}},
+    "outputs": [{"output": "0", "name": "0", "sqnr_db": 40.0}],
+}
+FACTS = VerdictFacts(
+    model="Net",
+    made="int8 ONNX",
+    path="out/Net.onnx",
+    size=7_800,
+    float_size=310_000,
+    tested=TESTED,
+    config="out/net.json",
+    model_option="net.py",
+)
+
+
+def figures(**others: Any) -> dict[str, Any]:
+    return {**TESTED, **others}
+
+
+def test_a_good_run() -> None:
+    assert verdict(FACTS) == [
+        "Wrote out/Net.onnx: int8 ONNX of Net, 8 kB; its float weights take 310 kB.",
+        "top1 is 0.9, in float 0.9.",
+        "The output differs from float by 1 % (SQNR 40.0 dB).",
+        "Next: check in out/net.json; `quantizer --quant_mode calib` and `--quant_mode test` "
+        "with a --gate repeat this in CI.",
+    ]
+
+
+def test_the_worst_output_comes_first_and_a_whole_gives_way_to_its_parts() -> None:
+    outputs = [
+        {"output": "0", "name": "0", "sqnr_db": 44.0},
+        {"output": "0", "name": "0.boxes", "sqnr_db": 44.0},
+        {"output": "0", "name": "0.scores", "sqnr_db": 6.0},
+        {"output": "1", "name": "1", "sqnr_db": None},
+    ]
+    lines = verdict(replace(FACTS, tested=figures(outputs=outputs)))
+    assert (
+        "Of 2 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by 0.6 %."
+    ) in lines
+
+
+def test_a_metric_that_loses_more_than_one_percent_asks_for_layers_in_float() -> None:
+    pairs = {"top1": {"float": 0.9, "quantized": 0.8}}
+    lost = figures(pairs=pairs, metrics={"top1_drop": 0.1})
+    assert verdict(replace(FACTS, tested=lost))[-1].startswith(
+        "Next: `quantizer analyze --metric 'top1_drop<=0.009' --config_file out/net.json --model "
+        "net.py --apply`"
+    )
+
+
+@pytest.mark.parametrize(("bits", "sqnr_db", "is_low"), [(8, 29.0, True), (4, 15.0, False)])
+def test_without_a_task_the_width_of_weights_decides_what_is_low(
+    bits: int, sqnr_db: float, is_low: bool
+) -> None:
+    outputs = [{"output": "0", "name": "0", "sqnr_db": sqnr_db}]
+    facts = replace(FACTS, tested=figures(pairs={}, outputs=outputs), weight_bits=bits)
+    assert ("analyze --tensors" in verdict(facts)[-1]) == is_low
+
+
+def test_a_run_of_many_findings_keeps_to_eight_lines_and_its_next_step() -> None:
+    crowded = replace(
+        FACTS,
+        tested=figures(stamp="random data"),
+        runtime="9 of 10 multiplications in int8",
+        left_float={"conv1": "its output is 16 bits wide", "head": "the config says so"},
+        gates=["gate top1>=0.8: met (0.9)", "gate sqnr_db>=50: not met"],
+        not_met=["sqnr_db>=50"],
+    )
+    lines = verdict(crowded)
+    assert len(lines) <= MAX_LINES
+    assert "These figures are of random data." in lines
+    assert (
+        "In float: conv1 (its output is 16 bits wide), and 1 layer for other reasons." in lines
+    )
+    assert lines[-1].startswith("Next: `quantizer analyze --metric 'sqnr_db>=50'")
+
+
+def test_nothing_written_is_said_first() -> None:
+    assert verdict(replace(FACTS, path=None))[0] == "Nothing was written of Net."
