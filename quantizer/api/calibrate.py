@@ -1,7 +1,7 @@
 """Defines `calibrate` and `load`, which do in Python what the shell does."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 from quantizer.storage.process_memory import parse_size
 
+_WHOLE: Mapping[str, None] = {"batch_size": None, "subset_len": None}
 CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
 
@@ -91,20 +92,56 @@ def calibrate(
             `dpu_accuracy`.
     """
     check_float(model, traced=True)
+    batches = open_batches(model, data, seed=seed, batch_size=batch_size, subset_len=subset_len)
+    return calibrate_traced(
+        model,
+        batches,
+        config,
+        seed=seed,
+        cut={"batch_size": batch_size, "subset_len": subset_len},
+        fast_finetune=fast_finetune,
+        dpu_accuracy=dpu_accuracy,
+        folder=folder,
+        resume=resume,
+        memory=memory,
+        events=events,
+    )
+
+
+def calibrate_traced(
+    model: nn.Module,
+    batches: Batches,
+    config: AnyConfig | None,
+    *,
+    graph: Graph | None = None,
+    seed: int,
+    cut: Mapping[str, int | None] | None = None,
+    fast_finetune: str | None = None,
+    dpu_accuracy: str | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    memory: int | str | None = None,
+    events: Events | None = None,
+) -> Result:
+    """Quantize a model whose data is open; the arguments are those of `calibrate`.
+
+    Args:
+        graph: what `trace_compared` returns; None to trace here.
+        cut: the arguments of `calibrate` that limit the data; None for all of it.
+    """
     read, budget = read_config(config), _budget(memory)
     rules, fast_finetune = with_finetuning(read.require(), dpu_accuracy, fast_finetune)
-    cut = {"batch_size": batch_size, "subset_len": subset_len}
     checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
-    watching, batches = events or follower(), _batches(model, data, seed=seed, **cut)
+    watching = events or follower()
     request = CalibrationRequest(
-        target=TracedTarget(_traced(model, batches)),
+        target=TracedTarget(graph or trace_compared(model, batches)),
         config=rules,
         batches=batches,
         events=ForkedEvents(*filter(None, (watching, checkpoints))),
         checkpoints=checkpoints,
         seed=seed,
         fast_finetune=fast_finetune,
-        facts={"seed": seed, **cut},
+        facts={"seed": seed, **(cut or _WHOLE)},
         findings=read.diagnostics,
         memory=budget,
         dpu_accuracy=dpu_accuracy,
@@ -169,7 +206,7 @@ def load(
     if data is None:
         batches = _example_batches(info)
     else:
-        batches = _batches(model, data, seed=info.header["seed"])
+        batches = open_batches(model, data, seed=info.header["seed"])
     batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
         original = reuse_or_trace(model, batch, info)
@@ -179,7 +216,7 @@ def load(
     return Result(model, calibrated, plan, batches, events=follower(), opened=info)
 
 
-def _batches(
+def open_batches(
     model: nn.Module,
     data: CalibrationData,
     *,
@@ -207,7 +244,7 @@ def _example_batches(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def _traced(model: nn.Module, batches: Batches) -> Graph:
+def trace_compared(model: nn.Module, batches: Batches) -> Graph:
     """Return the graph of a model whose weights are finite, compared with the model."""
     check_finite(model)
     batch = _first_batch(model, batches)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from quantizer.api.calibrate import CalibrationData, calibrate
+from quantizer.api.calibrate import (
+    CalibrationData,
+    calibrate_traced,
+    open_batches,
+    trace_compared,
+)
 from quantizer.api.config import AnyConfig
 from quantizer.api.result import Comparison, Result
 from quantizer.calibration.events import Events
@@ -27,6 +33,9 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.graph.ir import Graph
+from quantizer.nn.inplace import check_float
+from quantizer.plan.fitted_config import fitted_text
 from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.text import DEFAULT_SEQ_LEN
@@ -99,24 +108,26 @@ def quantize(
         QuantizerError: as `calibrate`, `Result.save`, `Result.test` and `Result.export`.
         UsageError: there is no such destination, or it needs data.
     """
-    name = to or default_destination(model)
-    _require_known(name)
+    name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     require_extras([target])
     place = Path(folder)
     has_data = data is not None
+    preset = "" if config is not None else preset_for(name, has_data=has_data)
+    check_float(model, traced=True)
+    source: Any = data if has_data else [example_input(model, DEFAULT_SEQ_LEN)]
+    batches = open_batches(model, source, seed=seed)
+    graph = trace_compared(model, batches)
     if config is None:
-        text = preset_text(preset_for(name, has_data=has_data))
         made_for = MadeFor(name, type(model).__name__)
-        config = run_config(place, made_for, text, overwrite=overwrite)
-    batches: Any = data if has_data else [example_input(model, DEFAULT_SEQ_LEN)]
-    result = calibrate(model, config, batches, seed=seed, events=events)
+        new_text = partial(_fitted, preset, graph)
+        config = run_config(place, made_for, new_text, overwrite=overwrite)
+    result = calibrate_traced(model, batches, config, graph=graph, seed=seed, events=events)
     result.save(place, overwrite=overwrite)
-    tested_data = batches if evaluation_data is None else evaluation_data
+    tested_data = source if evaluation_data is None else evaluation_data
     comparison = result.test(tested_data, evaluate, lower_is_better=lower_is_better)
-    path = place / FOLDER / f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
-    path.parent.mkdir(exist_ok=True)
+    path = _new_path(place, result, target)
     verification = result.export(target, path, tested_data, **options)
     result.report(place / "report.html", comparison)
     tested = comparison.to_json()
@@ -124,13 +135,27 @@ def quantize(
         tested["stamp"] = _EXAMPLE
     facts = VerdictFacts.of(
         result.plan.plan,
-        **_facts_of_file(path, verification),
         made=destination.made,
         tested=tested,
         config=_name_of(config),
         improvement=_improvement(destination, has_data=has_data),
+        **_facts_of_file(path, verification),
     )
     return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _new_path(folder: Path, result: Result, target: str) -> Path:
+    """Return the path of the file to write, whose folder exists."""
+    name = f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
+    path = folder / FOLDER / name
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def _fitted(preset: str, graph: Graph) -> str:
+    """Return the text of a preset as it fits a model."""
+    text, _ = fitted_text(preset_text(preset), preset, graph)
+    return text
 
 
 def _improvement(destination: Destination, *, has_data: bool) -> str:
@@ -147,10 +172,10 @@ def _name_of(config: AnyConfig) -> str:
     return "the config"
 
 
-def _require_known(name: str) -> None:
-    """Raise `UsageError` if there is no such destination."""
+def _known_destination(name: str) -> str:
+    """Return the name, or raise `UsageError` if there is no such destination."""
     if name in DESTINATIONS:
-        return
+        return name
     near = closest_word(name, DESTINATIONS)
     remedy = f"known are {', '.join(DESTINATIONS)}"
     if near is not None:

@@ -2,11 +2,7 @@
 
 from quantizer.cli.options import Options
 from quantizer.cli.traced_model import traced_model
-from quantizer.config.document.document import Text
-from quantizer.config.document.read import parse_document
-from quantizer.config.document.rewrite import rewritten
-from quantizer.config.load import load_text
-from quantizer.plan.fitted_config import fitted_document
+from quantizer.plan.fitted_config import fitted_text
 
 
 def fitted_preset(
@@ -20,15 +16,9 @@ def fitted_preset(
         ConfigError, UsageError: the preset cannot be made to fit.
         ModelError, DataError: the model or its data cannot be opened or traced.
     """
-    source = Text(name, text)
-    document = parse_document(source)
     traced = traced_model(options)
-    fitted = fitted_document(
-        document.value,
+    return fitted_text(
+        text,
+        name,
         traced.graph,
-        name=name,
     )
-    changed = rewritten(document, fitted.document)
-    result = load_text(Text(name, changed))
-    result.require()
-    return changed, fitted.changes

@@ -18,6 +18,7 @@ from quantizer.cli.gates import Gate, failed_gates, met_gate_lines, parse_gate, 
 from quantizer.cli.modes import require_met
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
+from quantizer.cli.render import say
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
 from quantizer.config.resources import preset_text, presets
@@ -31,6 +32,7 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.plan.fitted_config import fitted_text
 from quantizer.plan.model import Plan
 from quantizer.printable import json_text, one_line
 from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
@@ -168,18 +170,7 @@ def _run(options: RunOptions) -> _Finished:
     target = destination.target_of(model)
     require_extras([target])
     require_choices(options.target_choices, [target])
-    config_file = options.config_file
-    if config_file is None:
-        has_data = not opened.batches.stands_in
-        preset = options.preset or preset_for(name, has_data=has_data)
-        made_for = MadeFor(name, type(model).__name__)
-        path = run_config(
-            Path(options.output_dir),
-            made_for,
-            preset_text(preset),
-            overwrite=options.overwrite,
-        )
-        config_file = str(path)
+    config_file = options.config_file or _config_file(options, name, opened)
     calib_options = replace(
         options, quant_mode="calib", config_file=config_file, for_=(target,), gate=()
     )
@@ -191,6 +182,26 @@ def _run(options: RunOptions) -> _Finished:
     tested = run_test(test_options, opened=opened)
     assert calibrated.plan is not None
     return _Finished(destination, test_options, opened, calibrated, tested, calibrated.plan)
+
+
+def _config_file(options: RunOptions, name: str, opened: OpenedRun) -> str:
+    """Return the path of the config in the folder of the run, and print what was fitted to the
+    model if it is a new one.
+    """
+    preset = options.preset
+    if preset is None:
+        preset = preset_for(name, has_data=not opened.batches.stands_in)
+
+    def new_text() -> str:
+        text, changes = fitted_text(preset_text(preset), preset, opened.graph)
+        for change in changes:
+            if not options.quiet:
+                say(change, err=True)
+        return text
+
+    made_for = MadeFor(name, type(opened.loaded.module).__name__)
+    folder = Path(options.output_dir)
+    return str(run_config(folder, made_for, new_text, overwrite=options.overwrite))
 
 
 def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +40,15 @@ class MadeFor:
         return f"--to {self.to} for {self.model}"
 
 
-def run_config(folder: Path, made_for: MadeFor, text: str, *, overwrite: bool) -> Path:
+def run_config(
+    folder: Path, made_for: MadeFor, new_text: Callable[[], str], *, overwrite: bool
+) -> Path:
     """Return the path of the config in a folder; write it if there is none.
 
     Args:
         folder: of the run.
         made_for: what the config is for.
-        text: of a new config.
+        new_text: returns the text of a new config.
         overwrite: whether a config that is there is replaced.
 
     Raises:
@@ -53,13 +56,13 @@ def run_config(folder: Path, made_for: MadeFor, text: str, *, overwrite: bool) -
         UsageError: it was made for another destination or model, or cannot be written.
     """
     path = folder / RUN_CONFIG
-    new = _with_comment(text, made_for)
     if path.exists() and not overwrite:
-        _require_same(path, made_for, new)
+        _require_same(path, made_for, new_text)
         return path
+    text = _with_comment(new_text(), made_for)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, new.encode())
+        replace_file(path, text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
     return path
@@ -73,7 +76,7 @@ def _with_comment(text: str, made_for: MadeFor) -> str:
     return text[:start] + line + text[start:]
 
 
-def _require_same(path: Path, made_for: MadeFor, new: str) -> None:
+def _require_same(path: Path, made_for: MadeFor, new_text: Callable[[], str]) -> None:
     """Raise `UsageError` if a config was made for another destination or model.
 
     A config without the comment was written by the user, and is taken.
@@ -88,7 +91,7 @@ def _require_same(path: Path, made_for: MadeFor, new: str) -> None:
         message = f"{path} was made for {model}, and this model is {made_for.model}"
     else:
         message = f"{path} was made for --to {to}, not for --to {made_for.to}"
-        message += _differences(source, new)
+        message += _differences(source, new_text())
     raise UsageError(
         message, help="choose another folder with -o, or write a new config with --overwrite"
     )

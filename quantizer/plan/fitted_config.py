@@ -6,13 +6,15 @@ import copy
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document.document import Document
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.read import parse_document
+from quantizer.config.document.rewrite import rewritten
 from quantizer.config.json_types import (
     JsonMapping,
     JsonObject,
     JsonPath,
 )
-from quantizer.config.load import check_document
+from quantizer.config.load import check_document, load_text
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -56,6 +58,28 @@ class FittedConfig:
 
     document: JsonObject
     changes: tuple[str, ...]
+
+
+def fitted_text(
+    text: str,
+    name: str,
+    original: Graph,
+) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a preset as it fits a model, and a sentence for each change.
+
+    Args:
+        text: of the preset.
+        name: of the preset, for messages.
+        original: the model as traced.
+
+    Raises:
+        ConfigError, UsageError, ModelError: the preset cannot be made to fit.
+    """
+    document = parse_document(Text(name, text))
+    fitted = fitted_document(document.value, original, name=name)
+    changed = rewritten(document, fitted.document)
+    load_text(Text(name, changed)).require()
+    return changed, fitted.changes
 
 
 def fitted_document(
