@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
+from quantizer.config.forms.aliases import canonical
 from quantizer.config.json_types import (
     JsonMapping,
     JsonObject,
@@ -81,11 +82,16 @@ def fitted_document(
     parsed = Document.of(document, name)
     config = check_document(parsed).require()
     graph = run_passes(original, config.settings)
-    copied = copy.deepcopy(dict(document))
-    fitting = Fitting(copied, name, graph, original)
+    if config.form == "hierarchical":
+        # Steps know the form's own words only
+        parsed, _ = canonical(parsed)
+    words = copy.deepcopy(dict(parsed.value))
+    fitting = Fitting(words, name, graph, original)
     for step in _STEPS:
         step(fitting)
     _require_accepted(fitting)
+    if not fitting.changes:
+        return FittedConfig(copy.deepcopy(dict(document)), ())
     return FittedConfig(fitting.document, tuple(fitting.changes))
 
 

@@ -34,7 +34,7 @@ the formats with fixed ones.
 """
 _NEARLY_ALL = 0.95
 """The share of values in layers that a size must divide."""
-_MAX_NAMES = 3
+_MAX_NAMES = 2
 
 
 @dataclass(frozen=True)
