@@ -48,7 +48,7 @@ def smooth_normalized_inputs(fitting: Fitting) -> None:
     key = "algorithms"
     if fitting.is_hierarchical:
         key = "pre_quant_opt_config"
-    names = first_names(fitting.names(layers), 3)
+    names = first_names(fitting.names(layers), 2)
     fitting.change(
         _with_smoothquant(fitting.document, key),
         f"smoothquant added to {key}: {counted(len(layers), 'linear layer')} behind a "

@@ -9,6 +9,7 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.document.rewrite import rewritten
+from quantizer.config.forms.aliases import canonical
 from quantizer.config.json_types import (
     JsonMapping,
     JsonObject,
@@ -105,11 +106,16 @@ def fitted_document(
     parsed = Document.of(document, name)
     config = check_document(parsed).require()
     graph = run_passes(original, config.settings)
-    copied = copy.deepcopy(dict(document))
-    fitting = Fitting(copied, name, graph, original)
+    if config.form == "hierarchical":
+        # Steps know the form's own words only
+        parsed, _ = canonical(parsed)
+    words = copy.deepcopy(dict(parsed.value))
+    fitting = Fitting(words, name, graph, original)
     for step in _STEPS:
         step(fitting)
     _require_accepted(fitting)
+    if not fitting.changes:
+        return FittedConfig(copy.deepcopy(dict(document)), ())
     return FittedConfig(fitting.document, tuple(fitting.changes))
 
 

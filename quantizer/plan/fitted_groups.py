@@ -16,10 +16,7 @@ from quantizer.config.json_types import (
 )
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.config.wording import (
-    first_names,
-    listed,
-)
+from quantizer.config.wording import first_names
 from quantizer.plan.axes import (
     PlannedTensor,
     TensorView,
@@ -28,7 +25,6 @@ from quantizer.plan.axes import (
 from quantizer.plan.fitting import (
     Fitting,
     per_channel,
-    spec_of_weights,
 )
 from quantizer.plan.model import TensorPlan
 
@@ -38,7 +34,7 @@ the formats with fixed ones.
 """
 _NEARLY_ALL = 0.95
 """The share of values in layers that a size must divide."""
-_MAX_NAMES = 3
+_MAX_NAMES = 2
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ def leave_out_impossible(fitting: Fitting) -> None:
     if layers:
         names = fitting.names(layers)
         fitting.leave_float(
-            names, f"{listed(names)} left in float: they lack the axis of the scales"
+            names, f"{first_names(names)} left in float: they lack the axis of the scales"
         )
 
 
@@ -216,18 +212,15 @@ def _use_channels(
 ) -> None:
     """Give all weights of a level a scale for each output channel, as no group fits."""
     axis = fitting.view_of(groups[0].tensor).channels or 0
-    words = spec_of_weights(per_channel(groups[0].tensor.spec, axis))
+    spec = per_channel(groups[0].tensor.spec, axis)
+    words = fitting.words_of_weights(spec)
     spec_path = path[:-1]
-    before = value_at(fitting.document, spec_path)
-    if "symmetric_scale" not in before:
-        # It is the default
-        words.pop("symmetric_scale", None)
     document = copy.deepcopy(fitting.document)
     value_at(document, spec_path[:-1])[spec_path[-1]] = words
     fitting.change(
         document,
-        f"per_channel instead of groups of {groups[0].size}: {_lengths(fitting, groups)}, and "
-        f"no group of {_SMALLEST} or more divides that",
+        f"per_channel instead of groups of {groups[0].size}: the layers have "
+        f"{_inputs(groups)}, which no group of {_SMALLEST} or more divides",
     )
 
 
@@ -245,7 +238,7 @@ def _give_channels(
         fitting.give_weights(
             names,
             spec,
-            f"per_channel instead of groups for {listed(names)}: {_lengths(fitting, rows)}",
+            f"per_channel instead of groups for {first_names(names)}, with {_inputs(rows)}",
         )
 
 
@@ -261,9 +254,16 @@ def _exclude(
         names = fitting.names(dict.fromkeys(row.tensor.layer for row in rows))
         fitting.leave_float(
             names,
-            f"{listed(names)} left in float: blocks of {size} do not fit, as "
-            f"{_lengths(fitting, rows)}",
+            f"{first_names(names)} left in float: blocks of {size} do not divide "
+            f"{_inputs(rows)}",
         )
+
+
+def _inputs(groups: Iterable[_Groups]) -> str:
+    """Return how many inputs layers have, such as "7 or 13 inputs"."""
+    lengths = sorted({row.length for row in groups})
+    counts = " or ".join(str(length) for length in lengths)
+    return f"{counts} inputs"
 
 
 def _lengths(

@@ -16,7 +16,7 @@ from quantizer.config.model import (
     Role,
 )
 from quantizer.config.roles import base_role
-from quantizer.config.wording import listed
+from quantizer.config.wording import first_names
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.fitting import (
     Fitting,
@@ -55,7 +55,7 @@ def spare_sensitive_layers(fitting: Fitting) -> None:
             continue
         spared.update(added)
         names = fitting.names(added, kinds=True)
-        fitting.leave_float(names, f"{listed(names)} left in float: {reason}")
+        fitting.leave_float(names, f"{first_names(names)} left in float: {reason}")
 
 
 def _coarse_layers(fitting: Fitting) -> dict[str, QuantizationSpec]:
@@ -114,7 +114,9 @@ def give_recurrent_layers_eight_bits(fitting: Fitting) -> None:
         return
     names = fitting.names(layers)
     spec = next(iter(layers.values()))
-    sentence = f"int8 for {listed(names)}: errors of recurrent layers add up from step to step"
+    sentence = (
+        f"int8 for {first_names(names)}: errors of recurrent layers add up from step to step"
+    )
     fitting.give_weights(names, eight_bits(spec), sentence)
     words = _words_of_coarse_inputs(fitting, layers)
     if words:
@@ -156,7 +158,7 @@ def give_divided_heads_channels(fitting: Fitting) -> None:
             specs["weights"] = replace(weights, qscheme="per_channel", group_size=None)
             entries[layer] = specified(fitting.document, specs)
     if entries:
-        names = listed(fitting.names(entries))
+        names = first_names(fitting.names(entries))
         fitting.change(
             with_entries(fitting.document, entries),
             f"per_channel for the weights of {names}: their channels are outputs of different "

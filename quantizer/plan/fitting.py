@@ -18,7 +18,10 @@ from quantizer.config.document.document import (
     Document,
     value_at,
 )
-from quantizer.config.forms.hierarchical_spec import specification
+from quantizer.config.forms.hierarchical_spec import (
+    specification,
+    usual_symmetric_scale,
+)
 from quantizer.config.forms.left_float import with_float
 from quantizer.config.json_types import (
     JsonObject,
@@ -220,8 +223,29 @@ class Fitting:
         document = copy.deepcopy(self.document)
         entries = document.setdefault("layer_quant_config", {})
         for selector in selectors:
-            entries.setdefault(selector, {})["weight"] = spec_of_weights(spec)
+            words = self.words_of_weights(spec)
+            entries.setdefault(selector, {})["weight"] = words
         self.change(_ordered(document), sentence)
+
+    def words_of_weights(
+        self,
+        spec: QuantizationSpec,
+    ) -> JsonObject:
+        """Return a spec of weights in the words of the hierarchical form, complete and in the
+        order of the presets.
+        """
+        words = specification(spec)
+        if spec.ch_axis is not None:
+            words["ch_axis"] = spec.ch_axis
+        is_usual = words.get("symmetric_scale") == usual_symmetric_scale(spec)
+        if is_usual and "symmetric_scale" not in str(self.document):
+            # Nothing else could be inherited
+            del words["symmetric_scale"]
+        ordered: JsonObject = {}
+        for key in _KEY_ORDER:
+            if key in words:
+                ordered[key] = words[key]
+        return ordered | words
 
     def give_inputs(
         self,
@@ -254,20 +278,6 @@ def eight_bits(spec: QuantizationSpec) -> QuantizationSpec:
         symmetric=True,
         symmetric_scale="quant_max",
     )
-
-
-def spec_of_weights(spec: QuantizationSpec) -> JsonObject:
-    """Return a spec of weights in the words of the hierarchical form, complete and in the order
-    of the presets.
-    """
-    words = specification(spec)
-    if spec.ch_axis is not None:
-        words["ch_axis"] = spec.ch_axis
-    ordered: JsonObject = {}
-    for key in _KEY_ORDER:
-        if key in words:
-            ordered[key] = words[key]
-    return ordered | words
 
 
 def _ordered(document: Mapping[str, object]) -> JsonObject:

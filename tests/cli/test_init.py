@@ -171,7 +171,60 @@ def test_a_config_names_the_address_of_its_schema(tmp_path: Path) -> None:
         )
 
 
-def test_a_transformer_is_offered_more_than_static_ranges(
+WIDE = "return torch.nn.Sequential(torch.nn.Linear(576, 8), torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))"
+WIDE_DATA = "return [torch.ones(4, 576)]"
+
+
+def test_a_preset_is_fitted_to_the_model(
+    tmp_path: Path, toy: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "net.json")
+    model = toy(WIDE_DATA, WIDE)
+    assert run_command(["init", "--strategy", "gptq", "--model", model, "-o", path]) == 0
+    changes = capsys.readouterr().err.splitlines()[:2]
+    assert changes == [
+        "group_size 64 instead of 128: the inputs of 0 number 576, the inputs of 1 number 8",
+        "per_channel instead of groups for 1, with 8 inputs",
+    ]
+    for command in (["validate", path], ["plan", "--config_file", path, "--model", model]):
+        assert run_command(command) == 0
+    written = Path(path).read_text("utf-8")
+    assert '"group_size": 64' in written
+    preset = (CONFIGS / "gptq_int4_group.json").read_text("utf-8")
+    kept = [line for line in preset.splitlines() if "128" not in line and "$schema" not in line]
+    lines = iter(written.splitlines())
+    assert all(line in lines for line in kept)
+    capsys.readouterr()
+    assert run_command(["--quant_mode", "calib", "--config_file", path, "--model", model,
+                        "--output_dir", str(tmp_path / "result"), "-q"]) == 0  # fmt: skip
+
+
+def test_a_preset_that_fits_is_written_as_it_is(
+    tmp_path: Path, toy: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_model, without = tmp_path / "with.json", tmp_path / "without.json"
+    options = ["init", "--preset", "weight_int8", "-o"]
+    assert run_command([*options, str(with_model), "--model", toy()]) == 0
+    assert capsys.readouterr().err.startswith(
+        "the preset weight_int8 fits the model as it is\n"
+    )
+    assert run_command([*options, str(without)]) == 0
+    assert with_model.read_bytes() == without.read_bytes()
+
+
+def test_a_preset_that_cannot_fit_writes_nothing(
+    tmp_path: Path, toy: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.json"
+    options = ["init", "--strategy", "gguf_q4_0", "--model", toy()]
+    assert run_command([*options, "-o", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: gguf_q4_0 does not fit Linear, of which nothing would be")
+    assert "help: choose another preset" in error
+    assert not path.exists()
+
+
+def test_changes_are_no_part_of_what_is_written_to_standard_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "encoder.py"
@@ -179,26 +232,23 @@ def test_a_transformer_is_offered_more_than_static_ranges(
         "from support.encoders import Encoder, sentences\n\nmodel = Encoder\n\n\n"
         "def calibration_data():\n    return [sentences(2, 8)]\n"
     )
-    told = []
-    for words in (["--strategy", "static"], ["--strategy", "dynamic"]):
-        assert (
-            run_command(
-                [
-                    "init",
-                    *words,
-                    "--model",
-                    str(model),
-                    "-o",
-                    str(tmp_path / "net.json"),
-                    "--overwrite",
-                ]
-            )
-            == 0
-        )
-        told.append(capsys.readouterr().err)
-    assert "with a normalization in front, for example Encoder::" in told[0]
-    assert "`--strategy smoothquant`" in told[0]
-    assert "normalization" not in told[1]
+    options = ["init", "--strategy", "static", "--model", str(model)]
+    assert run_command([*options, "-o", "-"]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document["pre_quant_opt_config"]["name"] == "smoothquant"
+    assert printed.err.startswith("smoothquant added to pre_quant_opt_config: 1 linear layer")
+
+
+def test_a_file_that_is_there_is_refused_before_the_model_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.json"
+    path.write_text("mine")
+    assert run_command(["init", "--model", "no_such_model.py", "-o", str(path)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert run_command(["init", "--model", "no_such_model.py", "-o", "-"]) == 3
+    assert path.read_text() == "mine"
 
 
 def test_options_of_a_model_need_one(

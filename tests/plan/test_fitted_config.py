@@ -346,6 +346,20 @@ def test_entries_of_the_user_stay() -> None:
     assert weights_of(result.document, "vision")["head"].bit_width == 8
 
 
+def test_words_of_other_versions_are_understood() -> None:
+    document = document_of("weight_int8")
+    weight = document["global_quant_config"]["weight"]
+    weight["axis"] = weight.pop("ch_axis")
+    assert fitted_document(document, graph_of("vision")) == FittedConfig(document, ())
+    result = fitted_document(document, graph_of("transposed"))
+    specs = weights_of(result.document, "transposed")
+    assert {name: spec.ch_axis for name, spec in specs.items()} == {
+        "down": 0,
+        "up": 1,
+        "out": 1,
+    }
+
+
 def test_a_wrong_document_is_refused_with_its_findings() -> None:
     document = document_of("weight_int4_group")
     document["global_quant_config"]["weight"]["dtype"] = "int9"
