@@ -44,6 +44,8 @@ def load_resource(folder: str, name: str) -> Any:
 def preset_text(name: str) -> str:
     """Return the text of a preset, with the URL of its schema instead of the path."""
     text = resource("configs", f"{name}.json").read_text("utf-8")
-    path = load_resource("configs", f"{name}.json")["$schema"]
+    path = load_resource("configs", f"{name}.json").get("$schema")
+    if path is None:
+        return text
     address = load_resource("schemas", Path(path).name)["$id"]
     return text.replace(path, address)
