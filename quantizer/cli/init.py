@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_output
+from quantizer.cli.render import say_note
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, presets, resource
@@ -95,13 +96,12 @@ def init(
             f"{output} already exists", help="choose another file with -o, or give --overwrite"
         )
     write_output(output, text)
-    click.echo(
+    say_note(
         f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` "
-        "explains a key",
-        err=True,
+        "explains a key"
     )
     if remark:
-        click.echo(remark, err=True)
+        say_note(remark)
 
 
 def _remark(strategy: str | None, options: Options) -> str | None:

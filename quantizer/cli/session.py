@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,10 +14,13 @@ from rich.text import Text
 
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.cli.options import Options
-from quantizer.cli.render import print_diagnostics, say
+from quantizer.cli.render import print_diagnostics, say_note
+from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
+from quantizer.cli.screen import screen, timed
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, StructureNames
+from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
@@ -39,6 +41,12 @@ from quantizer.sources.tokenizer import load_tokenizer
 from quantizer.storage import process_memory
 
 _logger = logging.getLogger(__name__)
+
+_LOG_WIDTH = 100
+"""Columns of tables in pipes and files."""
+_UNLIMITED = 1000
+_COLOR_SYSTEMS = {True: "standard", False: None, None: "auto"}
+"""Rich's color system for colored output, for output without colors, and for either."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,13 @@ def open_model(options: Options) -> LoadedModel:
     if options.model is None:
         remedy = "give FILE.py with a function model(), or package.module:factory"
         raise UsageError("Missing option '--model'", help=remedy)
-    loaded = load_model(
-        options.model, options.weights, trust=options.trust, max_unpacked=options.max_unpacked
-    )
+    with timed(f"loading {options.model}"):
+        loaded = load_model(
+            options.model,
+            options.weights,
+            trust=options.trust,
+            max_unpacked=options.max_unpacked,
+        )
     device = device_of(options)
     if device.type == "cuda":
         # Convolutions of float32 would otherwise have the precision of float16.
@@ -235,8 +247,10 @@ def trace_model(
     """Return the model's graph, traced on the first batch and optionally compared on it."""
     first = batches.first().to(device_of(options))
     # torch.export imports it.
-    with process_memory.importing("torch._dynamo"):
-        return traced(loaded.module, first, compared=compared)
+    with process_memory.importing("torch._dynamo"), timed("tracing the model"):
+        graph = traced(loaded.module, first, compared=compared)
+    _logger.debug("%s has %s", graph.model, counted(len(graph.nodes), "layer"))
+    return graph
 
 
 def recall_graph(
@@ -271,7 +285,7 @@ def resolved_plan(
     if not quiet:
         print_diagnostics(findings, read.sources)
         for line in plan_remarks(plan):
-            say(line, err=True)
+            say_note(line)
     return plan
 
 
@@ -290,49 +304,39 @@ def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
     return structures
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console. It cuts no lines of a pipe, where layer names have to be complete."""
+def console(*, stderr: bool = False, exact: bool = False) -> Console:
+    """Return a console.
+
+    In a pipe or file, lines of tables have at most 100 columns. With exact names they are not
+    limited, as no name of a layer must be broken there.
+
+    Args:
+        stderr: whether it prints on standard error.
+        exact: whether tables show exact names.
+    """
     stream = sys.stderr if stderr else sys.stdout
     width = None
     if not stream.isatty():
         columns = os.environ.get("COLUMNS", "")
         width = int(columns) if columns.isdecimal() else 0
-        width = width or 1000
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+        width = width or (_UNLIMITED if exact else _LOG_WIDTH)
+    is_colored = screen().is_colored
+    system: Any = _COLOR_SYSTEMS[is_colored]
+    no_color = False if is_colored else None
+    return Console(
+        stderr=stderr,
+        width=width,
+        highlight=False,
+        soft_wrap=False,
+        color_system=system,
+        no_color=no_color,
+    )
 
 
 def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
     """Iterate over the batches, on the device of `--device`."""
     device = device_of(options)
     return (batch.to(device) for batch in batches)
-
-
-class _OneLine(logging.Formatter):
-    """Formats a record as one line with escaped control characters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return one_line(record.getMessage())
-
-
-@contextmanager
-def notes_on_stderr(quiet: bool) -> Iterator[None]:
-    """Print log records of the package on stderr, only warnings if `quiet`."""
-    logger = logging.getLogger("quantizer")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine())
-    if quiet:
-        handler.setLevel(logging.WARNING)
-    level = logger.level
-    propagate = logger.propagate
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 @dataclass(frozen=True)
@@ -359,9 +363,16 @@ def show(outcome: Outcome, options: Options) -> None:
     if options.json:
         print(json_text(outcome.content))
         return
+    stdout = console(exact=options.names == "exact")
     for item in outcome.shown:
         if isinstance(item, str):
-            # A path or layer name is not markup, and stays on one line.
-            console().print(Text(one_line(item)), soft_wrap=True)
+            print_line(item, stdout)
         else:
-            console().print(item)
+            stdout.print(item)
+
+
+def print_line(line: str | Text, stream: Console) -> None:
+    """Print one line of text. A terminal breaks it between words, never within a path."""
+    if isinstance(line, str):
+        line = Text(one_line(line))
+    stream.print(line, soft_wrap=not stream.is_terminal, overflow="ignore")

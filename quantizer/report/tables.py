@@ -160,7 +160,7 @@ def output_table(rows: Sequence[JsonMapping], view: View) -> Listing:
         layouts=((*without_layer, "layer"), without_layer),
         what="output",
         idle="without an SQNR",
-        also=", and report.json has them all",
+        file="report.json",
     )
 
 
@@ -273,7 +273,7 @@ def damage_table(rows: Sequence[JsonMapping], view: View) -> Listing:
         ),
         what="tensor",
         idle="without loss",
-        also=", and layers.csv has them all",
+        file="layers.csv",
     )
 
 

@@ -145,6 +145,11 @@ class View:
     layers: frozenset[str] | None = None
     remedy: str = "--top all shows them"
 
+    @property
+    def is_exact(self) -> bool:
+        """Return whether layers have their exact names."""
+        return not self.names
+
     def text(self, sentence: str) -> str:
         """Return a sentence with its layers named as in tables.
 
@@ -165,7 +170,7 @@ class View:
         layouts: tuple[TableRow, ...] = (),
         what: str = "layer",
         idle: str = "",
-        also: str = "",
+        file: str = "",
     ) -> Listing:
         """Return the table of the rows that are to be shown, in their order.
 
@@ -177,7 +182,7 @@ class View:
                 shown, and none without a rank.
             what: what a row is about.
             idle: what the rows without a rank have in common, as in "3 of them without loss".
-            also: where else the hidden rows are.
+            file: the file that has all rows.
         """
         selected = []
         selected_ranks = []
@@ -189,14 +194,17 @@ class View:
         hidden = len(selected) - len(positions)
         note = ""
         if hidden:
-            noun = f"more {what}" if positions else what
-            note = counted(hidden, noun)
+            note = counted(hidden, what)
+            if positions:
+                note = f"… {counted(hidden, f'more {what}')}"
+            if file:
+                note += f" in {file}"
             idle_rows = selected_ranks.count(None)
             if idle_rows == hidden:
                 note += f", all {idle}"
             elif idle_rows:
                 note += f", {idle_rows} of them {idle}"
-            note += f": {self.remedy}{also}"
+            note += f"; {self.remedy}"
         shown = []
         for position in positions:
             shown.append(tuple(map(self.text, selected[position])))
