@@ -57,7 +57,7 @@ class PlanView:
         return f"Plan({len(self.plan.tensors)} tensors of {self.plan.graph.model})"
 
     def _repr_html_(self) -> str:
-        rules = html_table(tables.rule_table(self.plan))
+        rules = html_table(tables.rule_table(self.plan, View()))
         return rules + html_table(tables.plan_table(self.plan, View()))
 
 

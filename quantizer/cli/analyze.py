@@ -2,7 +2,6 @@
 with the best widths.
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -134,7 +133,7 @@ def analyze(options: AnalyzeOptions) -> None:
             result = _analyze_widths(options, subject, widths, budget)
     file = options.config_file if options.apply else options.file
     if file:
-        write_output(file, result.text)
+        write_output(file, result.text, encoding=subject.read.encoding)
     if reported is not None:
         _add_to_report(reported, result.content)
     if options.json:
@@ -298,7 +297,8 @@ def _search_floats(subject: Subject, metric: str) -> AnalysisResult:
     content = search.to_json()
     content["tensors"] = sensitivity.ablation_json(tensors)
     lines = search.lines(path_names(subject.original))
-    return AnalysisResult(subject.original, content, search.text, lines=lines, tensors=tensors)
+    text = subject.read.text_of(search.config)
+    return AnalysisResult(subject.original, content, text, lines=lines, tensors=tensors)
 
 
 def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
@@ -390,7 +390,7 @@ def _choose(
     return AnalysisResult(
         plan.graph,
         content,
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        subject.read.text_of(config),
         analysis=analysis,
         choice=choices[best],
         lines=lines,

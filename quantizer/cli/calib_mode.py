@@ -15,7 +15,7 @@ from quantizer.cli.follow import followed
 from quantizer.cli.options import Options
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
-from quantizer.cli.table_view import show_layers
+from quantizer.cli.table_view import show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted
@@ -25,6 +25,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import READ, write_report
+from quantizer.report.view import View
 from quantizer.results.checkpoint import Checkpoints, check_checkpoint
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked
@@ -94,7 +95,8 @@ def run_calib(options: Options, ranks: Ranks = ALONE) -> Outcome:
             opened = open_written(folder, READ)
             write_report(opened, commands=remember(opened, "calib", words_of(options)))
             checkpoints.remove()
-    return _outcome(request, state, folder)
+    view = table_view(options, state.plan.graph)
+    return _outcome(request, state, folder, view)
 
 
 @contextmanager
@@ -152,7 +154,9 @@ def _confirm(
             )
 
 
-def _outcome(request: CalibrationRequest, state: CalibrationState, folder: Path) -> Outcome:
+def _outcome(
+    request: CalibrationRequest, state: CalibrationState, folder: Path, view: View
+) -> Outcome:
     plan = state.plan
     batches = state.calibration.batches
     left, _ = left_parameters(plan)
@@ -169,4 +173,4 @@ def _outcome(request: CalibrationRequest, state: CalibrationState, folder: Path)
         line += " quantized without data"
     line += f"; results: {folder}"
     content["rules"] = plan.to_json()["rules"]
-    return Outcome({}, content, [tables.rule_table(plan), line, share_left(left)])
+    return Outcome({}, content, [tables.rule_table(plan, view), line, share_left(left)])

@@ -78,9 +78,7 @@ def _misused_option(
     return f"{name} needs a value", _example(option, context)
 
 
-def _refused_value(
-    error: click.BadParameter, context: click.Context | None
-) -> tuple[str, str]:
+def _refused_value(error: click.BadParameter, context: click.Context | None) -> tuple[str, str]:
     parameter = error.param
     reason = error.message.rstrip(".")
     if parameter is None:

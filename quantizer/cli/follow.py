@@ -61,6 +61,17 @@ class Messages(Events):
             print_diagnostics((finding,), self._sources)
 
 
+class OneBar(Events):
+    """Counts the units of several stages as those of one, for one bar."""
+
+    def __init__(self, whole: RunStage) -> None:
+        self._whole = whole
+
+    def advanced(self, stage: RunStage) -> None:
+        """Count one unit."""
+        self._whole.advance()
+
+
 class Durations(Events):
     """Logs how long each stage took."""
 

@@ -148,7 +148,7 @@ def _show(
 ) -> None:
     """Print the tables, and sizes below them."""
     console = session.console(exact=view.is_exact)
-    console.print(tables.rule_table(plan))
+    console.print(tables.rule_table(plan, view))
     console.print()
     console.print(tables.plan_table(plan, view))
     console.print()

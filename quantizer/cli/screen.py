@@ -40,11 +40,13 @@ class Screen:
         quiet: print no progress and no notes.
         verbose: also print log records for debugging.
         color: one of `COLORS`.
+        muted: print no notes and no warnings at the moment, except with `verbose`.
     """
 
     quiet: bool = False
     verbose: bool = False
     color: str = "auto"
+    muted: bool = False
 
     @property
     def is_colored(self) -> bool | None:
@@ -96,9 +98,7 @@ def set_verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> 
     return value
 
 
-def set_color(
-    ctx: click.Context, parameter: click.Parameter, value: str | None
-) -> str | None:
+def set_color(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Note `--color`, and apply it to what click prints."""
     if value is not None:
         screen().color = value
@@ -137,6 +137,8 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
+        if screen().muted and not screen().verbose and record.levelno < logging.ERROR:
+            return
         try:
             print(self.format(record), file=sys.stderr, flush=True)
         except Exception:  # noqa: BLE001 - as the handlers of logging do
@@ -165,9 +167,7 @@ def _details_on_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def _records_on_stderr(
-    logged: int, shown: int, formatter: Callable[[], Any]
-) -> Iterator[None]:
+def _records_on_stderr(logged: int, shown: int, formatter: Callable[[], Any]) -> Iterator[None]:
     """Log records of the level `logged` and above, and print those of `shown` and above."""
     logger = logging.getLogger("quantizer")
     handler = _StderrHandler()
@@ -184,6 +184,17 @@ def _records_on_stderr(
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Print no notes and no warnings meanwhile: they would be about trials, not the result."""
+    before = screen().muted
+    screen().muted = True
+    try:
+        yield
+    finally:
+        screen().muted = before
 
 
 @contextmanager

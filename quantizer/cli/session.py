@@ -18,6 +18,9 @@ from quantizer.cli.render import print_diagnostics, say_note
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
 from quantizer.cli.screen import screen, timed
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
+from quantizer.config.document.document import Document
+from quantizer.config.document.edited import edited_text
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, StructureNames
 from quantizer.config.wording import counted
@@ -56,6 +59,16 @@ class ReadConfig:
     config: Config
     diagnostics: tuple[Diagnostic, ...]
     sources: dict[str, str]
+    document: Document | None = None
+
+    def text_of(self, value: JsonMapping) -> str:
+        """Return the text of a changed config, laid out as the file is."""
+        return edited_text(self.document or Document.of({}, ""), value)
+
+    @property
+    def encoding(self) -> str:
+        """Return the encoding of the file."""
+        return "utf-8" if self.document is None else self.document.source.encoding
 
 
 def read_config_file(path: str | None) -> ReadConfig:
@@ -71,7 +84,8 @@ def read_config_file(path: str | None) -> ReadConfig:
         )
         return ReadConfig(default_config(), (), {})
     result = load_config(path)
-    return ReadConfig(result.require(), result.diagnostics, dict(result.sources))
+    sources = dict(result.sources)
+    return ReadConfig(result.require(), result.diagnostics, sources, result.document)
 
 
 def config_as_asked(

@@ -20,6 +20,7 @@ from quantizer.report.view import View
 _DEFAULT_ROWS = 15
 """Rows of a table of layers without `--top`."""
 
+
 def table_view(options: Options, graph: Graph) -> View:
     """Return the view of a graph's layers that `--names` and `--top` ask for."""
     return view_of(options, path_names(graph))

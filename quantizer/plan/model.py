@@ -172,7 +172,7 @@ class JoinDecision:
 @dataclass(frozen=True)
 class RuleMatch:
     """The layers that a block of the config matches. `took_effect` counts the tensors it sets a
-    value for.
+    value for. `leaves_float` is set if it names layers to leave them in float.
     """
 
     label: str
@@ -180,6 +180,7 @@ class RuleMatch:
     layers: tuple[str, ...]
     took_effect: int
     place: str = ""
+    leaves_float: bool = False
 
 
 @dataclass(frozen=True)

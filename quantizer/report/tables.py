@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quantizer.comparison.output_figures import OutputFigures
@@ -14,7 +15,7 @@ from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Key, Plan
-from quantizer.report.view import Listing, TableRow, View
+from quantizer.report.view import TOP_REMEDY, Listing, TableRow, View
 
 _BAR_WIDTH = 20
 """Characters of a full bar."""
@@ -289,14 +290,16 @@ def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
     return Listing(titles, rows, frozenset(titles[1:]))
 
 
-def rule_table(plan: Plan) -> Listing:
+def rule_table(plan: Plan, view: View) -> Listing:
     """Return how many layers and tensors each block of the config is about."""
     rows = []
     for rule in plan.rules:
         row = (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
         rows.append(row)
     titles = ("rule", "selector", "layers", "tensors")
-    return Listing(titles, rows, frozenset(titles[2:]))
+    # The first column has no layers to choose from
+    every = replace(view, layers=None, remedy=TOP_REMEDY)
+    return every.listing(titles, rows, numbers=titles[2:], what="rule")
 
 
 def plan_table(plan: Plan, view: View) -> Listing:

@@ -15,6 +15,8 @@ from quantizer.printable import one_line
 TableRow = tuple[str, ...]
 RowRanks = Sequence[float | None]
 _EXACT_NAME = re.compile(r"\w+::[\w/\[\].]+")
+TOP_REMEDY = "--top all shows them"
+"""How to see the rows that a table leaves out."""
 _GAP = 2
 """Characters between two columns."""
 _MIN_WRAPPED_WIDTH = 24
@@ -143,7 +145,7 @@ class View:
     names: Mapping[str, str] = field(default_factory=dict)
     top: int | None = None
     layers: frozenset[str] | None = None
-    remedy: str = "--top all shows them"
+    remedy: str = TOP_REMEDY
 
     @property
     def is_exact(self) -> bool:
