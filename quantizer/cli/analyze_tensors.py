@@ -28,7 +28,7 @@ from quantizer.cli.session import ReadConfig
 from quantizer.config.document.document import Document
 from quantizer.config.forms.left_float import with_float
 from quantizer.config.load import check_document
-from quantizer.config.model import Config
+from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate
@@ -38,8 +38,10 @@ from quantizer.evaluation.measurable import not_measured, not_measured_by_target
 from quantizer.evaluation.scores import score
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
+from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
+from quantizer.plan.resolve import resolve_plan
 from quantizer.report.tables import finite_row
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
@@ -180,9 +182,34 @@ class _Trials:
         """Return the first batch that tests run on."""
         return self._evaluation.first()
 
-    def document(self, chosen: Sequence[FloatPart]) -> dict[str, Any]:
-        """Return the config with these parts in float."""
-        return with_float(self._subject.read.config.document, list(layers_of(chosen)))
+    def document(self, layers: Sequence[str]) -> dict[str, Any]:
+        """Return the config with these layers in float."""
+        return with_float(self._subject.read.config.document, list(layers))
+
+    def needed_document(self, layers: Sequence[str]) -> dict[str, Any]:
+        """Return the shortest config with these layers in float.
+
+        A layer whose tensors are quantized together with those of another one needs no entry.
+        """
+        needed = list(layers)
+        plan = self._plan(needed)
+        specs = _specs(plan)
+        for rule in plan.rules:
+            if not rule.leaves_float or rule.took_effect:
+                continue
+            fewer = [name for name in needed if name not in rule.layers]
+            if _specs(self._plan(fewer)) == specs:
+                needed = fewer
+        return self.document(needed)
+
+    def _plan(self, layers: Sequence[str]) -> Plan:
+        config = self._config(layers)
+        original = self._subject.original
+        return resolve_plan(config, run_passes(original, config.settings), original)
+
+    def _config(self, layers: Sequence[str]) -> Config:
+        changed = Document.of(self.document(layers), "the config with layers in float")
+        return check_document(changed).require()
 
     def holds(self, chosen: Sequence[FloatPart]) -> bool:
         """Return whether the gate holds with these parts in float."""
@@ -196,8 +223,7 @@ class _Trials:
         return self._gate.holds(self.runs[key])
 
     def _metrics(self, chosen: Sequence[FloatPart]) -> Mapping[str, float]:
-        changed = Document.of(self.document(chosen), "the config with layers in float")
-        config = check_document(changed).require()
+        config = self._config(layers_of(chosen))
         calibrated, _ = self._subject.calibrated(config, self._events)
         scores = score(
             calibrated,
@@ -214,6 +240,10 @@ class _Trials:
         directions = BY_NAME if self._evaluator is None else self._evaluator.directions
         names = names_in_test(metrics, self._subject.options, directions)
         require_known(about_all([self._gate]), names)
+
+
+def _specs(plan: Plan) -> dict[Key, QuantizationSpec]:
+    return {key: tensor.spec for key, tensor in plan.tensors.items()}
 
 
 def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablation]:
@@ -260,7 +290,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablatio
     search = FloatSearch(
         gate,
         chosen,
-        trials.document(chosen),
+        trials.needed_document(layers_of(chosen)),
         before=trials.runs[()],
         after=trials.runs[layers_of(chosen)],
         runs=len(trials.runs),

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -389,4 +390,20 @@ def print_line(line: str | Text, stream: Console) -> None:
     """Print one line of text. A terminal breaks it between words, never within a path."""
     if isinstance(line, str):
         line = Text(one_line(line))
-    stream.print(line, soft_wrap=not stream.is_terminal, overflow="ignore")
+    starts = []
+    if stream.is_terminal:
+        starts = _starts_of_lines(line.plain, stream.width)
+    for part in line.divide(starts):
+        part.rstrip()
+        stream.print(part, soft_wrap=True)
+
+
+def _starts_of_lines(text: str, width: int) -> list[int]:
+    """Return the positions of words that begin another line, where lines have this width."""
+    starts = []
+    line_start = 0
+    for word in re.finditer(r"\S+", text):
+        if word.end() - line_start > width and word.start() > line_start:
+            line_start = word.start()
+            starts.append(line_start)
+    return starts

@@ -12,7 +12,6 @@ from quantizer.config.rules.check_layered import inherits_float, refused_under_f
 from quantizer.config.rules.spec_rules import conflicts
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import PlannedTensor
-from quantizer.plan.kept_float import BY_CONFIG
 from quantizer.plan.match import RANKS, SELECTED_KINDS, MatchedRule, advice
 from quantizer.plan.model import Key
 
@@ -140,9 +139,6 @@ def ineffective(
         kind = row.rule.selector.kind
         is_empty = kind == "weighted" and not row.rule.fields
         if not layers or row.effects or kind == "all" or is_empty:
-            continue
-        if row.rule.leaves_float and all(floats.get(name) in BY_CONFIG for name in layers):
-            # It says what other rules say, too
             continue
         reason = floats.get(layers[0], "the layer has no tensor of the listed kinds")
         outcome = "changes no tensor"

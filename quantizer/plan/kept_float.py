@@ -8,10 +8,6 @@ from quantizer.plan.floating import OUTSIDE, before_norms, outside_stubs
 from quantizer.plan.match import MatchedRule
 
 FIRST_LAST = "keep_first_last_layer_accuracy"
-EXCLUDED = "excluded"
-LEFT_FLOAT = "the config leaves it float"
-BY_CONFIG = (EXCLUDED, LEFT_FLOAT)
-"""Why a layer's output stays float, if its own entry in the config says so."""
 
 
 def residual(

@@ -23,13 +23,7 @@ from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
-from quantizer.plan.kept_float import (
-    EXCLUDED,
-    FIRST_LAST,
-    LEFT_FLOAT,
-    layers_kept_float,
-    residual,
-)
+from quantizer.plan.kept_float import FIRST_LAST, layers_kept_float, residual
 from quantizer.plan.layout import Group, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
 from quantizer.plan.merged_fields import (
@@ -41,6 +35,8 @@ from quantizer.plan.merged_fields import (
 from quantizer.plan.model import Key, Plan, TensorPlan, output_role
 from quantizer.plan.ungrouped import is_apart
 
+EXCLUDED = "excluded"
+LEFT_FLOAT = "the config leaves it float"
 NO_RULES = "operator without quantization rules"
 _SEPARATE_PARTS = "holds parts that nothing reads which needs one scale for them"
 _SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationSpec))
