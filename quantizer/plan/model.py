@@ -183,7 +183,7 @@ class RuleMatch:
     leaves_float: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """All decisions for one graph and one config.
 
@@ -210,6 +210,9 @@ class Plan:
     ungrouped: Mapping[Key, str] = field(default_factory=dict)
     joins: tuple[JoinPlan, ...] = ()
     left: Mapping[Key, TensorPlan] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self.tensors)} tensors of {self.graph.model})"
 
     def without(self, dropped: Mapping[Key, str]) -> Plan:
         """Return the plan without the tensors `dropped`, whose values are the reasons why."""

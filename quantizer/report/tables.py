@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from quantizer.comparison.output_figures import OutputFigures
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import base_role
+from quantizer.config.wording import first_names
 from quantizer.evaluation.compare import LayerNoise, NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
@@ -322,6 +325,21 @@ def plan_table(plan: Plan, view: View) -> Listing:
             ranks.append(None)
     titles = ("layer", "tensor", "spec")
     return view.listing(titles, rows, ranks, what="tensor", idle="in float")
+
+
+def format_counts(plan: Plan) -> str:
+    """Return how many tensors of each role have each number format, as a sentence's part.
+
+    Example: "15 activation uint8, 10 weights int8, 10 bias int32, 1 input uint8".
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for (_, role), tensor in plan.tensors.items():
+        number_format = describe_spec(tensor.spec).partition(" ")[0]
+        counts[base_role(role), number_format] += 1
+    parts = []
+    for (role, number_format), count in counts.most_common():
+        parts.append(f"{count} {role} {number_format}")
+    return first_names(parts)
 
 
 def refusal_table(rows: Iterable[tuple[str, str, str]], view: View) -> Listing:
