@@ -388,7 +388,7 @@ def test_results_print_as_a_few_lines(network: nn.Module, data: Any, tmp_path: P
     found = quantizer.calibrate(network, LAYERED, data)
     title, formats, sizes = repr(found).splitlines()
     assert title == "Result(7 tensors of Sequential quantized)"
-    assert formats == "  3 activation int8, 2 weights int8, 1 input int8, 1 bias int8"
+    assert formats == "  2 weights int4, 2 bias int8, 2 activation int8, 1 input int8"
     assert sizes.startswith("  0.0% of the parameters stay float; weights ")
     assert repr(found.plan).splitlines() == ["Plan(7 tensors of Sequential)", formats, sizes]
     tested = found.test()
