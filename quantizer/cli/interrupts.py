@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from quantizer.cli.screen import cleared
+from quantizer.cli.streams import cleared
 
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """The exit code of each signal."""

@@ -269,9 +269,9 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except click.Abort as error:
         if isinstance(error.__context__, interrupts.Terminated):
-            click.echo(f"{screen.cleared()}terminated", err=True)
+            click.echo(f"{streams.cleared()}terminated", err=True)
             return 143
-        click.echo(f"{screen.cleared()}interrupted", err=True)
+        click.echo(f"{streams.cleared()}interrupted", err=True)
         return 130
     except ConfigError as error:
         print_diagnostics(error.diagnostics, error.sources)

@@ -26,10 +26,6 @@ from quantizer.printable import one_line
 _logger = logging.getLogger(__name__)
 
 COLORS = ("auto", "always", "never")
-CLEAR_LINE = "\r\x1b[K"
-"""Moves the cursor of a terminal to the start of its line and clears the line."""
-SHOW_CURSOR = "\x1b[?25h"
-"""Shows the cursor of a terminal, which a bar hides."""
 
 
 @dataclass
@@ -203,8 +199,3 @@ def timed(step: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     _logger.debug("%s: %.2f s", step, time.monotonic() - started)
-
-
-def cleared() -> str:
-    """Return what clears the line of a progress bar on standard error; "" elsewhere."""
-    return CLEAR_LINE + SHOW_CURSOR if sys.stderr.isatty() else ""

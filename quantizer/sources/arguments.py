@@ -45,7 +45,7 @@ class Arguments:
 
     def require(self, names: Sequence[str]) -> None:
         """Raise `BatchError` if a dict with these keys does not fill the arguments."""
-        if self.takes_any:
+        if self.takes_any or not names:
             return
         taken = ", ".join(self.names)
         for name in names:

@@ -233,9 +233,14 @@ def _from_sequence(
 
 def _require_one_batch(item: tuple[Any, ...] | list[Any], arguments: Arguments) -> None:
     """Raise `BatchError` for a list of samples that should be one tensor."""
-    shapes = {tuple(part.shape) for part in item if isinstance(part, Tensor)}
-    are_tensors = all(isinstance(part, Tensor) for part in item)
-    if len(item) <= arguments.most + 1 or not are_tensors or len(shapes) != 1:
+    if not isinstance(item, list) or len(item) <= arguments.most + 1:
+        return
+    shapes = set()
+    for part in item:
+        if not isinstance(part, Tensor) or oddity(part) is not None:
+            return
+        shapes.add(tuple(part.shape))
+    if len(shapes) != 1:
         return
     (shape,) = shapes
     way = "torch.cat(samples)" if shape[:1] == (1,) else "torch.stack(samples)"
