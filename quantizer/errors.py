@@ -95,6 +95,12 @@ class DataError(QuantizerError):
     exit_code = 4
 
 
+class BatchError(DataError):
+    """A batch does not fit the model or the other batches. A run could resume with other data
+    only.
+    """
+
+
 class ResultError(QuantizerError):
     """Calibration results are missing, incomplete, or of another model or config."""
 

@@ -17,14 +17,17 @@ from quantizer.api.notebook import html_table
 from quantizer.api.report import Report
 from quantizer.calibration.events import Events
 from quantizer.calibration.module_target import evaluating
-from quantizer.config.wording import closest_word
+from quantizer.config.wording import closest_word, counted, first_names
 from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, score
 from quantizer.export import EXPORTERS, export, require_expressible, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
 from quantizer.export.deployment import Deployment
+from quantizer.graph.module_names import path_names
 from quantizer.plan.model import Plan
+from quantizer.plan.remarks import left_parameters, share_left
+from quantizer.plan.size import weight_bytes
 from quantizer.report import tables
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.page.html import element
@@ -37,6 +40,11 @@ from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate
 from quantizer.sources.user_code import user_exits
+
+_SHOWN_METRICS = 8
+"""Metrics that a comparison shows."""
+_SHOWN_LAYERS = 3
+"""Layers that a comparison shows."""
 
 
 class PlanView:
@@ -54,10 +62,10 @@ class PlanView:
         return self.plan.to_json()
 
     def __repr__(self) -> str:
-        return f"Plan({len(self.plan.tensors)} tensors of {self.plan.graph.model})"
+        return f"{self.plan!r}\n{_summary(self.plan)}"
 
     def _repr_html_(self) -> str:
-        rules = html_table(tables.rule_table(self.plan))
+        rules = html_table(tables.rule_table(self.plan, TableView()))
         return rules + html_table(tables.plan_table(self.plan, TableView()))
 
 
@@ -89,6 +97,7 @@ class Comparison:
         self.passes = scores.passes
         self._scores = scores
         self._stamp = stamp
+        self._paths = path_names(calibrated.graph)
 
     def require(self, **bounds: float) -> Comparison:
         """Raise `GateError` if metrics are worse than their bounds. Otherwise return this
@@ -151,12 +160,24 @@ class Comparison:
         """Return the part of report.json about the test."""
         return tables.report_values(self._scores, self.layers, self._stamp)
 
-    def __repr__(self) -> str:
+    def _title(self) -> str:
         metrics = [f"{name}={value:.6g}" for name, value in self.metrics.items()]
-        return f"Comparison({', '.join(metrics)})"
+        return f"Comparison({first_names(metrics, _SHOWN_METRICS)})"
+
+    def __repr__(self) -> str:
+        lines = [self._title()]
+        worst = []
+        for row in self.layers[:_SHOWN_LAYERS]:
+            layer = self._paths.get(row["layer"], row["layer"])
+            worst.append(f"{row['local_sqnr_db']:.1f} dB {layer} {row['tensor']}")
+        if worst:
+            lines.append(f"  lowest local SQNR: {', '.join(worst)}")
+        if self.warnings:
+            lines.append(f"  {counted(len(self.warnings), 'warning')}: see .warnings")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        html = f"<p>{self!r}</p>"
+        html: str = element("p", self._title())
         if self.passes is not None:
             html += element("p", self.passes.line)
         if self._scores.pairs:
@@ -344,11 +365,23 @@ class Result:
             raise DataError("there is no data", help="give it here or to `load`")
         return self._batches
 
+    def _title(self) -> str:
+        count = len(self._calibrated.solution.tensors)
+        return f"Result({count} tensors of {self._calibrated.graph.model} quantized)"
+
     def __repr__(self) -> str:
-        return (
-            f"Result({len(self._calibrated.solution.tensors)} tensors of "
-            f"{self._calibrated.graph.model} quantized)"
-        )
+        return f"{self._title()}\n{_summary(self.plan.plan)}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>{self.plan._repr_html_()}"
+        return element("p", self._title()) + self.plan._repr_html_()
+
+
+def _summary(plan: Plan) -> str:
+    """Return two indented lines on a plan: its number formats, and what stays float."""
+    before, after = weight_bytes(plan)
+    left, _ = left_parameters(plan)
+    lines = [
+        tables.format_counts(plan),
+        f"{share_left(left)}; weights {before / 1e6:.2f} MB -> {after / 1e6:.2f} MB",
+    ]
+    return "\n".join(f"  {line}" for line in lines)

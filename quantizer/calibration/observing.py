@@ -326,7 +326,7 @@ def observe_batches(
             calibration.forget_after(calibration.batches)
             if isinstance(error, DataError):
                 text = f"batch {calibration.batches}: {error.message}"
-                raise DataError(text, help=error.help) from error
+                raise type(error)(text, help=error.help) from error
             raise
     require_batches(calibration)
 

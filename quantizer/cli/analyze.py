@@ -2,7 +2,6 @@
 with the best widths.
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.text import Text
 
 from quantizer.calibration import absorption
 from quantizer.calibration.events import RunStage
@@ -21,7 +19,7 @@ from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_ten
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_output
 from quantizer.cli.places import PathType
-from quantizer.cli.render import say
+from quantizer.cli.render import say_note
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.diagnostics import ConfigError
@@ -39,7 +37,7 @@ from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
-from quantizer.printable import json_text, one_line
+from quantizer.printable import json_text
 from quantizer.report import sensitivity
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info
@@ -135,7 +133,7 @@ def analyze(options: AnalyzeOptions) -> None:
             result = _analyze_widths(options, subject, widths, budget)
     file = options.config_file if options.apply else options.file
     if file:
-        write_output(file, result.text)
+        write_output(file, result.text, encoding=subject.read.encoding)
     if reported is not None:
         _add_to_report(reported, result.content)
     if options.json:
@@ -197,8 +195,8 @@ class AnalysisResult:
 
 def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> None:
     """Print the tables, and the lines below them."""
-    console = session.console(stderr=stderr)
-    view = table_view(options, result.graph, stderr=stderr)
+    view = table_view(options, result.graph)
+    console = session.console(stderr=stderr, exact=view.is_exact)
     lines: list[str] = []
     if result.tensors is not None:
         console.print(sensitivity.ablation_table(result.tensors, view))
@@ -207,8 +205,7 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
         console.print(sensitivity.analysis_table(result.analysis, result.choice, view))
         lines += sensitivity.unanalysed_lines(result.analysis, view)
     for line in (*lines, *result.lines):
-        # A path is not markup, and stays on one line
-        console.print(Text(one_line(line)), soft_wrap=True)
+        session.print_line(line, console)
 
 
 def parse_choices(text: str) -> tuple[Width, ...]:
@@ -300,7 +297,8 @@ def _search_floats(subject: Subject, metric: str) -> AnalysisResult:
     content = search.to_json()
     content["tensors"] = sensitivity.ablation_json(tensors)
     lines = search.summary_lines(path_names(subject.original))
-    return AnalysisResult(subject.original, content, search.text, lines=lines, tensors=tensors)
+    text = subject.read.text_of(search.config)
+    return AnalysisResult(subject.original, content, text, lines=lines, tensors=tensors)
 
 
 def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
@@ -334,7 +332,7 @@ def _analyze_widths(
     tensors = measured_tensors(subject)[0] if options.tensors else None
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
-        say(f"note: errors are those of round-to-nearest, without {names}", err=True)
+        say_note(f"note: errors are those of round-to-nearest, without {names}")
     analysis = _measure(options, plan, widths, batches)
     if budget is not None:
         return _choose(options, subject, plan, analysis, budget=budget, tensors=tensors)
@@ -392,7 +390,7 @@ def _choose(
     return AnalysisResult(
         plan.graph,
         content,
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        subject.read.text_of(config),
         analysis=analysis,
         choice=choices[best],
         lines=lines,

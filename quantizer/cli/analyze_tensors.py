@@ -1,19 +1,16 @@
 """Runs the parts of `quantizer analyze` that calibrate: `--tensors` and `--metric`."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import click
-
 from quantizer.calibration import steps
-from quantizer.calibration.events import RunStage
+from quantizer.calibration.events import Events, RunStage
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
 from quantizer.cli.float_mode import evaluator_of
-from quantizer.cli.follow import progress, run_display
+from quantizer.cli.follow import OneBar, progress, run_display
 from quantizer.cli.gates import (
     MEASURED,
     Gate,
@@ -25,27 +22,32 @@ from quantizer.cli.gates import (
     require_measured,
 )
 from quantizer.cli.options import Options
+from quantizer.cli.render import say_note
+from quantizer.cli.screen import without_notes
 from quantizer.cli.session import ReadConfig
 from quantizer.config.document.document import Document
 from quantizer.config.forms.left_float import with_float
 from quantizer.config.load import check_document
-from quantizer.config.model import Config
+from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
-from quantizer.evaluation.cheapest import FloatPart, cheapest_parts, float_parts
+from quantizer.evaluation.cheapest import FloatPart, cheapest_parts, float_parts, most_trials
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import score
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
+from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
+from quantizer.plan.resolve import resolve_plan
 from quantizer.report.tables import finite_row
 from quantizer.results.calibrated import Calibrated
+from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
-from quantizer.sources.models import LoadedModel
+from quantizer.sources.models import Evaluate, LoadedModel
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ class Subject:
     batches: Batches
     original: Graph
 
-    def calibrated(self, config: Config) -> tuple[Calibrated, Plan]:
-        """Return the model calibrated with a config, in memory, and the plan."""
+    def calibrated(
+        self, config: Config, events: Events | None = None
+    ) -> tuple[Calibrated, Plan]:
+        """Return the model calibrated with a config, in memory, and the plan.
+
+        `events` gets the progress and the messages, which are logged if it is None.
+        """
         request = CalibrationRequest(
             target=TracedTarget(self.original),
             config=config,
             batches=self.batches,
-            events=run_display(self.read.sources, quiet=True),
+            events=events or run_display(self.read.sources, quiet=True),
             seed=self.options.seed,
             memory=self.options.memory,
         )
@@ -73,15 +80,19 @@ class Subject:
         return calibrated, state.calibration.plan
 
 
-def measured_tensors(subject: Subject) -> tuple[Ablation, Plan]:
-    """Measure the effect of each quantized tensor on the output, on the first batches."""
+def measured_tensors(subject: Subject, events: Events | None = None) -> tuple[Ablation, Plan]:
+    """Measure the effect of each quantized tensor on the output, on the first batches.
+
+    `events` gets the progress, which has a bar of its own if it is None.
+    """
     options = subject.options
-    calibrated, plan = subject.calibrated(subject.read.config)
+    calibrated, plan = subject.calibrated(subject.read.config, events)
     quantized = calibrated.network()
     batches = min(subject.batches.total or NOISE_BATCHES, NOISE_BATCHES)
     total = batches * len(list(quantized.quantizers()))
     user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
-    with RunStage(progress(quiet=options.json), "analyze tensors", total, "tensors") as stage:
+    follower = events or progress(quiet=options.json)
+    with RunStage(follower, "analyze tensors", total, "tensors") as stage:
         ablation = ablate(
             Network(calibrated.float_graph),
             quantized,
@@ -111,11 +122,6 @@ class FloatSearch:
     before: Mapping[str, float]
     after: Mapping[str, float]
     runs: int
-
-    @property
-    def text(self) -> str:
-        """Return the text of the config."""
-        return json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return the result for programs."""
@@ -155,6 +161,91 @@ def layers_of(parts: Sequence[FloatPart]) -> tuple[str, ...]:
     return tuple(layers)
 
 
+class _Trials:
+    """Runs tests with layers in float, and keeps their metrics.
+
+    Attributes:
+        runs: the metrics by the layers that were in float.
+    """
+
+    def __init__(
+        self, subject: Subject, gate: Gate, evaluator: Evaluate | None, events: Events
+    ) -> None:
+        self.runs: dict[tuple[str, ...], Mapping[str, float]] = {}
+        self._subject = subject
+        self._gate = gate
+        self._evaluator = evaluator
+        self._events = events
+        self._evaluation = session.open_data(subject.options, subject.loaded, evaluation=True)
+
+    def first_batch(self) -> Batch:
+        """Return the first batch that tests run on."""
+        return self._evaluation.first()
+
+    def document(self, layers: Sequence[str]) -> dict[str, Any]:
+        """Return the config with these layers in float."""
+        return with_float(self._subject.read.config.document, list(layers))
+
+    def needed_document(self, layers: Sequence[str]) -> dict[str, Any]:
+        """Return the shortest config with these layers in float.
+
+        A layer whose tensors are quantized together with those of another one needs no entry.
+        """
+        needed = list(layers)
+        plan = self._plan(needed)
+        specs = _specs(plan)
+        for rule in plan.rules:
+            if not rule.leaves_float or rule.took_effect:
+                continue
+            fewer = [name for name in needed if name not in rule.layers]
+            if _specs(self._plan(fewer)) == specs:
+                needed = fewer
+        return self.document(needed)
+
+    def _plan(self, layers: Sequence[str]) -> Plan:
+        config = self._config(layers)
+        original = self._subject.original
+        return resolve_plan(config, run_passes(original, config.settings), original)
+
+    def _config(self, layers: Sequence[str]) -> Config:
+        changed = Document.of(self.document(layers), "the config with layers in float")
+        return check_document(changed).require()
+
+    def holds(self, chosen: Sequence[FloatPart]) -> bool:
+        """Return whether the gate holds with these parts in float."""
+        key = layers_of(chosen)
+        if key not in self.runs:
+            with without_notes():
+                self.runs[key] = self._metrics(chosen)
+            value = self.runs[key][self._gate.metric]
+            layers = counted(len(key), "layer")
+            say_note(f"{layers} in float: {self._gate.metric} {value:.6g}")
+        return self._gate.holds(self.runs[key])
+
+    def _metrics(self, chosen: Sequence[FloatPart]) -> Mapping[str, float]:
+        config = self._config(layers_of(chosen))
+        calibrated, _ = self._subject.calibrated(config, self._events)
+        scores = score(
+            calibrated,
+            self._subject.loaded.module,
+            self._evaluation,
+            self._events,
+            function=self._evaluator,
+            check=self._check,
+        )
+        require_known([self._gate], scores.gated)
+        return scores.metrics | {self._gate.metric: scores.gated[self._gate.metric]}
+
+    def _check(self, metrics: Collection[str]) -> None:
+        directions = BY_NAME if self._evaluator is None else self._evaluator.directions
+        names = names_in_test(metrics, self._subject.options, directions)
+        require_known(about_all([self._gate]), names)
+
+
+def _specs(plan: Plan) -> dict[Key, QuantizationSpec]:
+    return {key: tensor.spec for key, tensor in plan.tensors.items()}
+
+
 def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablation]:
     """Find the layers to leave in float for a metric to hold, at the least bytes.
 
@@ -163,65 +254,45 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablatio
 
     Raises:
         UsageError: there is no such metric.
-        GateError: it does not hold with all layers in float.
+        GateError: it does not hold, or only with the whole network in float.
     """
     options = subject.options
     gate = parse_gate(metric, "--metric")
-    loaded = subject.loaded
-    evaluator = evaluator_of(options, loaded)
-    directions = BY_NAME if evaluator is None else evaluator.directions
+    evaluator = evaluator_of(options, subject.loaded)
     if evaluator is None:
         require_known(about_all([gate]), names_in_test(MEASURED, options))
     require_known_parts([gate], output_parts(subject.original))
-    evaluation = session.open_data(options, loaded, evaluation=True)
     require_measured([gate], never_measured_metrics(subject.original))
-    if evaluator is None:
-        require_measured([gate], not_measured_by_targets(evaluation.first(), subject.original))
-    runs: dict[tuple[str, ...], Mapping[str, float]] = {}
-
-    def document(chosen: Sequence[FloatPart]) -> dict[str, Any]:
-        return with_float(subject.read.config.document, list(layers_of(chosen)))
-
-    def check(metrics: Collection[str]) -> None:
-        require_known(about_all([gate]), names_in_test(metrics, options, directions))
-
-    def holds(chosen: Sequence[FloatPart]) -> bool:
-        key = layers_of(chosen)
-        if key not in runs:
-            changed = Document.of(document(chosen), "the config with layers in float")
-            config = check_document(changed).require()
-            calibrated, _ = subject.calibrated(config)
-            follower = progress(quiet=options.json)
-            scores = score(
-                calibrated,
-                loaded.module,
-                evaluation,
-                follower,
-                function=evaluator,
-                check=check,
-            )
-            require_known([gate], scores.gated)
-            value = scores.gated[gate.metric]
-            runs[key] = scores.metrics | {gate.metric: value}
-            layers = counted(len(key), "layer")
-            click.echo(f"{layers} in float: {gate.metric} {value:.6g}", err=True)
-        return gate.holds(runs[key])
-
-    # This refuses a metric that is not measured, before all tensors are measured.
-    holds(())
-    ablation, plan = measured_tensors(subject)
-    chosen = cheapest_parts(float_parts(plan, ablation), holds)
+    with RunStage(progress(quiet=options.json), "analyze", unit="steps") as whole:
+        events = OneBar(whole)
+        trials = _Trials(subject, gate, evaluator, events)
+        if evaluator is None:
+            targets = not_measured_by_targets(trials.first_batch(), subject.original)
+            require_measured([gate], targets)
+        # This refuses a metric that is not measured, before all tensors are measured.
+        trials.holds(())
+        steps_of_trial = whole.done
+        with without_notes():
+            ablation, plan = measured_tensors(subject, events)
+        parts = float_parts(plan, ablation)
+        whole.total = whole.done + steps_of_trial * most_trials(len(parts))
+        chosen = cheapest_parts(parts, trials.holds)
     if chosen is None:
         raise GateError(
             f"{gate.text} does not hold even with all these layers in float",
             help="relax the bound of --metric",
         )
+    if parts and len(chosen) == len(parts):
+        raise GateError(
+            f"{gate.text} holds only with all layers in float, where nothing is quantized",
+            help="relax the bound of --metric",
+        )
     search = FloatSearch(
         gate,
         chosen,
-        document(chosen),
-        before=runs[()],
-        after=runs[layers_of(chosen)],
-        runs=len(runs),
+        trials.needed_document(layers_of(chosen)),
+        before=trials.runs[()],
+        after=trials.runs[layers_of(chosen)],
+        runs=len(trials.runs),
     )
     return search, ablation

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from quantizer.calibration import memory_prediction, steps
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
@@ -17,7 +15,7 @@ from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
-from quantizer.cli.table_view import show_layers
+from quantizer.cli.table_view import show_layers, table_view
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted
@@ -27,6 +25,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.view import TableView
 from quantizer.results.checkpoint import Checkpoints, check_checkpoint
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked
@@ -104,7 +103,8 @@ def run_calib(
             results = open_written(folder, REPORT_INPUTS)
             write_report(results, commands=remember(results, "calib", words_of(options)))
             checkpoints.remove()
-    return _outcome(request, state, folder)
+    view = table_view(options, state.plan.graph)
+    return _outcome(request, state, folder, view)
 
 
 @contextmanager
@@ -162,7 +162,9 @@ def _confirm(
             )
 
 
-def _outcome(request: CalibrationRequest, state: CalibrationState, folder: Path) -> Outcome:
+def _outcome(
+    request: CalibrationRequest, state: CalibrationState, folder: Path, view: TableView
+) -> Outcome:
     plan = state.plan
     batches = state.calibration.batches
     left, _ = left_parameters(plan)
@@ -179,5 +181,4 @@ def _outcome(request: CalibrationRequest, state: CalibrationState, folder: Path)
         line += " quantized without data"
     line += f"; results: {folder}"
     content["rules"] = plan.to_json()["rules"]
-    shown: list[RenderableType] = [tables.rule_table(plan), line, share_left(left)]
-    return Outcome({}, content, shown, plan=plan)
+    return Outcome({}, content, [tables.rule_table(plan, view), line, share_left(left)])

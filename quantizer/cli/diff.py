@@ -9,7 +9,7 @@ import click
 
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType
-from quantizer.cli.render import say
+from quantizer.cli.render import say, say_note
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.compared import compare_configs
 from quantizer.config.load import load_config
@@ -76,10 +76,9 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
         return
     if difference.unknown:
         names = ", ".join(map(quoted, difference.unknown))
-        say(
-            "note: not judged, because it is not known whether less or more is better: "
-            f"{names}; {how_to_declare(difference.unknown[0])}, and test both again",
-            err=True,
+        say_note(
+            f"note: not judged, as it is not known whether less or more is better: {names}; "
+            f"{how_to_declare(difference.unknown[0])}, and test both again"
         )
     if difference.worse:
         raise GateError(

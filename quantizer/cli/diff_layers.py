@@ -62,7 +62,7 @@ def _show(first: Side, second: Side, options: Options) -> Difference:
         return result
     view = view_of(options, {**second.paths, **first.paths})
     if result.rows:
-        session.console().print(difference_table(result, view))
+        session.console(exact=view.is_exact).print(difference_table(result, view))
     for line in figure_lines(result):
         say(line)
     count = len(result.rows)

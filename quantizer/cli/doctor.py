@@ -62,9 +62,9 @@ def _print(checks: list[CheckResult]) -> None:
     for check in checks:
         level = (f"{check.level:8}", _STYLES[check.level])
         line = Text.assemble(level, one_line(f"{check.part}: {check.text}"))
-        console.print(line, soft_wrap=True)
+        session.print_line(line, console)
         if check.help:
-            console.print(Text(one_line(f"        help: {check.help}")), soft_wrap=True)
+            session.print_line(f"        help: {check.help}", console)
 
 
 def _checks(options: Options) -> Iterator[CheckResult]:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunStage
 from quantizer.cli import session
 from quantizer.cli.render import print_diagnostics
+from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.report.bars import Bars, StackedBars
 
@@ -24,8 +25,17 @@ _shared: ContextVar[Events | None] = ContextVar("shared display", default=None)
 
 
 def progress(*, quiet: bool) -> Events:
-    """Return the display of progress: bars on a terminal outside of CI, otherwise lines."""
-    if quiet:
+    """Return the display of progress: bars on a terminal outside of CI, otherwise lines.
+
+    With `--quiet` there is none, and with `--verbose` the end of each stage is logged, too.
+    """
+    if screen().verbose:
+        return ForkedEvents(_display(quiet=quiet), Durations())
+    return _display(quiet=quiet)
+
+
+def _display(*, quiet: bool) -> Events:
+    if quiet or screen().quiet:
         return NO_FOLLOWER
     shared = _shared.get()
     if shared is not None:
@@ -76,6 +86,33 @@ class Messages(Events):
             _logger.log(level, "%s", text)
         elif not self._quiet:
             print_diagnostics((finding,), self._sources)
+
+
+class OneBar(Events):
+    """Counts the units of several stages as those of one, for one bar."""
+
+    def __init__(self, whole: RunStage) -> None:
+        self._whole = whole
+
+    def advanced(self, stage: RunStage) -> None:
+        """Count one unit."""
+        self._whole.advance()
+
+
+class Durations(Events):
+    """Logs how long each stage took."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, float] = {}
+
+    def started(self, stage: RunStage) -> None:
+        """Start the clock of a stage."""
+        self._started[id(stage)] = time.monotonic()
+
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
+        """Log the units of a stage and its time."""
+        seconds = time.monotonic() - self._started.pop(id(stage))
+        _logger.debug("%s: %d %s in %.2f s", stage.name, stage.done, stage.unit, seconds)
 
 
 class Lines(Events):

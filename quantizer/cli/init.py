@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_output
-from quantizer.cli.render import say
+from quantizer.cli.render import say_note
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, preset_text, presets
@@ -96,10 +96,9 @@ def init(
         click.echo(text, nl=False)
         return
     write_output(output, text)
-    click.echo(
+    say_note(
         f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` "
-        "explains a key",
-        err=True,
+        "explains a key"
     )
 
 
@@ -123,9 +122,9 @@ def _fitted(text: str, name: str, options: Options) -> str:
     fitted: str
     fitted, changes = module.fitted_preset(text, name, options)
     for change in changes:
-        say(change, err=True)
+        say_note(change)
     if not changes:
-        say(f"the preset {name} fits the model as it is", err=True)
+        say_note(f"the preset {name} fits the model as it is")
     return fitted
 
 

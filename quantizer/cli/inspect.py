@@ -104,7 +104,8 @@ def inspect(
         reference = run_passes(original, settings, device=False)
         _show_support(plan.graph, verdict_of, reference, view)
     else:
-        session.console().print(tables.layer_table(plan.graph, plan.tensors, plan.floats, view))
+        table = tables.layer_table(plan.graph, plan.tensors, plan.floats, view)
+        session.console(exact=view.is_exact).print(table)
         for line in plan_remarks(plan):
             say(line)
     if options.file:
@@ -182,7 +183,8 @@ def _show_support(
     view: TableView,
 ) -> None:
     """Print the table, the approximations, the sources of limits, and the counts."""
-    session.console().print(dpu_tables.support_table(graph, verdict_of, view))
+    console = session.console(exact=view.is_exact)
+    console.print(dpu_tables.support_table(graph, verdict_of, view))
     for line in dpu_tables.approximations(graph, reference):
         say(view.text(line))
     sources = dict.fromkeys(verdict.source for verdict in verdict_of.values())

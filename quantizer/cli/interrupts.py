@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from quantizer.cli.streams import cleared
+
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """The exit code of each signal."""
 if hasattr(signal, "SIGHUP"):
@@ -51,9 +53,9 @@ def at_once() -> Iterator[None]:
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:
     code = _CODES[signal.Signals(signum)]
-    message = b"interrupted\n" if signum == signal.SIGINT else b"terminated\n"
+    word = "interrupted" if signum == signal.SIGINT else "terminated"
     with suppress(OSError):
-        os.write(2, message)
+        os.write(2, f"{cleared()}{word}\n".encode())
     os._exit(code)
 
 

@@ -4,7 +4,6 @@ code.
 
 import errno
 import importlib
-import io
 import os
 import sys
 import traceback
@@ -15,21 +14,22 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from quantizer import __version__, printable
-from quantizer.cli import interrupts, streams, torchrun
+from quantizer import printable
+from quantizer.cli import interrupts, screen, streams, torchrun
+from quantizer.cli.click_errors import explained
 from quantizer.cli.options import (
     NAMES_WIDTH,
     QUANT_MODES,
     RUN,
     SETTINGS,
     GroupedCommand,
-    GroupedOption,
     Options,
     takes,
     word_of,
 )
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.typed import was_typed
+from quantizer.cli.versions import print_versions
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest_word
 from quantizer.errors import (
@@ -108,6 +108,7 @@ SUBCOMMANDS = {
         "quantizer.cli.schema:schema",
         "Print the JSON Schema of the config, for editors.",
     ),
+    "help": ("quantizer.cli.help:help_command", "Show the help of a command."),
 }
 """The module and help of each subcommand. `--help` imports none of them."""
 _RUN_MODE = "quantizer.cli.modes:run_mode"
@@ -148,14 +149,21 @@ class LazyCommands(GroupedCommand, click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in SUBCOMMANDS:
-            message = f"No such command '{args[0]}'."
             near = closest_word(args[0], [*SUBCOMMANDS, *QUANT_MODES])
             if near in QUANT_MODES:
-                near = f"--quant_mode {near} ..."
+                near = f"--quant_mode {near} …"
+            remedy = "`quantizer --help` lists all commands"
             if near is not None:
-                message += f" Did you mean 'quantizer {near}'?"
-            ctx.fail(message)
+                remedy = f"did you mean `quantizer {near}`? {remedy}"
+            raise UsageError(f"there is no command {args[0]!r}", help=remedy)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. For Ctrl-C, click would print an empty line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise click.Abort from error
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         items = []
@@ -186,18 +194,17 @@ class LazyCommands(GroupedCommand, click.Group):
     epilog=_EPILOG,
 )
 @takes(*RUN, config_file="The JSON config.  [default: a built-in one for the DPU]")
-@click.version_option(__version__, prog_name="quantizer", allow_from_autoenv=False)
 @click.option(
-    "--color",
-    cls=GroupedOption,
-    group="Output",
-    type=click.Choice(["auto", "always", "never"]),
-    default="auto",
-    show_default=True,
-    help="Colored output.",
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    allow_from_autoenv=False,
+    callback=print_versions,
+    help="Show the version and exit.",
 )
 @click.pass_context
-def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
+def cli(ctx: click.Context, /, options: Options) -> int | None:
     """Quantize PyTorch models after training, configured by one JSON file.
 
     \b
@@ -214,17 +221,25 @@ def cli(ctx: click.Context, /, options: Options, color: str) -> int | None:
     my_model.py is your file with two functions: model() returns a torch.nn.Module,
     calibration_data() an iterable of batches.
     """
-    if color != "auto":
-        ctx.color = color == "always"
-    elif os.environ.get("NO_COLOR"):
-        ctx.color = False
-    if ctx.invoked_subcommand is not None:
-        if was_typed(ctx, "quant_mode"):
-            raise click.UsageError("--quant_mode and a subcommand exclude each other.")
+    typed = [word_of(name) for name in RUN if was_typed(ctx, word_of(name))]
+    command = ctx.invoked_subcommand
+    if command is not None:
+        if "quant_mode" in typed:
+            raise UsageError(
+                f"--quant_mode and the command {command} exclude each other",
+                help=f"leave out --quant_mode, or {command}",
+            )
+        if typed:
+            raise UsageError(
+                f"--{typed[0]} stands before the command {command}, where it has no effect",
+                help=f"write it after {command}",
+            )
         return None
     if options.quant_mode is None:
-        if any(was_typed(ctx, word_of(name)) for name in RUN):
-            raise click.UsageError("Missing option '--quant_mode': float, calib or test.")
+        if typed:
+            raise UsageError(
+                "missing --quant_mode", help="give --quant_mode float, calib or test"
+            )
         click.echo(ctx.get_help(), err=True)
         return UsageError.exit_code
     code: int | None = _load(_RUN_MODE)(options)
@@ -254,7 +269,7 @@ def main() -> NoReturn:
 
 def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code. Errors are printed on standard error."""
-    with torchrun.one_voice(arguments), imported_once():
+    with torchrun.one_voice(arguments), imported_once(), screen.new_screen():
         return _run(arguments)
 
 
@@ -262,13 +277,14 @@ def _run(arguments: list[str]) -> int:
     try:
         code = _call(arguments)
     except click.ClickException as error:
-        _show_usage(error)
+        message, remedy = explained(error)
+        _show(one_line(message), one_line(remedy))
         return error.exit_code
     except click.Abort as error:
         if isinstance(error.__context__, interrupts.Terminated):
-            click.echo("terminated", err=True)
+            click.echo(f"{streams.cleared()}terminated", err=True)
             return 143
-        click.echo("interrupted", err=True)
+        click.echo(f"{streams.cleared()}interrupted", err=True)
         return 130
     except ConfigError as error:
         print_diagnostics(error.diagnostics, error.sources)
@@ -331,15 +347,9 @@ def _load(target: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
-def _show_usage(error: click.ClickException) -> None:
-    """Print click's message about a wrong command line, without control characters."""
-    text = io.StringIO()
-    error.show(text)
-    click.echo(printable.printable_lines(text.getvalue()), err=True, nl=False)
-
-
 def _show(message: str, help_text: str | None) -> None:
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+    label = click.style("error:", fg="red", bold=True)
+    click.echo(f"{label} {message}", err=True, color=screen.screen().is_colored)
     if help_text:
         click.echo(f"help: {help_text}", err=True)
 

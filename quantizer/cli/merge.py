@@ -36,7 +36,6 @@ from quantizer.sources.data import Batches
     "output",
     "overwrite",
     "json",
-    "quiet",
     model="The model that was calibrated: file.py, file.py:factory or a Hugging Face folder.",
     output="The result folder to write.  [default: quantize_result]",
 )

@@ -12,6 +12,7 @@ import click
 
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.places import PathType
+from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbose
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.errors import UsageError
@@ -49,9 +50,37 @@ class GroupedOption(click.Option):
         extra.pop("range", None)
         return extra
 
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """Return the value in the option's type.
+
+        Raises:
+            BadOptionUsage: it is another option, as in `--model --data x.npy`.
+        """
+        if isinstance(value, str) and value.startswith("--"):
+            name = value.partition("=")[0]
+            for parameter in ctx.command.params:
+                if name in parameter.opts:
+                    raise click.BadOptionUsage(self.opts[0], "needs a value", ctx)
+        return super().type_cast_value(ctx, value)
+
 
 class GroupedCommand(click.Command):
-    """A command whose help has a section for each group of options."""
+    """A command whose help has a section for each group of options.
+
+    It also takes the options that all commands have. Before a subcommand they mean the same.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.params += _screen_options()
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command, and give errors about them its context."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {group: [] for group in _GROUPS}
@@ -66,6 +95,30 @@ class GroupedCommand(click.Command):
             if rows:
                 with formatter.section(group or "Options"):
                     formatter.write_dl(rows, col_max=NAMES_WIDTH)
+
+
+def _screen_options() -> list[click.Parameter]:
+    """Return the options of all commands."""
+    make = functools.partial(GroupedOption, group="Output", expose_value=False, is_eager=True)
+    quiet = make(
+        ["--quiet", "-q"],
+        is_flag=True,
+        callback=set_quiet,
+        help="Print no progress and no notes.",
+    )
+    verbose = make(
+        ["--verbose", "-v"],
+        is_flag=True,
+        callback=set_verbose,
+        help="Print details on standard error: what is read, and how long each step takes.",
+    )
+    color = make(
+        ["--color"],
+        type=click.Choice(COLORS),
+        callback=set_color,
+        help="Colored output.  [default: auto]",
+    )
+    return [quiet, verbose, color]
 
 
 command = functools.partial(click.command, cls=GroupedCommand, context_settings=SETTINGS)
@@ -145,7 +198,10 @@ def _of_target(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one call. Options that a command does not have keep their defaults."""
+    """The options of one call. Options that a command does not have keep their defaults.
+
+    `quiet` is an option of all commands, see `_screen_options`.
+    """
 
     quant_mode: str = option(
         "Run the float model, calibrate it, or test the calibrated network.",
@@ -287,13 +343,12 @@ class Options:
         group="Output",
     )
     names: str | None = option(
-        "Names of layers in tables: module paths, or exact names.  [default: path on a "
-        "terminal, else exact]",
+        "Names of layers in tables: module paths, or exact names.  [default: path]",
         type=click.Choice(["path", "exact"]),
         group="Output",
     )
     top: int | str | None = option(
-        "Number of layers in a table.  [default: 15 on a terminal, else all]",
+        "Number of layers in a table.  [default: 15]",
         type=rows_shown,
         metavar="N|all",
         group="Output",
@@ -306,7 +361,6 @@ class Options:
     )
     output: str | None = _file("Write the result to FILE.", "-o", group="Output")
     json: bool = option("Print the result as JSON.", default=False, group="Output")
-    quiet: bool = option("Print no progress and no notes.", "-q", default=False, group="Output")
     inspect: bool = option(
         "Print the table of layers before the run.", default=False, group="Debugging"
     )
@@ -323,6 +377,7 @@ class Options:
     debug: bool = option(
         "Print the traceback of an internal error.", default=False, group="Debugging"
     )
+    quiet: bool = False
 
     @property
     def target_choices(self) -> dict[str, str]:
@@ -338,8 +393,10 @@ class Options:
         return self.output if self.output != "-" else None
 
 
-RUN = tuple(entry.name for entry in fields(Options) if entry.name not in ("filter", "output"))
-"""The options of a run."""
+RUN = tuple(
+    entry.name for entry in fields(Options) if entry.name not in ("filter", "output", "quiet")
+)
+"""The options of a run, except those of all commands."""
 MODEL = (
     "model",
     "weights",
@@ -375,6 +432,7 @@ def takes(
             settings = {}
             for name in names:
                 settings[name] = values.pop(word_of(name))
+            settings["quiet"] = screen().quiet
             return command(*args, options=kind(**settings), **values)
 
         for name in reversed(names):

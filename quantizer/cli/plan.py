@@ -137,7 +137,7 @@ def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView
         rows = []
         for refusal in refusals:
             rows.append((refusal.layer or model, refusal.role, refusal.why))
-        session.console().print(tables.refusal_table(rows, view))
+        session.console(exact=view.is_exact).print(tables.refusal_table(rows, view))
 
 
 def _show(
@@ -147,8 +147,8 @@ def _show(
     algorithms: Sequence[Algorithm],
 ) -> None:
     """Print the tables, and sizes below them."""
-    console = session.console()
-    console.print(tables.rule_table(plan))
+    console = session.console(exact=view.is_exact)
+    console.print(tables.rule_table(plan, view))
     console.print()
     console.print(tables.plan_table(plan, view))
     console.print()

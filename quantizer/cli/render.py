@@ -7,6 +7,7 @@ from dataclasses import asdict
 import click
 
 from quantizer import __version__
+from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.printable import json_text, one_line
 
@@ -21,7 +22,11 @@ _COLORS = {"error": "red", "warning": "yellow", "note": "blue"}
 
 
 def print_diagnostics(diagnostics: Diagnostics, sources: Sources) -> None:
-    """Print findings as text on standard error; nothing if there are none."""
+    """Print findings as text on standard error, only errors with `--quiet`; nothing if there
+    are none.
+    """
+    if screen().quiet:
+        diagnostics = [finding for finding in diagnostics if finding.severity == "error"]
     if diagnostics:
         click.echo(render_text(diagnostics, sources), err=True)
 
@@ -29,6 +34,12 @@ def print_diagnostics(diagnostics: Diagnostics, sources: Sources) -> None:
 def say(text: str, *, err: bool = False) -> None:
     """Print one line of text, with control characters of names escaped."""
     click.echo(one_line(text), err=err)
+
+
+def say_note(text: str) -> None:
+    """Print one line of text on standard error, unless `--quiet` is given."""
+    if not screen().quiet:
+        say(text, err=True)
 
 
 def render_text(diagnostics: Diagnostics, sources: Sources) -> str:

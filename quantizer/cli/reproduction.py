@@ -25,7 +25,6 @@ WITHOUT_EFFECT = frozenset(
         "overwrite",
         "resume",
         "json",
-        "quiet",
         "inspect",
         "debug",
         "names",

@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
-from rich.text import Text
 
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
@@ -16,7 +15,7 @@ from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest_word, counted
 from quantizer.errors import UsageError
 from quantizer.observers import BATCH_STATISTICS, RANGE_METHODS
-from quantizer.printable import json_text, one_line
+from quantizer.printable import json_text
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated_folder import CalibratedFolder
 from quantizer.results.folder import open_written
@@ -109,15 +108,15 @@ def retune(folder: str, options: RetuneOptions) -> None:
         return
     titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
     texts = [(*map(str, row.values()), _ratio(row)) for row in rows]
-    console = session.console()
     view = view_of(options, before.plan["paths"])
+    console = session.console(exact=view.is_exact)
     console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
     line = counted(len(rows), "tensor")
     if options.dry_run:
         line += " would change; nothing is written"
     else:
         line += f" retuned; results: {target}"
-    console.print(Text(one_line(line)), soft_wrap=True)
+    session.print_line(line, console)
 
 
 def _write(

@@ -2,9 +2,9 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,10 +16,16 @@ from rich.text import Text
 
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.cli.options import Options
-from quantizer.cli.render import print_diagnostics, say
+from quantizer.cli.render import print_diagnostics, say_note
+from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
+from quantizer.cli.screen import screen, timed
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
+from quantizer.config.document.document import Document
+from quantizer.config.document.edited import edited_text
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, StructureNames
+from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export.agreement import Verification
 from quantizer.graph.find_structure import find_structure
@@ -42,6 +48,12 @@ from quantizer.storage import process_memory
 
 _logger = logging.getLogger(__name__)
 
+_LOG_WIDTH = 100
+"""Columns of tables in pipes and files."""
+_UNLIMITED = 1000
+_COLOR_SYSTEMS = {True: "standard", False: None, None: "auto"}
+"""Rich's color system for colored output, for output without colors, and for either."""
+
 
 @dataclass(frozen=True)
 class ReadConfig:
@@ -50,6 +62,16 @@ class ReadConfig:
     config: Config
     diagnostics: tuple[Diagnostic, ...]
     sources: dict[str, str]
+    document: Document | None = None
+
+    def text_of(self, value: JsonMapping) -> str:
+        """Return the text of a changed config, laid out as the file is."""
+        return edited_text(self.document or Document.of({}, ""), value)
+
+    @property
+    def encoding(self) -> str:
+        """Return the encoding of the file."""
+        return "utf-8" if self.document is None else self.document.source.encoding
 
 
 def read_config_file(path: str | None) -> ReadConfig:
@@ -65,7 +87,8 @@ def read_config_file(path: str | None) -> ReadConfig:
         )
         return ReadConfig(default_config(), (), {})
     result = load_config(path)
-    return ReadConfig(result.require(), result.diagnostics, dict(result.sources))
+    sources = dict(result.sources)
+    return ReadConfig(result.require(), result.diagnostics, sources, result.document)
 
 
 def config_as_asked(
@@ -131,9 +154,13 @@ def open_model(options: Options) -> LoadedModel:
     if options.model is None:
         remedy = "give FILE.py with a function model(), or package.module:factory"
         raise UsageError("Missing option '--model'", help=remedy)
-    loaded = load_model(
-        options.model, options.weights, trust=options.trust, max_unpacked=options.max_unpacked
-    )
+    with timed(f"loading {options.model}"):
+        loaded = load_model(
+            options.model,
+            options.weights,
+            trust=options.trust,
+            max_unpacked=options.max_unpacked,
+        )
     device = device_of(options)
     if device.type == "cuda":
         # Convolutions of float32 would otherwise have the precision of float16.
@@ -271,8 +298,10 @@ def trace_model(
     """Return the model's graph, traced on the first batch and optionally compared on it."""
     first = batches.first().to(device_of(options))
     # torch.export imports it.
-    with process_memory.importing("torch._dynamo"):
-        return trace_module(loaded.module, first, compared=compared)
+    with process_memory.importing("torch._dynamo"), timed("tracing the model"):
+        graph = trace_module(loaded.module, first, compared=compared)
+    _logger.debug("%s has %s", graph.model, counted(len(graph.nodes), "layer"))
+    return graph
 
 
 def recall_graph(
@@ -307,7 +336,7 @@ def resolved_plan(
     if not quiet:
         print_diagnostics(findings, read.sources)
         for line in plan_remarks(plan):
-            say(line, err=True)
+            say_note(line)
     return plan
 
 
@@ -326,49 +355,39 @@ def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
     return structures
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console. It cuts no lines of a pipe, where layer names have to be complete."""
+def console(*, stderr: bool = False, exact: bool = False) -> Console:
+    """Return a console.
+
+    In a pipe or file, lines of tables have at most 100 columns. With exact names they are not
+    limited, as no name of a layer must be broken there.
+
+    Args:
+        stderr: whether it prints on standard error.
+        exact: whether tables show exact names.
+    """
     stream = sys.stderr if stderr else sys.stdout
     width = None
     if not stream.isatty():
         columns = os.environ.get("COLUMNS", "")
         width = int(columns) if columns.isdecimal() else 0
-        width = width or 1000
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+        width = width or (_UNLIMITED if exact else _LOG_WIDTH)
+    is_colored = screen().is_colored
+    system: Any = _COLOR_SYSTEMS[is_colored]
+    no_color = False if is_colored else None
+    return Console(
+        stderr=stderr,
+        width=width,
+        highlight=False,
+        soft_wrap=False,
+        color_system=system,
+        no_color=no_color,
+    )
 
 
 def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
     """Iterate over the batches, on the device of `--device`."""
     device = device_of(options)
     return (batch.to(device) for batch in batches)
-
-
-class _OneLine(logging.Formatter):
-    """Formats a record as one line with escaped control characters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return one_line(record.getMessage())
-
-
-@contextmanager
-def notes_on_stderr(quiet: bool) -> Iterator[None]:
-    """Print log records of the package on stderr, only warnings if `quiet`."""
-    logger = logging.getLogger("quantizer")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine())
-    if quiet:
-        handler.setLevel(logging.WARNING)
-    level = logger.level
-    propagate = logger.propagate
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
 
 
 @dataclass(frozen=True)
@@ -399,9 +418,32 @@ def show(outcome: Outcome, options: Options) -> None:
     if options.json:
         print(json_text(outcome.content))
         return
+    stdout = console(exact=options.names == "exact")
     for item in outcome.shown:
         if isinstance(item, str):
-            # A path or layer name is not markup, and stays on one line.
-            console().print(Text(one_line(item)), soft_wrap=True)
+            print_line(item, stdout)
         else:
-            console().print(item)
+            stdout.print(item)
+
+
+def print_line(line: str | Text, stream: Console) -> None:
+    """Print one line of text. A terminal breaks it between words, never within a path."""
+    if isinstance(line, str):
+        line = Text(one_line(line))
+    starts = []
+    if stream.is_terminal:
+        starts = _starts_of_lines(line.plain, stream.width)
+    for part in line.divide(starts):
+        part.rstrip()
+        stream.print(part, soft_wrap=True)
+
+
+def _starts_of_lines(text: str, width: int) -> list[int]:
+    """Return the positions of words that begin another line, where lines have this width."""
+    starts = []
+    line_start = 0
+    for word in re.finditer(r"\S+", text):
+        if word.end() - line_start > width and word.start() > line_start:
+            line_start = word.start()
+            starts.append(line_start)
+    return starts

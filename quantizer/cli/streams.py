@@ -14,6 +14,12 @@ _ENCODING_ERRORS = "backslashreplace"
 """The encoding of a terminal may lack characters of layers or files."""
 
 
+_CLEAR_LINE = "\r\x1b[K"
+"""Moves the cursor of a terminal to the start of its line and clears the line."""
+_SHOW_CURSOR = "\x1b[?25h"
+"""Shows the cursor of a terminal, which a progress bar hides."""
+
+
 class Outlet(io.FileIO):
     """A descriptor that stores its first error in `failure`, and then drops what is written."""
 
@@ -81,3 +87,8 @@ def _over(outlet: Outlet, before: Any, name: str, *, by_line: bool) -> io.TextIO
     return _Text(
         buffer, encoding, _ENCODING_ERRORS, line_buffering=by_line, write_through=at_once
     )
+
+
+def cleared() -> str:
+    """Return what clears the line of a progress bar on standard error; "" elsewhere."""
+    return _CLEAR_LINE + _SHOW_CURSOR if sys.stderr.isatty() else ""

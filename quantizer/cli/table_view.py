@@ -1,6 +1,7 @@
-"""Chooses names and rows of tables of layers: short for terminals, complete for programs."""
+"""Chooses names and rows of tables of layers: few rows by default, for readers of terminals
+and logs alike.
+"""
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -16,38 +17,23 @@ from quantizer.plan.match import advice, match
 from quantizer.report.tables import layer_table
 from quantizer.report.view import TableView
 
-_TERMINAL_ROWS = 15
-"""Rows of a table of layers on a terminal, without `--top`."""
+_DEFAULT_ROWS = 15
+"""Rows of a table of layers without `--top`."""
 
 
-def table_view(options: Options, graph: Graph, *, stderr: bool = False) -> TableView:
+def table_view(options: Options, graph: Graph) -> TableView:
     """Return the view of a graph's layers that `--names` and `--top` ask for."""
-    return view_of(options, path_names(graph), stderr=stderr)
+    return view_of(options, path_names(graph))
 
 
-def view_of(
-    options: Options,
-    paths: Mapping[str, str],
-    *,
-    stderr: bool = False,
-) -> TableView:
-    """Return the view that `--names` and `--top` ask for.
-
-    By default a terminal gets module paths and few rows, a pipe or file exact names and all
-    rows.
-    """
-    stream = sys.stderr if stderr else sys.stdout
-    is_terminal = stream.isatty()
-    by_path = is_terminal
-    if options.names:
-        by_path = options.names == "path"
-    top = options.top
-    if not top:
-        top = _TERMINAL_ROWS if is_terminal else "all"
-    rows = None if isinstance(top, str) else top
-    if not by_path:
+def view_of(options: Options, paths: Mapping[str, str]) -> TableView:
+    """Return the view that `--names` and `--top` ask for; `paths` are module paths by name."""
+    rows = _DEFAULT_ROWS
+    if isinstance(options.top, int):
+        rows = options.top
+    if options.names == "exact":
         paths = {}
-    return TableView(paths, rows)
+    return TableView(paths, None if options.top == "all" else rows)
 
 
 def filtered_view(options: Options, graph: Graph, original: Graph) -> TableView:
@@ -91,5 +77,6 @@ def show_layers(
     floats: Mapping[str, str],
 ) -> None:
     """Print the table of all layers, for `--inspect`."""
-    table = layer_table(graph, tensors, floats, table_view(options, graph))
-    session.console().print(table)
+    view = table_view(options, graph)
+    table = layer_table(graph, tensors, floats, view)
+    session.console(exact=view.is_exact).print(table)

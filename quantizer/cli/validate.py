@@ -7,6 +7,7 @@ import click
 
 from quantizer.cli.options import command, write_output
 from quantizer.cli.render import RENDERERS, say
+from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.read import read_text
 from quantizer.config.load import LoadResult, fix_text, load_config
@@ -63,9 +64,11 @@ def validate(
         results[name] = load_config(name)
         diagnostics += results[name].diagnostics
         sources |= results[name].sources
+    if format == "text" and screen().quiet:
+        diagnostics = [finding for finding in diagnostics if _decides(finding, strict)]
     if diagnostics or format in ("json", "sarif"):
         click.echo(RENDERERS[format](diagnostics, sources))
-    if format == "text":
+    if format == "text" and not screen().quiet:
         for name, result in results.items():
             say(f"{name}: {_verdict(result.diagnostics, fix_counts[name])}")
     return max(_exit_code(result.diagnostics, strict) for result in results.values())
@@ -114,9 +117,12 @@ def _verdict(diagnostics: tuple[Diagnostic, ...], fixes: int) -> str:
     return ", ".join(words)
 
 
+def _decides(finding: Diagnostic, strict: bool) -> bool:
+    """Return whether a finding makes the exit code other than 0."""
+    return strict or finding.severity == "error"
+
+
 def _exit_code(diagnostics: tuple[Diagnostic, ...], strict: bool) -> int:
     if any(finding.code.startswith("QZ0") for finding in diagnostics):
         return 2
-    if strict:
-        return int(bool(diagnostics))
-    return int(any(finding.severity == "error" for finding in diagnostics))
+    return int(any(_decides(finding, strict) for finding in diagnostics))

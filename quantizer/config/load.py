@@ -5,6 +5,7 @@ conflicts.
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -30,6 +31,9 @@ from quantizer.config.rules.check_algorithms import check_algorithms
 from quantizer.config.rules.check_hierarchical import check_hierarchical
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_structure
+from quantizer.config.wording import counted
+
+_logger = logging.getLogger(__name__)
 
 _MANY_ERRORS = 200
 """With more structural errors the file is not checked for conflicts: most of it is missing."""
@@ -65,9 +69,13 @@ class LoadResult:
 def load_config(path: str | os.PathLike[str]) -> LoadResult:
     """Read and check the file at `path`; all that is wrong with it is in `diagnostics`."""
     try:
-        return load_text(read_text(path))
+        result = load_text(read_text(path))
     except ConfigError as error:
         return LoadResult(None, error.diagnostics, error.sources)
+    if result.config is not None:
+        count = counted(len(result.diagnostics), "finding")
+        _logger.debug("%s has the %s form: %s", path, result.config.form, count)
+    return result
 
 
 def load_text(source: Text) -> LoadResult:

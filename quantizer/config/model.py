@@ -236,6 +236,11 @@ class ConfigRule:
     fields: Mapping[Role, Fields] = field(default_factory=dict)
     adds: frozenset[Role] = frozenset()
 
+    @property
+    def leaves_float(self) -> bool:
+        """Return whether it leaves all of its layers in float."""
+        return self.roles == frozenset() and not self.adds
+
 
 @dataclass(frozen=True)
 class ScalingLayer:

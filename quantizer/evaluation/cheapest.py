@@ -84,6 +84,15 @@ def _parts_by_layer(plan: Plan) -> dict[str, str]:
     return {name: root(name) for name in owner}
 
 
+def most_trials(count: int) -> int:
+    """Return the largest number of tests of a search in so many parts, after the first one.
+
+    >>> most_trials(8)
+    11
+    """
+    return 1 + max(count - 1, 0).bit_length() + min(max(count - 1, 0), MAX_PRUNED)
+
+
 def cheapest_parts(
     parts: Sequence[FloatPart],
     holds: Callable[[Sequence[FloatPart]], bool],

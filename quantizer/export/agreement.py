@@ -12,11 +12,14 @@ from torch import Tensor
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
-from quantizer.config.wording import first_names
+from quantizer.config.wording import counted, first_names
 from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.export.speed import Speed
 from quantizer.graph.output_parts import Output
+
+_SHOWN_LINES = 1
+"""Lines about kernels and layers that a verification shows."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Kernels:
         return {"integer": list(self.integer), "floating": self.floating, "share": self.share}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """The comparison of a file with test mode.
 
@@ -96,6 +99,16 @@ class Verification:
     engines: tuple[EngineCheck, ...] = ()
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
+
+    def __repr__(self) -> str:
+        lines = [f"Verification({self.figures()})"]
+        session = self.default_session
+        if session is not None:
+            lines.append(f"  in a default session, {session.figures()}")
+            lines += [f"  {line}" for line in session.summary_lines[:_SHOWN_LINES]]
+        if self.remarks:
+            lines.append(f"  {counted(len(self.remarks), 'remark')}: see .remarks")
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures except the speed, which differs from run to run.

@@ -164,7 +164,7 @@ class PassChange:
     amount: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """A traced model.
 
@@ -201,6 +201,9 @@ class Graph:
     )
     output_names: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Graph({len(self.nodes)} nodes of {self.model})"
 
     @cached_property
     def by_name(self) -> dict[str, Node]:

@@ -44,10 +44,24 @@ def plain_output(value: Any) -> Any:
         return value
     if isinstance(value, dict) or hasattr(value, "items"):
         return {str(key): plain_output(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: plain_output(item) for name, item in _fields(value)}
     if isinstance(value, (list, tuple)):
         items = [plain_output(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def _fields(value: Any) -> list[tuple[Any, Any]]:
+    """Return the names and values of a dataclass; torch has no leaves for those that are
+    None.
+    """
+    items = []
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if item is not None:
+            items.append((field.name, item))
+    return items
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
@@ -55,8 +69,7 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, Ref):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        names = [field.name for field in dataclasses.fields(value)]
-        return [(name, getattr(value, name)) for name in names]
+        return _fields(value)
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return list(value.items())
     if isinstance(value, (list, tuple)):

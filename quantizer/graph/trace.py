@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 
+from quantizer.config.wording import with_article
 from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
@@ -46,6 +47,8 @@ _BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
 """On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _NO_STACK_TRACES = "do_not_emit_stack_traces"
+_UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, which is not")
+"""The beginning of torch's message about an output of a class that it does not know."""
 _NOT_USER_CODE = ("/torch/", "/quantizer/graph/", "contextlib")
 
 
@@ -362,6 +365,15 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
                 f"{type(module).__name__} cannot be traced: {path} is compiled by torch.jit",
                 help="give the Python module in its place, and compile it after quantization",
             )
+    unknown = _UNKNOWN_OUTPUT.search(text)
+    if unknown:
+        name = unknown[1]
+        return _SameForAllExamplesError(
+            f"{type(module).__name__} cannot be traced: it returns {with_article(name)}, of "
+            "which torch does not know the tensors",
+            help="return a tensor, tuple, list or dict; or, for a dataclass, call "
+            f"torch.export.register_dataclass({name}) in the model's file",
+        )
     reason = text.splitlines()[0] if text else type(error).__name__
     return ModelError(
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: "

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer.nn as layers
-from quantizer.errors import DataError
+from quantizer.errors import BatchError, DataError
 from quantizer.graph.describe import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
@@ -228,9 +228,10 @@ def _check_input(
             expected.append(str(size))
             fits = fits and value.shape[axis] == size
     if not fits:
-        raise DataError(
+        raise BatchError(
             f"{node.name}: expected [{', '.join(expected)}] {node.dtype}, got "
-            f"{list(value.shape)} {value.dtype}"
+            f"{list(value.shape)} {value.dtype}",
+            help="all batches need the shape and dtype of the first one; b is their size",
         )
 
 

@@ -85,6 +85,7 @@ class MatchedRule:
             layers=self.found.layers,
             took_effect=self.effects,
             place=str(selector.place or ""),
+            leaves_float=self.rule.leaves_float and self.found.rank >= RANKS.index("type"),
         )
 
 

@@ -172,7 +172,7 @@ class JoinDecision:
 @dataclass(frozen=True)
 class RuleMatch:
     """The layers that a block of the config matches. `took_effect` counts the tensors it sets a
-    value for.
+    value for. `leaves_float` is set if it names layers to leave them in float.
     """
 
     label: str
@@ -180,9 +180,10 @@ class RuleMatch:
     layers: tuple[str, ...]
     took_effect: int
     place: str = ""
+    leaves_float: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """All decisions for one graph and one config.
 
@@ -209,6 +210,9 @@ class Plan:
     ungrouped: Mapping[Key, str] = field(default_factory=dict)
     joins: tuple[JoinPlan, ...] = ()
     left: Mapping[Key, TensorPlan] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self.tensors)} tensors of {self.graph.model})"
 
     def without(self, dropped: Mapping[Key, str]) -> Plan:
         """Return the plan without the tensors `dropped`, whose values are the reasons why."""

@@ -1,7 +1,7 @@
 """Sentences about a plan for the user: what passes changed, and what stays float."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import first_names
@@ -26,7 +26,11 @@ def plan_remarks(plan: Plan) -> Iterator[str]:
     if waiting:
         text = "calibration decides whether what they join shares a scale or keeps its own"
         yield f"{text}: {first_names(waiting, 3)}"
-    share, largest = left_parameters(plan)
+    named: set[str] = set()
+    for rule in plan.rules:
+        if rule.leaves_float:
+            named.update(rule.layers)
+    share, largest = left_parameters(plan, besides=named)
     if not plan.tensors:
         yield "warning: nothing is quantized: the config leaves all of the network float"
     elif share > MUCH:
@@ -48,9 +52,9 @@ def share_left(share: float) -> str:
     return f"{share:.1%} of the parameters stay float"
 
 
-def left_parameters(plan: Plan) -> tuple[float, str]:
+def left_parameters(plan: Plan, besides: Container[str] = ()) -> tuple[float, str]:
     """Return the share of the parameters' values that stay float, and the path of the largest
-    such parameter.
+    such parameter. Layers in `besides` do not count.
     """
     graph = plan.graph
     quantized: set[str] = set()
@@ -71,7 +75,7 @@ def left_parameters(plan: Plan) -> tuple[float, str]:
                 continue
             seen.add(path)
             total += value.numel()
-            if path not in quantized:
+            if path not in quantized and node.name not in besides:
                 left[path] = value.numel()
     largest = max(left, key=left.__getitem__, default="")
     share = sum(left.values()) / (total or 1)

@@ -34,9 +34,9 @@ from quantizer.plan.merged_fields import (
 from quantizer.plan.model import Key, Plan, TensorPlan, output_role
 from quantizer.plan.ungrouped import is_apart
 
-NO_RULES = "operator without quantization rules"
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
+NO_RULES = "operator without quantization rules"
 _SEPARATE_PARTS = "holds parts that nothing reads which needs one scale for them"
 _SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {

@@ -45,7 +45,7 @@ class Bars(Events):
     def advanced(self, stage: RunStage) -> None:
         """Update the bar."""
         bar, task = self._bars[id(stage)]
-        bar.update(task, completed=stage.done)
+        bar.update(task, completed=stage.done, total=stage.total)
 
     def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Remove the bar."""

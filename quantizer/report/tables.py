@@ -3,18 +3,22 @@
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quantizer.comparison.output_figures import OutputFigures
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import base_role
+from quantizer.config.wording import first_names
 from quantizer.evaluation.compare import LayerNoise, NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Key, Plan
-from quantizer.report.view import Listing, TableRow, TableView
+from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 
 _BAR_WIDTH = 20
 """Characters of a full bar."""
@@ -176,7 +180,7 @@ def output_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
         layouts=((*without_layer, "layer"), without_layer),
         what="output",
         idle="without an SQNR",
-        also=", and report.json has them all",
+        file="report.json",
     )
 
 
@@ -294,7 +298,7 @@ def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
         ),
         what="tensor",
         idle="without loss",
-        also=", and layers.csv has them all",
+        file="layers.csv",
     )
 
 
@@ -310,16 +314,16 @@ def metric_table(metrics: Mapping[str, Mapping[str, float]]) -> Listing:
     return Listing(titles, rows, frozenset(titles[1:]))
 
 
-def rule_table(plan: Plan) -> Listing:
-    """Return how many layers each rule of the config matches, and how many tensors it
-    decides.
-    """
+def rule_table(plan: Plan, view: TableView) -> Listing:
+    """Return how many layers and tensors each block of the config is about."""
     rows = []
     for rule in plan.rules:
         row = (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
         rows.append(row)
     titles = ("rule", "selector", "layers", "tensors")
-    return Listing(titles, rows, frozenset(titles[2:]))
+    # The first column has no layers to choose from
+    every = replace(view, layers=None, remedy=TOP_REMEDY)
+    return every.listing(titles, rows, numbers=titles[2:], what="rule")
 
 
 def plan_table(plan: Plan, view: TableView) -> Listing:
@@ -342,6 +346,21 @@ def plan_table(plan: Plan, view: TableView) -> Listing:
             ranks.append(None)
     titles = ("layer", "tensor", "spec")
     return view.listing(titles, rows, ranks, what="tensor", idle="in float")
+
+
+def format_counts(plan: Plan) -> str:
+    """Return how many tensors of each role have each number format, as a sentence's part.
+
+    Example: "15 activation uint8, 10 weights int8, 10 bias int32, 1 input uint8".
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    for (_, role), tensor in plan.tensors.items():
+        number_format = describe_spec(tensor.spec).partition(" ")[0]
+        counts[base_role(role), number_format] += 1
+    parts = []
+    for (role, number_format), count in counts.most_common():
+        parts.append(f"{count} {role} {number_format}")
+    return first_names(parts)
 
 
 def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> Listing:

@@ -15,6 +15,8 @@ from quantizer.printable import one_line
 TableRow = tuple[str, ...]
 RowRanks = Sequence[float | None]
 _EXACT_NAME = re.compile(r"\w+::[\w/\[\].]+")
+TOP_REMEDY = "--top all shows them"
+"""How to see the rows that a table leaves out."""
 _GAP = 2
 """Characters between two columns."""
 _MIN_WRAPPED_WIDTH = 24
@@ -145,7 +147,12 @@ class TableView:
     names: Mapping[str, str] = field(default_factory=dict)
     top: int | None = None
     layers: frozenset[str] | None = None
-    remedy: str = "--top all shows them"
+    remedy: str = TOP_REMEDY
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether layers have their exact names."""
+        return not self.names
 
     def text(self, sentence: str) -> str:
         """Return a sentence with its layers named as in tables.
@@ -167,7 +174,7 @@ class TableView:
         layouts: tuple[TableRow, ...] = (),
         what: str = "layer",
         idle: str = "",
-        also: str = "",
+        file: str = "",
     ) -> Listing:
         """Return the table of the rows that are to be shown, in their order.
 
@@ -179,7 +186,7 @@ class TableView:
             rows that say little.
             what: the noun for a row.
             idle: what the rows without a rank have in common, as in "3 of them without loss".
-            also: a text about where else the hidden rows are.
+            file: the file that has all rows.
         """
         selected = []
         selected_ranks = []
@@ -191,14 +198,17 @@ class TableView:
         hidden = len(selected) - len(positions)
         note = ""
         if hidden:
-            noun = f"more {what}" if positions else what
-            note = counted(hidden, noun)
+            note = counted(hidden, what)
+            if positions:
+                note = f"… {counted(hidden, f'more {what}')}"
+            if file:
+                note += f" in {file}"
             idle_rows = selected_ranks.count(None)
             if idle_rows == hidden:
                 note += f", all {idle}"
             elif idle_rows:
                 note += f", {idle_rows} of them {idle}"
-            note += f": {self.remedy}{also}"
+            note += f"; {self.remedy}"
         shown = []
         for position in positions:
             shown.append(tuple(map(self.text, selected[position])))

@@ -40,7 +40,8 @@ from quantizer.results.graph_file import read_graph
 from quantizer.results.reused_graph import reused_graph
 from quantizer.results.same_calibration import check_model
 from quantizer.sources.batches import Batch
-from quantizer.sources.models import materialize_lazy_layers, try_first_batch
+from quantizer.sources.first_batch import try_first_batch
+from quantizer.sources.models import materialize_lazy_layers
 from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.files import read_json
 

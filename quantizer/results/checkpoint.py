@@ -15,7 +15,8 @@ from torch import Tensor
 
 from quantizer.calibration.events import Events, RunStage, Snapshot
 from quantizer.calibration.snapshots import other_run, reporting_damage
-from quantizer.errors import DataError, QuantizerError, ResultError
+from quantizer.config.wording import counted
+from quantizer.errors import BatchError, DataError, QuantizerError, ResultError
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.files import (
     deferred_tensors,
@@ -266,10 +267,12 @@ class Checkpoints(Events):
         """Save the work since the last checkpoint, if the run stops with an error that a later
         run may not have.
 
-        After a DataError in a stage that needs the same data, nothing is saved: the user has to
-        change the data, and a run with other data cannot continue from here.
+        Nothing is saved if the data have to change, which they also have to after any error of
+        the data if the stage needs the same data: a run could not resume from it.
         """
         if not isinstance(error, (KeyboardInterrupt, QuantizerError)):
+            return
+        if isinstance(error, BatchError):
             return
         if isinstance(error, DataError) and stage.needs_same_data:
             return
@@ -279,6 +282,8 @@ class Checkpoints(Events):
         snapshot = self._save(stage)
         done = snapshot.state.get("batches", stage.done)
         progress = f"{done} {stage.unit}"
+        if stage.unit == "batches":
+            progress = counted(done, "batch")
         if stage.total and stage.unit != "batches":
             progress = f"{done} of {stage.total} {stage.unit}"
         text = f"{stage.name} stopped after {progress}; --resume continues from there"

@@ -4,7 +4,6 @@ data.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from quantizer.calibration.observing import DISTRIBUTION
 from quantizer.config.document.document import Text, pointer_to
+from quantizer.config.document.edited import edited_text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import observer_word, usual_statistic
@@ -141,7 +141,7 @@ class RetunedFolder:
         name = "config.json"
         if self._before.source.text:
             name = self._before.source.name
-        self.text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        self.text = edited_text(self._before, value)
         self._after = parse_document(Text(name, self.text))
         self.config: Config = check_document(self._after).require()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantizer.config.wording import counted
-from quantizer.errors import DataError
+from quantizer.config.wording import closest_word, counted
+from quantizer.errors import BatchError
 
 TARGET_NAMES = ("y", "target", "label", "labels")
 _UNLIMITED = 1 << 30
@@ -26,12 +26,13 @@ class Arguments:
     """The arguments that `forward` takes.
 
     Args:
-        names: of its positional parameters.
-        required: the number of them without a default.
-        tensors: the number of leading ones that may get a tensor and are not labels.
-        most: the largest number of positional arguments.
-        takes_labels: whether it has an optional parameter for labels.
-        known: the names of all parameters.
+        names: its positional parameters.
+        required: how many of them have no default.
+        tensors: how many of them, from the first on, may be tensors and are not labels.
+        most: how many arguments it takes by position.
+        takes_labels: whether it has a parameter for labels.
+        known: the names of all its parameters.
+        takes_any: whether it takes keyword arguments of any name.
     """
 
     names: tuple[str, ...] = ()
@@ -40,6 +41,31 @@ class Arguments:
     most: int = _UNLIMITED
     takes_labels: bool = False
     known: frozenset[str] = frozenset()
+    takes_any: bool = True
+
+    def require(self, names: Sequence[str]) -> None:
+        """Raise `BatchError` if a dict with these keys does not fill the arguments."""
+        if self.takes_any or not names:
+            return
+        taken = ", ".join(self.names)
+        for name in names:
+            if name in self.known:
+                continue
+            remedy = f"forward() of the model takes {taken}"
+            near = closest_word(name, self.names)
+            if near is not None:
+                remedy = f"did you mean {near}? {remedy}"
+            elif len(names) == self.needed == 1:
+                remedy += f": name the tensor {taken}, or give it without a dict"
+            raise BatchError(
+                f"has the key {name!r}, which the model does not take", help=remedy
+            )
+        for name in self.names[: self.required]:
+            if name not in names:
+                raise BatchError(
+                    f"lacks the key {name!r}, which the model needs",
+                    help=f"forward() of the model takes {taken}",
+                )
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -63,7 +89,7 @@ class Arguments:
         one: a value for each sample or, if the model takes labels, a value for each token.
 
         Raises:
-            DataError: the tuple has too few or too many elements.
+            BatchError: the tuple has too few or too many elements.
         """
         count = len(item)
         if self.required == 0 and 1 < count <= self.tensors:
@@ -78,7 +104,7 @@ class Arguments:
         elif self.needed == self.most:
             wanted = counted(self.needed, "input")
         elements = counted(count, "element")
-        raise DataError(
+        raise BatchError(
             f"has {elements}, but the model takes {wanted} (and one target may follow)"
         )
 
@@ -120,6 +146,7 @@ def arguments_of(module: nn.Module | None) -> Arguments:
         most=len(positional),
         takes_labels=not set(TARGET_NAMES).isdisjoint(optional),
         known=known,
+        takes_any=any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError
+from quantizer.errors import BatchError, DataError
 from quantizer.sources.arguments import Arguments, FilledArguments, filled_arguments
 from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
 
@@ -185,7 +185,7 @@ def prefix_errors(place: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{place}{error.message}", help=error.help) from error
+        raise type(error)(f"{place}{error.message}", help=error.help) from error
 
 
 def prefix_batch_errors(number: int) -> AbstractContextManager[None]:
@@ -202,7 +202,7 @@ def as_batch(item: Any, arguments: Arguments) -> Batch:
     gives positional inputs, and its last element may be the target (`Arguments.has_target`).
 
     Raises:
-        DataError: the item is something else.
+        BatchError: the item is something else.
     """
     if isinstance(item, Tensor):
         batch = Batch.of(item)
@@ -211,7 +211,7 @@ def as_batch(item: Any, arguments: Arguments) -> Batch:
     elif isinstance(item, tuple | list):
         batch = _from_sequence(item, arguments)
     else:
-        raise DataError(f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors")
+        raise BatchError(f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors")
     _check_samples(batch)
     return batch
 
@@ -223,11 +223,12 @@ def _from_mapping(
     arguments: Arguments,
 ) -> Batch:
     if not all(isinstance(name, str) for name in item):
-        raise DataError("is a dict with keys that are not strings")
+        raise BatchError("is a dict with keys that are not strings")
     labels = [name for name in arguments.labels if name in item]
     if labels:
         target = item[labels[0]]
     kwargs = {name: value for name, value in item.items() if name not in labels}
+    arguments.require(list(kwargs))
     return Batch((), kwargs, _tensor_or_none(target), raw)
 
 
@@ -235,14 +236,34 @@ def _from_sequence(
     item: tuple[Any, ...] | list[Any],
     arguments: Arguments,
 ) -> Batch:
+    _require_one_batch(item, arguments)
     if not arguments.has_target(item):
         return Batch(tuple(item), {}, None, item)
     *args, target = item
     if isinstance(target, int | float):
-        raise DataError("is one sample and its label, not a batch of them")
+        raise BatchError("is one sample and its label, not a batch of them")
     if arguments.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
         return _from_mapping(args[0], target, item, arguments)
     return Batch(tuple(args), {}, _tensor_or_none(target), item)
+
+
+def _require_one_batch(item: tuple[Any, ...] | list[Any], arguments: Arguments) -> None:
+    """Raise `BatchError` for a list of samples that should be one tensor."""
+    if not isinstance(item, list) or len(item) <= arguments.most + 1:
+        return
+    shapes = set()
+    for part in item:
+        if not isinstance(part, Tensor) or unsupported_reason(part) is not None:
+            return
+        shapes.add(tuple(part.shape))
+    if len(shapes) != 1:
+        return
+    (shape,) = shapes
+    way = "torch.cat(samples)" if shape[:1] == (1,) else "torch.stack(samples)"
+    raise BatchError(
+        f"is a list of {len(item)} tensors of the shape {list(shape)}, which are samples",
+        help=f"a batch is one tensor: {way}",
+    )
 
 
 def _tensor_or_none(target: Any) -> Tensor | None:
@@ -250,7 +271,7 @@ def _tensor_or_none(target: Any) -> Tensor | None:
 
 
 def _check_samples(batch: Batch) -> None:
-    """Raise `DataError` if torch cannot compute with a tensor, or the batch has no samples."""
+    """Raise `BatchError` if torch cannot compute with a tensor, or the batch has no samples."""
     inputs = list(batch.tensors())
     tensors = list(inputs)
     tensors += _named_tensors("target", batch.target)
@@ -258,18 +279,18 @@ def _check_samples(batch: Batch) -> None:
     for name, tensor in tensors:
         reason = unsupported_reason(tensor)
         if reason is not None:
-            raise DataError(
+            raise BatchError(
                 f"cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
             )
     if not inputs:
-        raise DataError("holds no tensor")
+        raise BatchError("holds no tensor")
     name, tensor = inputs[0]
     if tensor.dim() == 0:
-        raise DataError(
+        raise BatchError(
             f"is not a batch: {name} is a single number, without a dimension for the samples"
         )
     if tensor.shape[0] == 0:
-        raise DataError(f"is empty: {name} has the shape {list(tensor.shape)}")
+        raise BatchError(f"is empty: {name} has the shape {list(tensor.shape)}")
 
 
 def _named_tensors(

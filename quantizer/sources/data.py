@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quantizer.distributed import Ranks
-from quantizer.errors import DataError, UsageError
+from quantizer.errors import BatchError, DataError, UsageError
 from quantizer.sources.arguments import (
     UNKNOWN_ARGUMENTS,
     Arguments,
@@ -175,9 +175,10 @@ class Batches:
         for name, tensor in batch.tensors():
             count = count_not_finite(tensor)
             if count:
-                raise DataError(
+                raise BatchError(
                     f"batch {number} of {self.label} holds NaN or Inf: {count} of "
-                    f"{tensor.numel()} values of {name}"
+                    f"{tensor.numel()} values of {name}",
+                    help="leave these samples out, or replace the values: no scale fits them",
                 )
 
     def _log_filled(self, filled: FilledArguments) -> None:

@@ -50,6 +50,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         if not isinstance(config, dict):
             raise ModelError(f"{folder / HUGGING_FACE_CONFIG} is not a JSON object")
         _require_own_files(folder, config)
+        _require_unquantized(folder, config)
         architecture = _class_name(config, folder, trust=trust)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
@@ -79,6 +80,24 @@ def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
     for name in (CHECKPOINT_INDEX, explicit):
         if name.endswith(".index.json") and (folder / name).is_file():
             indexed_files(folder / name)
+
+
+def _require_unquantized(folder: Path, config: dict[str, Any]) -> None:
+    """Check that the folder's weights are not quantized already.
+
+    Raises:
+        ModelError: they are; the method is named.
+    """
+    settings = config.get("quantization_config")
+    if not settings:
+        return
+    method = "an unknown method"
+    if isinstance(settings, dict) and settings.get("quant_method"):
+        method = str(settings["quant_method"])
+    raise ModelError(
+        f"{folder} is quantized already, by {method}",
+        help="give the folder of the float model that it was made from",
+    )
 
 
 def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:

@@ -4,6 +4,7 @@ code.
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,6 @@ from quantizer.sources.hugging_face import (
     load_hugging_face,
     prepare_for_windows,
 )
-from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
 from quantizer.sources.user_code import (
     UserModule,
@@ -51,9 +51,14 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
         "{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
         "give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
     ),
+    ".json": ("{path} is no model", "a config is given as --config_file {path}"),
     **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
 }
 """The reason and the help of the error for files that are not models, by suffix."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""How a model of the Hugging Face Hub is named: owner/name."""
+_ADAPTER = "adapter_config.json"
+"""The file of a folder that PEFT has written."""
 Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
 """A function that runs a model on the data and returns metrics by name."""
 
@@ -130,6 +135,12 @@ def load_model(
     elif suffix == ".pt2":
         module = _from_pt2(path, trust)
         loaded = LoadedModel(module, type(module).__name__)
+    elif _HUB_NAME.fullmatch(spec) and suffix != ".py" and not path.exists():
+        raise ModelError(
+            f"there is no folder {spec}; quantizer downloads nothing",
+            help=f"download a model of the Hugging Face Hub first: `hf download {spec} "
+            f"--local-dir {path.name}`, then --model {path.name}",
+        )
     else:
         loaded = _from_python(spec)
     check_float(loaded.module, traced=True)
@@ -159,25 +170,6 @@ def materialize_lazy_layers(module: nn.Module, batch: Batch) -> None:
         torch.manual_seed(0)
         module(*batch.args, **batch.kwargs)
     check_finite(module)
-
-
-def try_first_batch(module: nn.Module, batch: Batch) -> None:
-    """Run a model that could not be traced, to find out whether the batch is the reason.
-
-    Raises:
-        DataError: the model cannot run on the batch either.
-        ModelError: the model would end the process.
-    """
-    inputs: list[str] = []
-    for _, tensor in batch.tensors():
-        inputs.append(f"{list(tensor.shape)} {dtype_name(tensor.dtype)}")
-    what = f"running the model on the first batch ({', '.join(inputs)})"
-    with (
-        torch.random.fork_rng(),
-        torch.no_grad(),
-        user_errors(what, DataError, ended=ModelError),
-    ):
-        module(*batch.args, **batch.kwargs)
 
 
 def load_evaluate(spec: str, fallback: Directions = BY_NAME) -> Evaluate:
@@ -324,6 +316,12 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
 
 
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
+    if not (folder / HUGGING_FACE_CONFIG).is_file() and (folder / _ADAPTER).is_file():
+        raise ModelError(
+            f"{folder} holds an adapter of PEFT, not a whole model",
+            help="merge it into its model first: peft.AutoPeftModelForCausalLM.from_pretrained"
+            f"('{folder}').merge_and_unload().save_pretrained('merged'), then --model merged",
+        )
     if not (folder / HUGGING_FACE_CONFIG).is_file():
         raise ModelError(
             f"{folder} is a folder without a {HUGGING_FACE_CONFIG}, so it is not a Hugging "

@@ -199,7 +199,7 @@ def user_error(
     text = " ".join(str(cause).split())
     if text:
         message += f": {text}"
-    return error(message, help=_frames(cause))
+    return error(message, help=frames_of(cause) or [_last_frame(cause)])
 
 
 def was_called(model: Any, cause: BaseException) -> bool:
@@ -284,7 +284,7 @@ def _forget_namesakes(folder: Path) -> None:
             del sys.modules[file.stem]
 
 
-def _frames(cause: BaseException) -> list[str]:
+def frames_of(cause: BaseException) -> list[str]:
     """Return the last frames of the user's code, such as `file.py:12 in build: the line`, the
     innermost last.
     """
@@ -292,4 +292,14 @@ def _frames(cause: BaseException) -> list[str]:
     for frame in traceback.extract_tb(cause.__traceback__):
         if not frame.filename.startswith(_FOREIGN_PREFIXES):
             lines.append(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
-    return lines[-_MAX_FRAMES:] or ["no frame of your code is involved"]
+    return lines[-_MAX_FRAMES:]
+
+
+def _last_frame(cause: BaseException) -> str:
+    """Return the innermost frame of code that is not the user's."""
+    for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+        return (
+            f"no frame of your code is involved; the innermost is {frame.filename}:"
+            f"{frame.lineno} in {frame.name}"
+        )
+    return "no frame of your code is involved"

@@ -382,7 +382,24 @@ def test_plans_results_and_comparisons_show_as_tables(network: nn.Module, data: 
         page = shown._repr_html_()  # type: ignore[attr-defined]
         assert page.count("<table>") == page.count("</table>") > 0
         assert name in page
-    assert repr(found) == "Result(7 tensors of Sequential quantized)"
+
+
+def test_results_print_as_a_few_lines(network: nn.Module, data: Any, tmp_path: Path) -> None:
+    found = quantizer.calibrate(network, LAYERED, data)
+    title, formats, sizes = repr(found).splitlines()
+    assert title == "Result(7 tensors of Sequential quantized)"
+    assert formats == "  2 weights int4, 2 bias int8, 2 activation int8, 1 input int8"
+    assert sizes.startswith("  0.0% of the parameters stay float; weights ")
+    assert repr(found.plan).splitlines() == ["Plan(7 tensors of Sequential)", formats, sizes]
+    tested = found.test()
+    metrics, worst = repr(tested).splitlines()
+    assert metrics.startswith(f"Comparison(sqnr_db={tested.metrics['sqnr_db']:.6g}, ")
+    lowest = tested.layers[0]
+    assert worst.startswith(f"  lowest local SQNR: {lowest['local_sqnr_db']:.1f} dB ")
+    assert worst.count(" dB ") == 3
+    verified = found.export("safetensors", tmp_path / "network.safetensors")
+    assert repr(verified) == f"Verification({verified.figures()})"
+    assert repr(found.plan.plan) == "Plan(7 tensors of Sequential)"
 
 
 def test_text_in_tables_is_escaped() -> None:

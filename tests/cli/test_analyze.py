@@ -209,7 +209,7 @@ def test_tables_name_layers_by_their_modules_when_asked(
     titles, *rows, note = capsys.readouterr().out.splitlines()
     assert titles.split()[0] == "layer"
     assert {row.split()[0] for row in rows} < {"first", "second", "quiet", "loud"}
-    assert (len(rows), note) == (2, "2 more layers: --top all shows them")
+    assert (len(rows), note) == (2, "… 2 more layers; --top all shows them")
 
 
 def test_comments_stay_and_two_runs_print_the_same(

@@ -94,8 +94,8 @@ def test_a_first_batch_with_a_name_that_forward_does_not_have_is_the_datas_fault
     assert calibrate(tmp_path / "out", model=model, config=None) == 4
     said = capsys.readouterr().err
     assert (
-        "running the model on the first batch ([4, 3] float32) raised TypeError" in said
-        and "'images'" in said
+        "batch 0 of the data of the model's file has the key 'images'" in said
+        and "name the tensor input, or give it without a dict" in said
     )
 
 

@@ -617,7 +617,7 @@ def test_a_width_that_is_no_number_is_none(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("COLUMNS", "x")
-    assert run_command(["inspect", "--model", toy()]) == 0
+    assert run_command(["inspect", "--model", toy(), "--names", "exact"]) == 0
     assert "Linear::Linear/linear" in capsys.readouterr().out
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,32 +47,120 @@ def test_help_lists_every_command_and_exit_code() -> None:
     assert done.returncode == 0
     assert all(name in done.stdout for name in SUBCOMMANDS)
     assert all(f"{code} " in done.stdout for code in (0, 1, 2, 6, 70, 130))
-    assert run("--version").stdout.split()[-1] == __version__
+    versions = run("--version").stdout.splitlines()
+    assert versions == [f"quantizer, version {__version__}", f"torch {version('torch')}"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ([], "Usage"),
-        (["vaildate"], "Did you mean 'quantizer validate'?"),
-        (["calib", "--model", "m.py"], "Did you mean 'quantizer --quant_mode calib ...'?"),
-        (["test"], "Did you mean 'quantizer --quant_mode test ...'?"),
-        (["calibrate"], "Did you mean 'quantizer --quant_mode calib ...'?"),
-        (["--config_file", "x.json"], "--quant_mode"),
-        (["--quant_mode", "train"], "'calib'"),
-        (["--quant_mod", "calib"], "--quant_mode"),
-        (["--quant_mode", "calib", "validate", "x.json"], "subcommand"),
-        (["--quant_mode", "calib", "--batch_size", "0"], "batch_size"),
-        (["validate"], "FILE"),
+        (["vaildate"], "did you mean `quantizer validate`?"),
+        (["calib", "--model", "m.py"], "did you mean `quantizer --quant_mode calib …`?"),
+        (["test"], "did you mean `quantizer --quant_mode test …`?"),
+        (["calibrate"], "did you mean `quantizer --quant_mode calib …`?"),
+        (["--config_file", "x.json"], "missing --quant_mode"),
+        (["--quant_mode", "train"], "help: known are float, calib, test"),
+        (["--quant_mode", "tset"], "help: did you mean test?"),
+        (["--confg_file", "x.json"], "help: did you mean --config_file?"),
+        (["plan", "--confg_file=x.json"], "error: quantizer plan has no option --confg_file"),
+        (["validate", "-x", "net.json"], "error: quantizer validate has no option -x"),
+        (["--quant_mode", "calib", "validate", "x.json"], "exclude each other"),
+        (["--seed", "3", "plan"], "error: --seed stands before the command plan"),
+        (["--quant_mode", "calib", "--batch_size", "0"], "--batch_size: 0 is not in the range"),
+        (["--quant_mode", "calib", "--seed", "x"], "--seed: 'x' is not a whole number"),
+        (
+            ["--quant_mode", "calib", "--seed"],
+            "error: --seed needs a value\nhelp: write --seed N",
+        ),
+        (["plan", "--model", "--data", "x.npy"], "error: --model needs a value"),
+        (["validate", "--fix=yes", "x.json"], "error: --fix takes no value"),
+        (
+            ["validate"],
+            "error: missing FILE...\nhelp: write quantizer validate [OPTIONS] FILE...",
+        ),
+        (["schema", "layer"], "error: NAME: 'layer' is not one of its values"),
+        (["init", "net.json"], "unexpected extra argument (net.json)"),
+        (["help", "retun"], "did you mean `quantizer help retune`?"),
+        (["init", "-q", "--list", "-v"], "--quiet and --verbose exclude each other"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Click's own errors have the form of all others."""
     assert run_command(arguments) == 2
     captured = capsys.readouterr()
     assert told in captured.err
     assert captured.out == ""
+    if arguments:
+        first, second = captured.err.splitlines()
+        assert first.startswith("error: ")
+        assert second.startswith("help: ")
+
+
+@pytest.mark.parametrize("command", ["plan", "init", "schema"])
+def test_help_of_a_command_is_that_of_its_option(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["help", command]) == 0
+    text = capsys.readouterr().out
+    assert run_command([command, "--help"]) == 0
+    assert text == capsys.readouterr().out
+    assert text.startswith(f"Usage: quantizer {command} ")
+
+
+@pytest.mark.parametrize("words", [["help"], ["help", "calib"]])
+def test_help_alone_is_that_of_all(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(words) == 0
+    text = capsys.readouterr().out
+    assert run_command(["--help"]) == 0
+    assert text == capsys.readouterr().out
+
+
+def said(order: str, option: list[str], command: list[str], capsys: Any) -> Any:
+    """What a command prints with an option before or after its name."""
+    words = [*option, *command] if order == "before" else [*command, *option]
+    assert run_command(words) in (0, 1)
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_quiet_and_color_hold_before_and_after_a_command(
+    order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.json"
+    init = ["init", "-o", str(path), "--overwrite"]
+    assert "wrote" in said(order, [], init, capsys).err
+    assert said(order, ["-q"], init, capsys).err == ""
+    check = ["validate", str(path)]
+    assert "valid" in said(order, [], check, capsys).out
+    assert said(order, ["--quiet"], check, capsys).out == ""
+    path.write_text("{}")
+    assert "error QZ" in said(order, ["--quiet"], check, capsys).out, "errors are no notes"
+    assert "\x1b[" not in said(order, [], check, capsys).out
+    assert "\x1b[31m" in said(order, ["--color", "always"], check, capsys).out
+    assert "\x1b[" not in said(order, ["--color", "never"], check, capsys).out
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_verbose_prints_details_of_this_command_only(
+    order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.json"
+    assert run_command(["init", "-o", str(path)]) == 0
+    check = ["validate", str(path)]
+    shown = said(order, ["-v"], check, capsys)
+    assert f"debug: cli.screen: quantizer {__version__}, torch" in shown.err
+    assert f"debug: config.load: {path} has the layered form: 0 findings" in shown.err
+    assert "debug" not in said(order, [], check, capsys).err
+
+
+def test_errors_are_colored_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--color", "always", "nonsense"]) == 2
+    assert capsys.readouterr().err.startswith("\x1b[31m\x1b[1merror:")
 
 
 def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:

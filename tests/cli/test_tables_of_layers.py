@@ -52,24 +52,38 @@ def rows_of(lines: list[str], *, paths: bool = True) -> list[list[str]]:
     return [line.split() for line in lines if re.match(known, line)]
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
 @pytest.mark.parametrize("command", ["plan", "inspect"])
-def test_a_terminal_shows_few_rows_by_module_path_and_a_pipe_shows_all(
-    command: str, deep: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+def test_tables_show_few_rows_by_module_path(
+    command: str,
+    is_terminal: bool,
+    deep: list[str],
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    on_terminal(monkeypatch)
+    if is_terminal:
+        on_terminal(monkeypatch)
+    else:
+        monkeypatch.delenv("COLUMNS", raising=False)
     assert run_command([command, *deep]) == 0
     lines = lines_of(capsys)
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= (80 if is_terminal else 100)
     assert len(rows_of(lines)) == {"plan": 15, "inspect": 9}[command], (
         "layers in float say little"
     )
     assert re.search(
-        r"\d+ more \w+, .* in float: --top all shows them, --filter GLOB those", " ".join(lines)
+        r"… \d+ more \w+, .* in float; --top all shows them, --filter GLOB those",
+        " ".join(" ".join(lines).split()),
     )
     assert rows_of(lines, paths=False) == []
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    monkeypatch.delenv("COLUMNS")
-    assert run_command([command, *deep]) == 0
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_a_pipe_gets_all_rows_under_exact_names_when_asked(
+    command: str, deep: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run_command([command, *deep, "--names", "exact", "--top", "all"]) == 0
     piped = lines_of(capsys)
     names = {row[0] for row in rows_of(piped, paths=False)}
     assert len(names) == {"plan": 18, "inspect": 19}[command]
@@ -162,9 +176,14 @@ def test_test_mode_shows_the_worst_tensors_and_then_the_metrics(
         "top1_agreement",
         "peak",
     ]
-    assert "and layers.csv has them all" in " ".join(map(str.strip, lines))
+    (note,) = [line for line in lines if line.startswith("… ")]
+    assert note == (
+        "… 15 more tensors in layers.csv, 6 of them without loss; --top all shows them"
+    )
     with (folder / "layers.csv").open() as file:
-        assert {row["layer"] for row in csv.DictReader(file)} > {LAST}
+        rows = [*csv.DictReader(file)]
+    assert len(rows) == 18
+    assert {row["layer"] for row in rows} > {LAST}
 
 
 def test_inspect_without_a_config_shows_the_network_as_it_is(

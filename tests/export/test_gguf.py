@@ -419,6 +419,12 @@ def test_a_template_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_models_that_are_not_known_are_refused(tmp_path: Path) -> None:
     plain = torch.nn.Sequential(torch.nn.Linear(32, 8))
     result = quantizer.calibrate(plain, config(integer("int8")), [torch.ones(2, 32)])
+    with pytest.raises(UsageError, match="this model has no embedding of tokens") as refused:
+        result.export("gguf", tmp_path / "net.gguf")
+    assert "--deploy onnx" in str(refused.value.help)
+    embedded = torch.nn.Sequential(torch.nn.Embedding(4, 32), torch.nn.Linear(32, 8))
+    tokens = [torch.zeros(2, 3, dtype=torch.long)]
+    result = quantizer.calibrate(embedded, config(integer("int8")), tokens)
     with pytest.raises(UsageError, match="a Sequential without a config of transformers"):
         result.export("gguf", tmp_path / "net.gguf")
     sizes = {

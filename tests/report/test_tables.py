@@ -26,7 +26,7 @@ ROWS = [
 ]
 EXACT = {**ROWS[0], "local_sqnr_db": 200.0, "accumulated_sqnr_db": None}
 PATHS = {row["layer"]: f"layer{index}.0.conv1" for index, row in enumerate(ROWS)}
-BELOW = "--top all shows them, and layers.csv has them all"
+BELOW = "--top all shows them"
 
 
 def printed(table: Listing, width: int) -> str:
@@ -87,12 +87,12 @@ def test_the_text_of_the_last_column_wraps_before_names_do() -> None:
 def test_only_the_worst_rows_are_shown_and_how_to_see_the_others() -> None:
     lines = printed(damage_table([*ROWS, EXACT], TableView(PATHS, top=2)), 100).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["layer0.0.conv1", "layer1.0.conv1"]
-    assert lines[3:] == [f"2 more tensors, 1 of them without loss: {BELOW}"]
+    assert lines[3:] == [f"… 2 more tensors in layers.csv, 1 of them without loss; {BELOW}"]
     few = printed(damage_table([*ROWS, EXACT], TableView(PATHS, top=15)), 100).splitlines()
-    assert few[-1] == f"1 more tensor, all without loss: {BELOW}"
+    assert few[-1] == f"… 1 more tensor in layers.csv, all without loss; {BELOW}"
     assert (
         printed(damage_table([EXACT], TableView(top=15)), 100)
-        == f"1 tensor, all without loss: {BELOW}\n"
+        == f"1 tensor in layers.csv, all without loss; {BELOW}\n"
     )
     assert "200.00" in printed(damage_table([*ROWS, EXACT], TableView()), 200), (
         "without a limit nothing is left out"
@@ -107,7 +107,7 @@ def test_rows_that_are_left_out_are_those_that_matter_least_and_the_others_keep_
         ("layer", "why"), rows, [3.0, 1.0, None, 2.0, None], idle="in float"
     )
     assert [row[0] for row in table.rows] == ["Net::Net/b", "Net::Net/d"]
-    assert table.note == "3 more layers, 2 of them in float: --top all shows them"
+    assert table.note == "… 3 more layers, 2 of them in float; --top all shows them"
 
 
 def test_only_the_layers_asked_for_are_shown() -> None:

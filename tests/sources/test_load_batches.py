@@ -35,6 +35,16 @@ class TwoInputs(nn.Module):
         return x + y * scale
 
 
+class Named(nn.Module):
+    def forward(self, left: Tensor, right: Tensor | None = None) -> Tensor:
+        return left if right is None else left + right
+
+
+class AnyKeywords(nn.Module):
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return inputs["image"]
+
+
 X, Y = torch.arange(12.0).reshape(4, 3), torch.arange(4)
 
 
@@ -85,8 +95,36 @@ def test_the_model_tells_how_many_inputs_a_tuple_holds() -> None:
 def test_a_dict_gives_keyword_arguments() -> None:
     batch = only([{"ids": X, "mask": X, "labels": Y}])
     assert (batch.args, set(batch.kwargs), batch.target) == ((), {"ids", "mask"}, Y)
-    batch = only([({"ids": X}, Y)], OneInput())
-    assert (batch.args, set(batch.kwargs), batch.target) == ((), {"ids"}, Y)
+    batch = only([({"x": X}, Y)], OneInput())
+    assert (batch.args, set(batch.kwargs), batch.target) == ((), {"x"}, Y)
+
+
+@pytest.mark.parametrize(
+    ("item", "module", "sentence"),
+    [
+        (
+            {"image": X},
+            OneInput(),
+            "has the key 'image', which the model does not take | forward",
+        ),
+        ({"image": X}, OneInput(), "takes x: name the tensor x, or give it without a dict"),
+        ({"lefts": X, "right": X}, Named(), "'lefts', which the model does not take | did you"),
+        ({"right": X}, Named(), "lacks the key 'left', which the model needs | forward() of"),
+        (
+            [X, X, X],
+            OneInput(),
+            "is a list of 3 tensors of the shape [4, 3], which are samples | a",
+        ),
+        ([X[:1]] * 4, OneInput(), "a batch is one tensor: torch.cat(samples)"),
+    ],
+)
+def test_a_batch_that_does_not_fit_forward(item: Any, module: nn.Module, sentence: str) -> None:
+    assert sentence in refusal(load_batches([item], module=module))
+
+
+def test_a_forward_with_any_keywords_gets_all_keys() -> None:
+    batch = only([{"image": X}], AnyKeywords())
+    assert set(batch.kwargs) == {"image"}
 
 
 def test_to_moves_every_tensor() -> None:

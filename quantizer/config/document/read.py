@@ -51,6 +51,10 @@ def parse_document(source: Text) -> Document:
             (parser.start, parser.start + 1),
             "a config begins with { and ends with }",
         )
+    if parser.problems and Path(source.name).suffix == ".py":
+        message = "this is Python, not a config"
+        help_ = f"a model is given as --model {source.name}"
+        raise _unreadable(source.name, message, help_, code="QZ004")
     if parser.problems:
         raise ConfigError(merged_by_cause(parser.problems), {source.name: source.text})
     return Document(source, value, parser.values, parser.keys)

@@ -39,7 +39,11 @@ from quantizer.storage.atomic_write import replaced_file
 from quantizer.storage.files import cannot_write
 
 _TARGET = "gguf"
-_ROUNDED = "its scales are rounded to float16; test mode with --deploy gguf computes with these"
+_NO_LANGUAGE_MODEL = Refusal(
+    "holds language models, and this model has no embedding of tokens",
+    "--deploy onnx, pt2 and safetensors hold any network",
+)
+_ROUNDED = "its scales are rounded to halfs, which test mode with --deploy gguf counts"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class GgufExporter(Exporter[GgufFile]):
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
     ) -> tuple[Refusal, ...]:
         """Return what blocks cannot hold."""
+        if not any(node.row.looks_up for node in graph.nodes):
+            return (_NO_LANGUAGE_MODEL,)
         return place_blocks(graph, specs).refusals
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:

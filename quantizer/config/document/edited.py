@@ -1,0 +1,205 @@
+"""Write a changed config as its file was laid out: only lines with changed values differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import pairwise
+from typing import Any
+
+from quantizer.config.document.document import Document, pointer_to
+from quantizer.config.json_types import JsonPath
+
+_MAX_LINE = 72
+"""Characters up to which a new object or list stands on one line."""
+_UNIT = "  "
+"""The indentation of files that show none."""
+
+
+def edited_text(document: Document, value: Any) -> str:
+    r"""Return the text of a document in which some values are others.
+
+    >>> from quantizer.config.document.document import Text
+    >>> from quantizer.config.document.read import parse_document
+    >>> source = Text("net.json", '{"a": [1,2],\n\n "b" : 3}\n')
+    >>> edited_text(parse_document(source), {"a": [1, 2], "b": 4, "c": []})
+    '{"a": [1,2],\n\n "b" : 4,\n\n "c": []}\n'
+    """
+    text = document.source.text
+    if not text:
+        return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    start, end = document.values[""]
+    return text[:start] + _Editor(document).edited((), value) + text[end:]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A member of an object or list in the text: where it and its value begin and end."""
+
+    key: Any
+    start: int
+    value_start: int
+    end: int
+
+
+class _Editor:
+    """Writes values of one document again, each as far as it changed."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.text = document.source.text
+        self.newline = "\r\n" if "\r\n" in self.text else "\n"
+        self.unit = self._indentation_unit()
+
+    def edited(self, path: JsonPath, value: Any) -> str:
+        """Return the text of the value at a path, with the changes that `value` has."""
+        before = self.document.at(*path)
+        start, end = self.document.values[pointer_to(*path)]
+        if _dumped(before) == _dumped(value):
+            return self.text[start:end]
+        is_object = isinstance(before, dict) and isinstance(value, dict)
+        is_list = isinstance(before, list) and isinstance(value, list)
+        if not value or not (is_object or is_list):
+            return self._written(value, self._indent_at(start))
+        members = self._members(path, before)
+        if is_object:
+            keys = [member.key for member in members]
+            pairs = _pairs(keys, list(value), replaced=False)
+            names = list(value)
+            values = list(value.values())
+        else:
+            lines = [_dumped(item) for item in before]
+            pairs = _pairs(lines, list(map(_dumped, value)), replaced=True)
+            names = [None] * len(value)
+            values = value
+        layout = self._layout(start, end, members)
+        pieces = [self.text[start], layout.opening]
+        previous: int | None = None
+        for index, name in enumerate(names):
+            old = pairs.get(index)
+            if index:
+                pieces.append(layout.separator(previous, old))
+            if old is None:
+                pieces.append(self._new_member(name, values[index], layout.indent))
+            else:
+                member = members[old]
+                pieces.append(self.text[member.start : member.value_start])
+                pieces.append(self.edited((*path, member.key), values[index]))
+            previous = old
+        return "".join([*pieces, layout.closing, self.text[end - 1]])
+
+    def _members(self, path: JsonPath, value: Any) -> list[_Member]:
+        keys: Sequence[Any] = list(value) if isinstance(value, dict) else range(len(value))
+        members = []
+        for key in keys:
+            pointer = pointer_to(*path, key)
+            value_start, end = self.document.values[pointer]
+            start, _ = self.document.keys.get(pointer, (value_start, end))
+            members.append(_Member(key, start, value_start, end))
+        return members
+
+    def _layout(self, start: int, end: int, members: Sequence[_Member]) -> _Layout:
+        """Return how the members of an object or list are separated."""
+        if not members:
+            outer = self.newline + self._indent_at(start)
+            return _Layout(outer + self.unit, f",{outer}{self.unit}", (), outer)
+        opening = self.text[start + 1 : members[0].start]
+        separators = []
+        for member, following in pairwise(members):
+            separators.append(self.text[member.end : following.start])
+        usual = f",{opening}" if "\n" in opening else ", "
+        if separators:
+            usual = separators[-1]
+        closing = self.text[members[-1].end : end - 1]
+        return _Layout(opening, usual, tuple(separators), closing)
+
+    def _new_member(self, name: str | None, value: Any, indent: str | None) -> str:
+        written = self._written(value, indent)
+        if name is None:
+            return written
+        return f"{json.dumps(name, ensure_ascii=False)}: {written}"
+
+    def _written(self, value: Any, indent: str | None) -> str:
+        """Return a new value: on one line if it is short, or if `indent` is None."""
+        line = _dumped(value)
+        is_nested = isinstance(value, dict | list) and bool(value)
+        if indent is None or not is_nested or len(indent) + len(line) <= _MAX_LINE:
+            return line
+        inner = indent + self.unit
+        parts = []
+        if isinstance(value, dict):
+            for key, item in value.items():
+                parts.append(self._new_member(key, item, inner))
+        else:
+            for item in value:
+                parts.append(self._written(item, inner))
+        lines = f",{self.newline}{inner}".join(parts)
+        return f"{line[0]}{self.newline}{inner}{lines}{self.newline}{indent}{line[-1]}"
+
+    def _indent_at(self, position: int) -> str:
+        """Return the spaces that begin the line of a position."""
+        line = self.text[self.text.rfind("\n", 0, position) + 1 : position]
+        return line[: len(line) - len(line.lstrip())]
+
+    def _indentation_unit(self) -> str:
+        """Return the indentation of the outermost members."""
+        for key in self.document.value:
+            start, _ = self.document.keys[pointer_to(key)]
+            indent = self._indent_at(start)
+            if indent:
+                return indent
+        return _UNIT
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The texts around the members of an object or list.
+
+    Attributes:
+        opening: between the opening bracket and the first member.
+        usual: what separates a new member from the one before it.
+        separators: what separated the old members.
+        closing: between the last member and the closing bracket.
+    """
+
+    opening: str
+    usual: str
+    separators: tuple[str, ...]
+    closing: str
+
+    @property
+    def indent(self) -> str | None:
+        """Return the indentation of members; None if they stand on one line."""
+        _, newline, indent = self.usual.rpartition("\n")
+        return indent if newline else None
+
+    def separator(self, previous: int | None, following: int | None) -> str:
+        """Return what separates two members, by their old positions."""
+        if previous is not None and following == previous + 1:
+            return self.separators[previous]
+        return self.usual
+
+
+def _pairs(old: Sequence[str], new: Sequence[str], *, replaced: bool) -> dict[int, int]:
+    """Return for new positions the old position of the same member.
+
+    Args:
+        old: what identifies the old members.
+        new: what identifies the new ones.
+        replaced: whether as many members in the place of others are the same ones, changed.
+    """
+    pairs = {}
+    matcher = SequenceMatcher(None, old, new, autojunk=False)
+    for kind, old_start, old_end, new_start, new_end in matcher.get_opcodes():
+        is_changed = kind == "replace" and old_end - old_start == new_end - new_start
+        if kind == "equal" or (replaced and is_changed):
+            for offset in range(new_end - new_start):
+                pairs[new_start + offset] = old_start + offset
+    return pairs
+
+
+def _dumped(value: Any) -> str:
+    """Return a value on one line. Equal lines have equal values in the same order."""
+    return json.dumps(value, ensure_ascii=False)
