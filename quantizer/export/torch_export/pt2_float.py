@@ -25,4 +25,4 @@ class Pt2FloatExporter(ProgramExporter):
         """Return the quantized network as it is."""
         graph = deployment.graph.replaced(rebuild=None)
         network = dataclasses.replace(deployment, graph=graph).network()
-        return exported(network, graph, *deployment.blank)
+        return exported(network, graph, *deployment.blank, names=deployment.parameter_names)
