@@ -18,6 +18,7 @@ from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.diagnostics import pointing_into
+from quantizer.config.forms.resolved import resolved_document
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
@@ -159,7 +160,8 @@ def _result(
 ) -> Result:
     """Return the result of a calibration."""
     original, config = request.target.original, request.config
-    calibrated = Calibrated(original, config.settings, state.solution)
+    document = resolved_document(config)
+    calibrated = Calibrated(original, config.settings, state.solution, document)
 
     def write(folder: Path) -> None:
         header = request.header(state)

@@ -353,6 +353,7 @@ class Result:
             batches,
             scores.quantization,
             choices=choices,
+            metrics=scores.metrics,
             warnings=scores.lost,
         )
         return export(target, deployment, Path(path), self._events, total=batches.total)

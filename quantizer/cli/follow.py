@@ -24,7 +24,10 @@ _shared: ContextVar[Events | None] = ContextVar("shared display", default=None)
 """The display that all steps of `quantizer run` share."""
 
 
-def progress(*, quiet: bool) -> Events:
+def progress(
+    *,
+    quiet: bool,
+) -> Events:
     """Return the display of progress: bars on a terminal outside of CI, otherwise lines.
 
     With `--quiet` there is none, and with `--verbose` the end of each stage is logged, too.
@@ -34,7 +37,10 @@ def progress(*, quiet: bool) -> Events:
     return _display(quiet=quiet)
 
 
-def _display(*, quiet: bool) -> Events:
+def _display(
+    *,
+    quiet: bool,
+) -> Events:
     if quiet or screen().quiet:
         return NO_FOLLOWER
     shared = _shared.get()
@@ -63,7 +69,11 @@ def _shows_bars() -> bool:
     return sys.stderr.isatty() and not os.environ.get("CI")
 
 
-def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:
+def run_display(
+    sources: Mapping[str, str],
+    *,
+    quiet: bool,
+) -> ForkedEvents:
     """Return the display of progress and messages; `sources` are the texts of config files."""
     return ForkedEvents(progress(quiet=quiet), Messages(sources, quiet=quiet))
 
@@ -71,7 +81,12 @@ def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:
 class Messages(Events):
     """Prints findings with their lines of the config, and logs other messages."""
 
-    def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        *,
+        quiet: bool,
+    ) -> None:
         self._sources = sources
         self._quiet = quiet
 
@@ -91,10 +106,16 @@ class Messages(Events):
 class OneBar(Events):
     """Counts the units of several stages as those of one, for one bar."""
 
-    def __init__(self, whole: RunStage) -> None:
+    def __init__(
+        self,
+        whole: RunStage,
+    ) -> None:
         self._whole = whole
 
-    def advanced(self, stage: RunStage) -> None:
+    def advanced(
+        self,
+        stage: RunStage,
+    ) -> None:
         """Count one unit."""
         self._whole.advance()
 
@@ -105,11 +126,18 @@ class Durations(Events):
     def __init__(self) -> None:
         self._started: dict[int, float] = {}
 
-    def started(self, stage: RunStage) -> None:
+    def started(
+        self,
+        stage: RunStage,
+    ) -> None:
         """Start the clock of a stage."""
         self._started[id(stage)] = time.monotonic()
 
-    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
+    def stopped(
+        self,
+        stage: RunStage,
+        error: BaseException | None,
+    ) -> None:
         """Log the units of a stage and its time."""
         seconds = time.monotonic() - self._started.pop(id(stage))
         _logger.debug("%s: %d %s in %.2f s", stage.name, stage.done, stage.unit, seconds)
@@ -122,18 +150,27 @@ class Lines(Events):
         self._started = time.monotonic()
         self._printed = self._started
 
-    def started(self, stage: RunStage) -> None:
+    def started(
+        self,
+        stage: RunStage,
+    ) -> None:
         """Start the clock."""
         self._started = time.monotonic()
         self._printed = self._started
 
-    def advanced(self, stage: RunStage) -> None:
+    def advanced(
+        self,
+        stage: RunStage,
+    ) -> None:
         """Print a line if the last one is ten seconds old."""
         if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = time.monotonic()
             print(self._line(stage), file=sys.stderr, flush=True)
 
-    def _line(self, stage: RunStage) -> str:
+    def _line(
+        self,
+        stage: RunStage,
+    ) -> str:
         if not stage.total:
             return f"{stage.name} {stage.done} {stage.unit}"
         elapsed = time.monotonic() - self._started

@@ -21,22 +21,34 @@ _DEFAULT_ROWS = 15
 """Rows of a table of layers without `--top`."""
 
 
-def table_view(options: Options, graph: Graph) -> TableView:
+def table_view(
+    options: Options,
+    graph: Graph,
+) -> TableView:
     """Return the view of a graph's layers that `--names` and `--top` ask for."""
     return view_of(options, path_names(graph))
 
 
-def view_of(options: Options, paths: Mapping[str, str]) -> TableView:
+def view_of(
+    options: Options,
+    paths: Mapping[str, str],
+) -> TableView:
     """Return the view that `--names` and `--top` ask for; `paths` are module paths by name."""
-    rows = _DEFAULT_ROWS
+    rows: int | None = _DEFAULT_ROWS
     if isinstance(options.top, int):
         rows = options.top
+    elif options.top == "all":
+        rows = None
     if options.names == "exact":
         paths = {}
-    return TableView(paths, None if options.top == "all" else rows)
+    return TableView(paths, rows)
 
 
-def filtered_view(options: Options, graph: Graph, original: Graph) -> TableView:
+def filtered_view(
+    options: Options,
+    graph: Graph,
+    original: Graph,
+) -> TableView:
     """Return the view of a graph's layers, only those of `--filter` if it is given.
 
     Raises:
@@ -58,7 +70,9 @@ def filtered_view(options: Options, graph: Graph, original: Graph) -> TableView:
     return replace(view, layers=frozenset(layers), top=top)
 
 
-def config_to_look(path: str | None) -> session.ReadConfig:
+def config_to_look(
+    path: str | None,
+) -> session.ReadConfig:
     """Return the config of `--config_file`, or one that quantizes all that can be quantized.
 
     Raises:

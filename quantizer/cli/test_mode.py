@@ -152,6 +152,7 @@ class _TestRun:
             self.batches,
             scores.quantization,
             choices=options.target_choices,
+            metrics=scores.metrics,
             warnings=scores.lost,
         )
         return deploy(options, outcome, deployment, self.batches.total, place=self.place)

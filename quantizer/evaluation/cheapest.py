@@ -37,7 +37,10 @@ class FloatPart:
         return -per_byte, self.layers
 
 
-def float_parts(plan: Plan, ablation: Ablation) -> list[FloatPart]:
+def float_parts(
+    plan: Plan,
+    ablation: Ablation,
+) -> list[FloatPart]:
     """Return all parts that can stay in float, those with the most noise per byte first."""
     part_of = _parts_by_layer(plan)
     members: dict[str, list[str]] = {}
@@ -62,7 +65,9 @@ def float_parts(plan: Plan, ablation: Ablation) -> list[FloatPart]:
     return parts
 
 
-def _parts_by_layer(plan: Plan) -> dict[str, str]:
+def _parts_by_layer(
+    plan: Plan,
+) -> dict[str, str]:
     """Return for each layer the one that stands for its part: layers that share an activation's
     quantization are one part.
     """
@@ -72,7 +77,9 @@ def _parts_by_layer(plan: Plan) -> dict[str, str]:
         for member in plan.tensors[name, role].members:
             owner[member] = member
 
-    def root(name: str) -> str:
+    def root(
+        name: str,
+    ) -> str:
         while owner[name] != name:
             name = owner[name]
         return name
@@ -84,13 +91,18 @@ def _parts_by_layer(plan: Plan) -> dict[str, str]:
     return {name: root(name) for name in owner}
 
 
-def most_trials(count: int) -> int:
+def most_trials(
+    count: int,
+) -> int:
     """Return the largest number of tests of a search in so many parts, after the first one.
 
     >>> most_trials(8)
     11
     """
-    return 1 + max(count - 1, 0).bit_length() + min(max(count - 1, 0), MAX_PRUNED)
+    others = max(count - 1, 0)
+    halvings = others.bit_length()
+    prunings = min(others, MAX_PRUNED)
+    return 1 + halvings + prunings
 
 
 def cheapest_parts(
@@ -130,7 +142,10 @@ def cheapest_parts(
     return chosen
 
 
-def _extra_bytes(plan: Plan, key: Key) -> int:
+def _extra_bytes(
+    plan: Plan,
+    key: Key,
+) -> int:
     """Return the bytes that a tensor takes more in float: of a weight, or of one sample's
     activation.
     """

@@ -16,6 +16,7 @@ from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.export.choices import CHOICES
+from quantizer.export.origin import Origin
 from quantizer.export.value_names import (
     chosen_names,
     in_traced_order,
@@ -29,6 +30,7 @@ from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.calibrated_inputs import call_with_shapes
+from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 
 
@@ -49,6 +51,7 @@ class Deployment:
         figures: the SQNR of each output and part, as `sqnr_db[0.boxes]`.
         named: the outputs of `graph`, by the names of the user's model.
         warnings: of test mode, on outputs that lost much.
+        origin: what the file states about how it was made.
     """
 
     graph: Graph
@@ -64,6 +67,7 @@ class Deployment:
     figures: Mapping[str, float] = field(default_factory=dict)
     named: tuple[Output, ...] = ()
     warnings: tuple[str, ...] = ()
+    origin: Origin = field(default_factory=Origin)
 
     @classmethod
     def of(
@@ -74,9 +78,13 @@ class Deployment:
         figures: Mapping[str, float],
         *,
         choices: Mapping[str, str],
+        metrics: Mapping[str, float],
         warnings: Iterable[str] = (),
     ) -> Deployment:
-        """Return the deployment of a calibrated model, verified on all batches."""
+        """Return the deployment of a calibrated model, verified on all batches.
+
+        `figures` are the SQNR of outputs and parts, and `metrics` all metrics of the test.
+        """
         first = next(iter(batches)).to("cpu").stable()
         cpu = torch.device("cpu")
         graph = calibrated.graph.on(cpu)
@@ -95,6 +103,7 @@ class Deployment:
             figures=figures,
             named=parts_named_as(graph, calibrated.original),
             warnings=tuple(warnings),
+            origin=Origin(calibrated.config, metrics),
         )
 
     def in_memory(self) -> Deployment:
@@ -140,6 +149,11 @@ class Deployment:
         """
         names = input_names(self.model, self.graph)
         return chosen_names("input_names", self.choice("input_names"), names)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Return what the user's model calls its positional arguments, as far as it says so."""
+        return arguments_of(self.model).names
 
     @cached_property
     def output_names(self) -> list[str]:

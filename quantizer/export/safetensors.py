@@ -39,9 +39,9 @@ class SafetensorsExporter(Exporter[Path]):
     floating-point formats have no zero point. `<layer>.bias_correction` is added to the layer's
     bias, or is the bias where there is none.
 
-    The metadata's `quantizer` is JSON with four keys: `format`, `model`, `specs` (the
-    `QuantizationSpec` of each quantized tensor by its name) and `dtypes` (in which test mode
-    computes with each parameter that is stored as codes).
+    The metadata's `quantizer` is JSON with five keys: `format`, `model`, `specs` (the
+    `QuantizationSpec` of each quantized tensor by its name), `dtypes` (in which test mode
+    computes with each parameter that is stored as codes) and `origin` (what made the file).
     """
 
     @contextmanager
@@ -72,6 +72,7 @@ class SafetensorsExporter(Exporter[Path]):
         description = {
             "format": _FORMAT,
             "model": deployment.graph.model,
+            "origin": json.loads(deployment.origin.text()),
             "specs": specs,
             "dtypes": dtypes,
         }

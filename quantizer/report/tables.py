@@ -318,7 +318,12 @@ def rule_table(plan: Plan, view: TableView) -> Listing:
     """Return how many layers and tensors each block of the config is about."""
     rows = []
     for rule in plan.rules:
-        row = (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
+        row = (
+            rule.label,
+            rule.selector,
+            str(len(rule.layers)),
+            str(rule.took_effect),
+        )
         rows.append(row)
     titles = ("rule", "selector", "layers", "tensors")
     # The first column has no layers to choose from

@@ -4,7 +4,7 @@ The calibration is of this process, or of a result folder.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.document.document import Document
 from quantizer.config.dpu_accuracy import LEVELS, with_dpu_accuracy
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
 from quantizer.config.roles import is_parameter
@@ -56,11 +57,13 @@ class Calibrated:
         original: the graph of the model as traced.
         settings: the global settings of the calibration.
         solution: how each tensor is quantized.
+        config: the whole config, as config.resolved.json has it.
     """
 
     original: Graph
     settings: Settings
     solution: Solution
+    config: JsonMapping = field(default_factory=dict)
 
     def with_solution(self, solution: Solution) -> "Calibrated":
         """Return another solution for the same network. Both share the weights."""
@@ -203,7 +206,8 @@ def reopen_calibration(
         solution = solution.in_memory()
     check_absorption(solution.absorption, calibrated, info.path)
     check_insertions(solution.insertions, calibrated, info.path)
-    result = Calibrated(calibrated, info.settings, solution)
+    config = read_json(info.files[RESOLVED_CONFIG_FILE])
+    result = Calibrated(calibrated, info.settings, solution, config)
     check_levels(solution.levels, result.graph_after_passes, info.path)
     graph = with_insertions(result.graph_after_passes, solution.insertions)
     check_solution(solution, info.entries, graph, info.path)

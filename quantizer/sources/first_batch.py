@@ -19,7 +19,10 @@ _INPUT_NAMES = ("input", "x", "hidden_states")
 """What layers call the tensor that they compute on."""
 
 
-def try_first_batch(module: nn.Module, batch: Batch) -> None:
+def try_first_batch(
+    module: nn.Module,
+    batch: Batch,
+) -> None:
     """Run a model that could not be traced on the batch that was to trace it.
 
     Raises:
@@ -36,20 +39,30 @@ def try_first_batch(module: nn.Module, batch: Batch) -> None:
             raise DataError(_first_sentence(message), help=remedies) from cause
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
+def _tensors(
+    batch: Batch,
+) -> list[Tensor]:
     return [tensor for _, tensor in batch.tensors()]
 
 
-def _shown(tensor: Tensor) -> str:
+def _shown(
+    tensor: Tensor,
+) -> str:
     return f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
-def _first_sentence(message: str) -> str:
+def _first_sentence(
+    message: str,
+) -> str:
     """Return a message without the list of signatures that torch appends to some errors."""
     return message.partition(", but expected one of:")[0]
 
 
-def _remedies(module: nn.Module, batch: Batch, cause: Exception) -> Iterator[str]:
+def _remedies(
+    module: nn.Module,
+    batch: Batch,
+    cause: Exception,
+) -> Iterator[str]:
     """Yield sentences on the argument or the layer that does not fit."""
     for index, argument in enumerate(batch.args):
         if isinstance(argument, (tuple, list)):
@@ -70,7 +83,8 @@ def _remedies(module: nn.Module, batch: Batch, cause: Exception) -> Iterator[str
 
 
 def _failed_layer(
-    module: nn.Module, cause: Exception
+    module: nn.Module,
+    cause: Exception,
 ) -> tuple[str, nn.Module, Tensor | None] | None:
     """Return the innermost layer of the model in an exception's frames, with its input."""
     paths = {id(layer): path for path, layer in module.named_modules()}
@@ -84,7 +98,9 @@ def _failed_layer(
     return found
 
 
-def _input_of(variables: dict[str, Any]) -> Tensor | None:
+def _input_of(
+    variables: dict[str, Any],
+) -> Tensor | None:
     for name in _INPUT_NAMES:
         if isinstance(variables.get(name), Tensor):
             return variables[name]
@@ -94,14 +110,19 @@ def _input_of(variables: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def _described(layer: nn.Module) -> str:
+def _described(
+    layer: nn.Module,
+) -> str:
     """Return a layer's class, with its settings if it has no layers of its own."""
     if next(layer.children(), None) is not None:
         return type(layer).__name__
     return " ".join(repr(layer).split())
 
 
-def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
+def _misfits(
+    layer: nn.Module,
+    tensor: Tensor,
+) -> Iterator[str]:
     """Yield what a layer takes that the tensor is not."""
     if not isinstance(layer, (nn.Linear, *_CONVOLUTIONS)):
         return
@@ -115,7 +136,11 @@ def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
     yield from _misfits_of_images(layer.in_channels, weight.dim(), tensor)
 
 
-def _misfits_of_images(channels: int, rank: int, tensor: Tensor) -> Iterator[str]:
+def _misfits_of_images(
+    channels: int,
+    rank: int,
+    tensor: Tensor,
+) -> Iterator[str]:
     """Yield what a convolution takes that the tensor is not.
 
     Args:

@@ -18,7 +18,10 @@ _UNIT = "  "
 """The indentation of files that show none."""
 
 
-def edited_text(document: Document, value: Any) -> str:
+def edited_text(
+    document: Document,
+    value: Any,
+) -> str:
     r"""Return the text of a document in which some values are others.
 
     >>> from quantizer.config.document.document import Text
@@ -47,13 +50,20 @@ class _Member:
 class _Editor:
     """Writes values of one document again, each as far as it changed."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(
+        self,
+        document: Document,
+    ) -> None:
         self.document = document
         self.text = document.source.text
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         self.unit = self._indentation_unit()
 
-    def edited(self, path: JsonPath, value: Any) -> str:
+    def edited(
+        self,
+        path: JsonPath,
+        value: Any,
+    ) -> str:
         """Return the text of the value at a path, with the changes that `value` has."""
         before = self.document.at(*path)
         start, end = self.document.values[pointer_to(*path)]
@@ -90,7 +100,11 @@ class _Editor:
             previous = old
         return "".join([*pieces, layout.closing, self.text[end - 1]])
 
-    def _members(self, path: JsonPath, value: Any) -> list[_Member]:
+    def _members(
+        self,
+        path: JsonPath,
+        value: Any,
+    ) -> list[_Member]:
         keys: Sequence[Any] = list(value) if isinstance(value, dict) else range(len(value))
         members = []
         for key in keys:
@@ -100,7 +114,12 @@ class _Editor:
             members.append(_Member(key, start, value_start, end))
         return members
 
-    def _layout(self, start: int, end: int, members: Sequence[_Member]) -> _Layout:
+    def _layout(
+        self,
+        start: int,
+        end: int,
+        members: Sequence[_Member],
+    ) -> _Layout:
         """Return how the members of an object or list are separated."""
         if not members:
             outer = self.newline + self._indent_at(start)
@@ -115,13 +134,22 @@ class _Editor:
         closing = self.text[members[-1].end : end - 1]
         return _Layout(opening, usual, tuple(separators), closing)
 
-    def _new_member(self, name: str | None, value: Any, indent: str | None) -> str:
+    def _new_member(
+        self,
+        name: str | None,
+        value: Any,
+        indent: str | None,
+    ) -> str:
         written = self._written(value, indent)
         if name is None:
             return written
         return f"{json.dumps(name, ensure_ascii=False)}: {written}"
 
-    def _written(self, value: Any, indent: str | None) -> str:
+    def _written(
+        self,
+        value: Any,
+        indent: str | None,
+    ) -> str:
         """Return a new value: on one line if it is short, or if `indent` is None."""
         line = _dumped(value)
         is_nested = isinstance(value, dict | list) and bool(value)
@@ -138,7 +166,10 @@ class _Editor:
         lines = f",{self.newline}{inner}".join(parts)
         return f"{line[0]}{self.newline}{inner}{lines}{self.newline}{indent}{line[-1]}"
 
-    def _indent_at(self, position: int) -> str:
+    def _indent_at(
+        self,
+        position: int,
+    ) -> str:
         """Return the spaces that begin the line of a position."""
         line = self.text[self.text.rfind("\n", 0, position) + 1 : position]
         return line[: len(line) - len(line.lstrip())]
@@ -175,14 +206,23 @@ class _Layout:
         _, newline, indent = self.usual.rpartition("\n")
         return indent if newline else None
 
-    def separator(self, previous: int | None, following: int | None) -> str:
+    def separator(
+        self,
+        previous: int | None,
+        following: int | None,
+    ) -> str:
         """Return what separates two members, by their old positions."""
         if previous is not None and following == previous + 1:
             return self.separators[previous]
         return self.usual
 
 
-def _pairs(old: Sequence[str], new: Sequence[str], *, replaced: bool) -> dict[int, int]:
+def _pairs(
+    old: Sequence[str],
+    new: Sequence[str],
+    *,
+    replaced: bool,
+) -> dict[int, int]:
     """Return for new positions the old position of the same member.
 
     Args:
@@ -200,6 +240,8 @@ def _pairs(old: Sequence[str], new: Sequence[str], *, replaced: bool) -> dict[in
     return pairs
 
 
-def _dumped(value: Any) -> str:
+def _dumped(
+    value: Any,
+) -> str:
     """Return a value on one line. Equal lines have equal values in the same order."""
     return json.dumps(value, ensure_ascii=False)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 
 from quantizer.calibration.solution import Solution
@@ -128,6 +129,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         lower_marks(model, lowering)
         proto = ir.to_proto(model)
         clean_proto(proto, deployment.graph, deployment.input_names)
+        onnx.helper.set_model_props(proto, deployment.origin.texts())
         with stored_model(proto, path) as source:
             file = OnnxFile(path.name, source, proto, floating)
             yield OnnxModel(file, tested, processor_remarks(wide.graph, stated))

@@ -16,6 +16,7 @@ from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
+from quantizer.export.origin import ORIGIN_FILE
 from quantizer.export.torch_export.program import load_program, program_bytes
 from quantizer.storage.files import write_bytes
 
@@ -32,7 +33,8 @@ class ProgramExporter(Exporter[ProgramFile]):
     """Writes a program that loads without quantizer.
 
     `torch.export.load(path).module()` is called as the model was, with any batch size, and
-    returns dicts, lists and tuples. The stored example call is zeros.
+    returns dicts, lists and tuples. The stored example call is zeros. The extra file
+    `quantizer.json` says what made the program.
 
     Attributes:
         remedy: what to do if the program is refused.
@@ -51,7 +53,8 @@ class ProgramExporter(Exporter[ProgramFile]):
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[ProgramFile]:
         """Write the program; its bytes are verified before."""
-        content = program_bytes(self.program(deployment))
+        origin = deployment.origin.text()
+        content = program_bytes(self.program(deployment), {ORIGIN_FILE: origin})
         yield ProgramFile(path.name, content)
         write_bytes(path, content)
 

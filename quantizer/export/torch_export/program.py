@@ -1,10 +1,10 @@
 """Exports a network as a `torch.export` program with open batch and lengths.
 
-The program keeps no trace of where and from what it was made.
+The program keeps no trace of where it was made, and of the code that it was made from.
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -21,8 +21,8 @@ from quantizer.graph.trace import quiet, without_stack_traces
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 
 
-def program_bytes(program: ExportedProgram) -> bytes:
-    """Return the bytes of a `.pt2` file.
+def program_bytes(program: ExportedProgram, files: Mapping[str, str]) -> bytes:
+    """Return the bytes of a `.pt2` file with extra files, which are texts by name.
 
     Raises:
         ModelError: torch has no form for a part of it, as for some arithmetic with sizes.
@@ -30,7 +30,7 @@ def program_bytes(program: ExportedProgram) -> bytes:
     buffer = io.BytesIO()
     try:
         with quiet():
-            torch.export.save(program, buffer)
+            torch.export.save(program, buffer, extra_files=dict(files))
     except Exception as error:
         raise _torch_error("this network cannot be saved by torch", error) from error
     return buffer.getvalue()
@@ -43,18 +43,24 @@ def load_program(content: bytes) -> nn.Module:
 
 
 def export_program(
-    module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    graph: Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    names: Sequence[str] = (),
 ) -> ExportedProgram:
     """Return the program of a module that is called as `graph`'s model.
 
     Args:
         args, kwargs: a call without data of the user, as the program keeps it.
+        names: what the model calls its first positional arguments.
 
     Raises:
         ModelError: torch.export refuses the module.
     """
-    if kwargs:
-        module.forward = _with_named_parameters(module.forward, args, kwargs)
+    parameters = _parameters(args, kwargs, names)
+    module.forward = _with_signature(module.forward, parameters)
     try:
         program = _with_open_sizes(module, graph, args, kwargs)
     except Exception as error:
@@ -91,12 +97,28 @@ def _torch_error(
     )
 
 
-def _with_named_parameters(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[..., Any]:
-    """Return `forward` with each keyword in its signature.
+def _parameters(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
+) -> list[Parameter]:
+    """Return the parameters of a call, by the user's names."""
+    parameters: list[Parameter] = []
+    for index in range(len(args)):
+        if index < len(names) and names[index] not in kwargs:
+            parameters.append(Parameter(names[index], Parameter.POSITIONAL_OR_KEYWORD))
+        else:
+            parameters.append(Parameter(f"args_{index}", Parameter.POSITIONAL_OR_KEYWORD))
+    for name in kwargs:
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY))
+    return parameters
 
-    torch.export cannot match open shapes with a bare **kwargs.
+
+def _with_signature(
+    forward: Callable[..., Any], parameters: Sequence[Parameter]
+) -> Callable[..., Any]:
+    """Return `forward` with named parameters.
+
+    torch.export cannot match open shapes with a bare **kwargs, and names inputs of the program
+    by the parameters.
     """
 
     def call(
@@ -105,11 +127,6 @@ def _with_named_parameters(
     ) -> Any:
         return forward(*args, **kwargs)
 
-    parameters: list[Parameter] = []
-    for index in range(len(args)):
-        parameters.append(Parameter(f"args_{index}", Parameter.POSITIONAL_ONLY))
-    for name in kwargs:
-        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY))
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return call
 
@@ -158,6 +175,4 @@ def _dynamic_shapes(
         shape = next(remaining) if isinstance(leaf, Tensor) else None
         of_leaves.append(shape)
     args_shapes, kwargs_shapes = pytree.tree_unflatten(of_leaves, spec)
-    if kwargs:
-        return (*args_shapes, *kwargs_shapes.values())
-    return (args_shapes,)
+    return (*args_shapes, *kwargs_shapes.values())

@@ -51,7 +51,9 @@ class Pt2Exporter(ProgramExporter):
         if is_for_executorch:
             float_layers = overflowing(network, solution, MAX_SUM_BIAS)
         coded = _CodedNetwork(network, solution, CODE_TYPES[activations], float_layers)
-        program = export_program(coded, graph, *deployment.blank)
+        program = export_program(
+            coded, graph, *deployment.blank, names=deployment.parameter_names
+        )
         if is_for_executorch:
             _dequantize_for_each(program)
         return program

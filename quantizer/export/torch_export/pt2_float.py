@@ -25,4 +25,6 @@ class Pt2FloatExporter(ProgramExporter):
         """Return the quantized network as it is."""
         graph = deployment.graph.replaced(rebuild=None)
         network = dataclasses.replace(deployment, graph=graph).network()
-        return export_program(network, graph, *deployment.blank)
+        return export_program(
+            network, graph, *deployment.blank, names=deployment.parameter_names
+        )
