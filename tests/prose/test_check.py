@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("proselint", reason="the linter comes with quantizer-torch[dev]")
 
 from prose.check import findings, register
-from prose.texts import Text, descriptions, html, markdown, strings
+from prose.texts import Text, descriptions, html, markdown, notebook, strings
 
 
 def kinds(text: Text) -> list[tuple[str, int]]:
@@ -86,3 +86,12 @@ def test_elements_of_a_template_separate_sentences() -> None:
     half = "one two " * 10
     page = f"<p>{half}</p>\n<p>{half}{{{{ x | y }}}}</p>\n<p>Nobody reads {{% if x %}}it{{% endif %}}</p>\n"
     assert kinds(html("page.html", page)) == [("house.plain_words", 3)]
+
+
+def test_of_a_notebook_texts_are_read_and_programs_are_not() -> None:
+    source = """{"cells": [
+ {"cell_type": "code", "source": ["# nobody tells it what is read"]},
+ {"cell_type": "markdown", "source": ["# A page\\n", "\\n", "Nobody reads it."]}
+]}
+"""
+    assert kinds(notebook("book.ipynb", source)) == [("house.plain_words", 3)]

@@ -52,18 +52,24 @@ class Text:
 
 
 def texts() -> Iterator[Text]:
-    """Yield the prose of each page, module, schema and template."""
+    """Yield the prose of each page, module, document and template."""
     for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         yield markdown(_name(page), page.read_text("utf-8"))
     for module in sorted((ROOT / "quantizer").rglob("*.py")):
         yield strings(_name(module), module.read_text("utf-8"))
-    for schema in (
-        *sorted((ROOT / "schemas").glob("*.schema.json")),
-        ROOT / "schemas/codes.json",
-    ):
-        yield descriptions(_name(schema), schema.read_text("utf-8"))
+    for document in _documents():
+        yield descriptions(_name(document), document.read_text("utf-8"))
+    for book in sorted((ROOT / "examples").glob("*.ipynb")):
+        yield notebook(_name(book), book.read_text("utf-8"))
     for template in sorted((ROOT / "quantizer").rglob("*.html")):
         yield html(_name(template), template.read_text("utf-8"))
+
+
+def _documents() -> Iterator[Path]:
+    """Yield the JSON files with sentences: schemas and presets."""
+    yield from sorted((ROOT / "schemas").glob("*.schema.json"))
+    yield ROOT / "schemas" / "codes.json"
+    yield from sorted((ROOT / "configs").glob("*.json"))
 
 
 def markdown(file: str, source: str) -> Text:
@@ -113,6 +119,16 @@ def descriptions(file: str, source: str) -> Text:
         written = json.dumps(value, ensure_ascii=False)
         begin = max(source.find(written), 0)
         blocks.append((source.count("\n", 0, begin) + 1, value))
+    return _joined(file, blocks)
+
+
+def notebook(file: str, source: str) -> Text:
+    """Return the cells of a notebook that are Markdown."""
+    blocks: list[tuple[int, str]] = []
+    for cell in json.loads(source)["cells"]:
+        if cell["cell_type"] == "markdown" and cell["source"]:
+            begin = source.find(json.dumps(cell["source"][0], ensure_ascii=False))
+            blocks.append((source.count("\n", 0, begin) + 1, "".join(cell["source"])))
     return _joined(file, blocks)
 
 
