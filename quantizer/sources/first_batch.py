@@ -71,10 +71,10 @@ def _remedies(
                 f"argument {index} is a {kind} of {len(argument)}: for inputs and a target "
                 "write (left, right, target), not ((left, right), target)"
             )
-    found = _failed_layer(module, cause)
-    if found is None:
+    failed = _failed_layer(module, cause)
+    if failed is None:
         return
-    path, layer, tensor = found
+    path, layer, tensor = failed
     if tensor is None:
         yield f"it failed in the layer {path}, a {_described(layer)}"
         return
@@ -88,22 +88,22 @@ def _failed_layer(
 ) -> tuple[str, nn.Module, Tensor | None] | None:
     """Return the innermost layer of the model in an exception's frames, with its input."""
     paths = {id(layer): path for path, layer in module.named_modules()}
-    found = None
+    failed: tuple[str, nn.Module, Tensor | None] | None = None
     for frame, _ in traceback.walk_tb(cause.__traceback__):
         layer = frame.f_locals.get("self")
         path = paths.get(id(layer))
-        if path:
-            tensor = _input_of(frame.f_locals)
-            found = (path, layer, tensor)
-    return found
+        if path and isinstance(layer, nn.Module):
+            failed = (path, layer, _input_of(frame.f_locals))
+    return failed
 
 
 def _input_of(
     variables: dict[str, Any],
 ) -> Tensor | None:
     for name in _INPUT_NAMES:
-        if isinstance(variables.get(name), Tensor):
-            return variables[name]
+        value = variables.get(name)
+        if isinstance(value, Tensor):
+            return value
     args = variables.get("args")
     if isinstance(args, tuple) and args and isinstance(args[0], Tensor):
         return args[0]
