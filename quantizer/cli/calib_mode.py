@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from quantizer.calibration import memory_prediction, steps
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
@@ -83,11 +85,7 @@ def run_calib(
             memory=options.memory,
             dpu_accuracy=options.dpu_accuracy,
         )
-        if not ranks.is_alone:
-            digests = request.model_digests
-            model = {"layer": digests["layers"], "weight": digests["weights"]}
-            config = resolved_document(request.config)
-            require_alike(ranks, {"config": config, **model}, "the model")
+        _require_alike(ranks, request)
         with pointing_into(read.sources):
             state = steps.run_calibration(request)
         if checkpoints:
@@ -105,6 +103,16 @@ def run_calib(
             checkpoints.remove()
     view = table_view(options, state.plan.graph)
     return _outcome(request, state, folder, view)
+
+
+def _require_alike(ranks: Ranks, request: CalibrationRequest) -> None:
+    """Raise `RankError` if ranks have different configs or models."""
+    if ranks.is_alone:
+        return
+    digests = request.model_digests
+    model = {"layer": digests["layers"], "weight": digests["weights"]}
+    config = resolved_document(request.config)
+    require_alike(ranks, {"config": config, **model}, "the model")
 
 
 @contextmanager
@@ -181,4 +189,5 @@ def _outcome(
         line += " quantized without data"
     line += f"; results: {folder}"
     content["rules"] = plan.to_json()["rules"]
-    return Outcome({}, content, [tables.rule_table(plan, view), line, share_left(left)])
+    shown: list[RenderableType] = [tables.rule_table(plan, view), line, share_left(left)]
+    return Outcome({}, content, shown, plan=plan)

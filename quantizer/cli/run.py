@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
-from rich.text import Text
 
 from quantizer.cli import session, torchrun
 from quantizer.cli.calib_mode import run_calib
@@ -34,7 +33,7 @@ from quantizer.export.destinations import (
 )
 from quantizer.plan.fitted_config import fitted_text
 from quantizer.plan.model import Plan
-from quantizer.printable import json_text, one_line
+from quantizer.printable import json_text
 from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
 from quantizer.seeding import seed_everything
 
@@ -101,7 +100,6 @@ class RunOptions(Options):
     "gguf_template",
     "gate",
     "json",
-    "quiet",
     "debug",
     kind=RunOptions,
 )
@@ -252,4 +250,4 @@ def _show(finished: _Finished, lines: Sequence[str], *, as_json: bool) -> None:
         return
     console = session.console()
     for line in lines:
-        console.print(Text(one_line(line)))
+        session.print_line(line, console)
