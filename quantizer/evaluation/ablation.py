@@ -30,7 +30,8 @@ class Effect:
 
     Attributes:
         key: layer and role of the tensor.
-        alone: the noise energy of each batch when only this tensor is quantized.
+        alone: the noise energy of each batch when only this tensor is quantized; empty if
+            that was not measured.
         without: the noise energy of each batch when all other tensors are quantized.
     """
 
@@ -108,11 +109,13 @@ def ablate(
     keys: Collection[Key] | None = None,
     user: Network | None = None,
     measure: OutputMeasure | None = None,
+    is_alone_measured: bool = True,
 ) -> Ablation:
     """Measure the effect of each tensor that `quantized` quantizes.
 
-    The nodes after a tensor run twice per batch. The noise of a tensor alone is measured
-    against `reference`, because the error of passes would mask it.
+    The nodes after a tensor run once per batch, and once more if `is_alone_measured`. The noise
+    of a tensor alone is measured against `reference`, because the error of passes would mask
+    it.
 
     Args:
         reference: the same nodes in float.
@@ -120,6 +123,7 @@ def ablate(
         keys: the tensors to measure; all if None.
         user: the user's model, if `reference` computes another function.
         measure: of noise; all parts of the outputs count alike if None.
+        is_alone_measured: whether the noise of each tensor alone is wanted, too.
 
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
@@ -146,21 +150,23 @@ def ablate(
                 signal.append(reference_measure.expect(float_run.branch()))
                 if user is not None:
                     signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
-                noise.append(measure.noise(quantized_run.branch(), is_counted=True))
-            for node in quantized.graph.nodes:
-                float_layer = reference.layers[node.name]
-                quantized_layer = quantized.layers[node.name]
-                for role in list(quantized_layer.quantizers):
-                    key = (node.name, role)
-                    if key not in alone:
-                        continue
-                    with _borrowed_tensor(float_layer, quantized_layer, role):
-                        alone[key].append(reference_measure.noise(float_run.branch()))
-                    with _borrowed_tensor(quantized_layer, float_layer, role):
-                        without[key].append(measure.noise(quantized_run.branch()))
-                    after_tensor()
-                float_run.step()
-                quantized_run.step()
+                for node in quantized.graph.nodes:
+                    float_layer = reference.layers[node.name]
+                    quantized_layer = quantized.layers[node.name]
+                    for role in list(quantized_layer.quantizers):
+                        key = (node.name, role)
+                        if key not in without:
+                            continue
+                        if is_alone_measured:
+                            with _borrowed_tensor(float_layer, quantized_layer, role):
+                                alone[key].append(reference_measure.noise(float_run.branch()))
+                        with _borrowed_tensor(quantized_layer, float_layer, role):
+                            without[key].append(measure.noise(quantized_run.branch()))
+                        after_tensor()
+                    if is_alone_measured:
+                        float_run.step()
+                    quantized_run.step()
+                noise.append(measure.noise(quantized_run, is_counted=True))
     if not signal:
         raise no_batches()
     effects = []
