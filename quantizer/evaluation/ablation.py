@@ -17,7 +17,6 @@ from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.output_parts import output_parts, parts_named_as
 from quantizer.graph.parameters import set_parameter
-from quantizer.nn.layer import Layer
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Key
@@ -100,6 +99,7 @@ def _ratio_db(signal: Sequence[float], noise: Sequence[float]) -> float:
     return decibel(math.fsum(signal), math.fsum(noise))
 
 
+@torch.no_grad()
 def ablate(
     reference: Network,
     quantized: Network,
@@ -142,31 +142,28 @@ def ablate(
     reference_measure = measure
     if user is not None:
         reference_measure = measure.of(parts_named_as(reference.graph, user.graph))
-    with torch.no_grad():
-        for batch in batches:
-            with naming_batch(len(signal)):
-                float_run = reference.start(batch.args, batch.kwargs)
-                quantized_run = quantized.start(batch.args, batch.kwargs)
-                signal.append(reference_measure.expect(float_run.branch()))
-                if user is not None:
-                    signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
-                for node in quantized.graph.nodes:
-                    float_layer = reference.layers[node.name]
-                    quantized_layer = quantized.layers[node.name]
-                    for role in list(quantized_layer.quantizers):
-                        key = (node.name, role)
-                        if key not in without:
-                            continue
-                        if is_alone_measured:
-                            with _borrowed_tensor(float_layer, quantized_layer, role):
-                                alone[key].append(reference_measure.noise(float_run.branch()))
-                        with _borrowed_tensor(quantized_layer, float_layer, role):
-                            without[key].append(measure.noise(quantized_run.branch()))
-                        after_tensor()
+    for batch in batches:
+        with naming_batch(len(signal)):
+            float_run = reference.start(batch.args, batch.kwargs)
+            quantized_run = quantized.start(batch.args, batch.kwargs)
+            signal.append(reference_measure.expect(float_run.branch()))
+            if user is not None:
+                signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
+            for node in quantized.graph.nodes:
+                for role in list(quantized.layers[node.name].quantizers):
+                    key = (node.name, role)
+                    if key not in without:
+                        continue
                     if is_alone_measured:
-                        float_run.step()
-                    quantized_run.step()
-                noise.append(measure.noise(quantized_run, is_counted=True))
+                        with _borrowed_tensor(reference, quantized, key):
+                            alone[key].append(reference_measure.noise(float_run.branch()))
+                    with _borrowed_tensor(quantized, reference, key):
+                        without[key].append(measure.noise(quantized_run.branch()))
+                    after_tensor()
+                if is_alone_measured:
+                    float_run.step()
+                quantized_run.step()
+            noise.append(measure.noise(quantized_run, is_counted=True))
     if not signal:
         raise no_batches()
     effects = []
@@ -176,10 +173,13 @@ def ablate(
 
 
 @contextlib.contextmanager
-def _borrowed_tensor(layer: Layer, lender: Layer, role: str) -> Iterator[None]:
-    """Use the tensor of `lender` in `layer` for a while: its parameter, or its quantizer of an
+def _borrowed_tensor(borrower: Network, owner: Network, key: Key) -> Iterator[None]:
+    """Use a tensor of one network in another for a while: a parameter, or the quantizer of an
     activation.
     """
+    name, role = key
+    layer = borrower.layers[name]
+    lender = owner.layers[name]
     if is_parameter(role):
         name = parameter_name(role)
         parameter = layer.get_parameter(name)
