@@ -1,5 +1,6 @@
 """Runs `--quant_mode float|calib|test`, and returns the exit code."""
 
+import importlib
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -8,10 +9,8 @@ from typing import Any
 import torch
 
 import quantizer
-from quantizer.cli import session, torchrun
+from quantizer.cli import interrupts, session, torchrun
 from quantizer.cli.annotations import annotate
-from quantizer.cli.calib_mode import run_calib
-from quantizer.cli.float_mode import run_float
 from quantizer.cli.gates import (
     Gate,
     failed_gates,
@@ -22,7 +21,6 @@ from quantizer.cli.gates import (
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.options import RAISING, Options
 from quantizer.cli.session import Outcome
-from quantizer.cli.test_mode import run_test
 from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
@@ -61,6 +59,7 @@ def run_mode(options: Options) -> int:
     _require_mode(options)
     require_extras((*options.deploy, *options.for_))
     seed_everything(options.seed)
+    run_one = _function_of(options.quant_mode)
     # With --json only the result is printed to stdout. Output of the user's code goes to
     # stderr.
     stdout = sys.stderr if options.json else sys.stdout
@@ -70,7 +69,7 @@ def run_mode(options: Options) -> int:
         redirect_stdout(stdout),
     ):
         require_alike(ranks, _compared_facts(options), "the versions and options")
-        outcome = _MODES[options.quant_mode](rank_options, ranks)
+        outcome = run_one(rank_options, ranks)
     if not ranks.is_first:
         return 0
     session.show(outcome, options)
@@ -147,8 +146,18 @@ def _compared_facts(options: Options) -> dict[str, Any]:
     return {"quantizer": quantizer.__version__, "torch": torch.__version__, **values}
 
 
-_MODES: dict[str, Callable[[Options, Ranks], Outcome]] = {
-    "float": run_float,
-    "calib": run_calib,
-    "test": run_test,
+_MODES = {
+    "float": "quantizer.cli.float_mode:run_float",
+    "calib": "quantizer.cli.calib_mode:run_calib",
+    "test": "quantizer.cli.test_mode:run_test",
 }
+"""The module and the function of each mode. A run imports only its own, which saves time."""
+
+
+def _function_of(mode: str) -> Callable[[Options, Ranks], Outcome]:
+    """Return the function that runs a mode."""
+    module, _, name = _MODES[mode].partition(":")
+    function: Callable[[Options, Ranks], Outcome]
+    with interrupts.at_once(), process_memory.importing(module):
+        function = getattr(importlib.import_module(module), name)
+    return function

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quantizer.numerics.blocks import flatten_memory
 from quantizer.numerics.metrics import decibel, energy
 
 _GAP = 32
@@ -30,9 +29,15 @@ class Noise:
     other: float = 0.0
     error: float = 0.0
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add one batch."""
-        self.signal += energy(x)
+    def add(self, x: Tensor, y: Tensor, signal: float | None = None) -> None:
+        """Add one batch.
+
+        Args:
+            x: the tensor.
+            y: its approximation.
+            signal: the energy of `x`, if it is known.
+        """
+        self.signal += energy(x) if signal is None else signal
         self.other += energy(y)
         self.error += energy(x - y)
 
@@ -77,9 +82,11 @@ def beside_far_values(x: Tensor) -> Tensor | None:
     """
     if x.numel() == 0:
         return None
-    middle = float(max(abs(end) for end in x.aminmax())) / 2
+    # Torch copies what it reads in another order than that of memory
+    flat = flatten_memory(x)
+    middle = float(max(abs(end) for end in flat.aminmax())) / 2
     step = math.ceil(x.numel() / _SAMPLE)
-    sample = flatten_memory(x)[::step]
+    sample = flat[::step]
     if not _has_gap(sample, middle) or not _has_gap(x, middle):
         return None
     return x.abs() < middle

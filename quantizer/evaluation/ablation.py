@@ -17,7 +17,6 @@ from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.output_parts import output_parts, parts_named_as
 from quantizer.graph.parameters import set_parameter
-from quantizer.nn.layer import Layer
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Key
@@ -30,7 +29,8 @@ class Effect:
 
     Attributes:
         key: layer and role of the tensor.
-        alone: the noise energy of each batch when only this tensor is quantized.
+        alone: the noise energy of each batch when only this tensor is quantized; empty if
+            that was not measured.
         without: the noise energy of each batch when all other tensors are quantized.
     """
 
@@ -99,6 +99,7 @@ def _ratio_db(signal: Sequence[float], noise: Sequence[float]) -> float:
     return decibel(math.fsum(signal), math.fsum(noise))
 
 
+@torch.no_grad()
 def ablate(
     reference: Network,
     quantized: Network,
@@ -108,11 +109,13 @@ def ablate(
     keys: Collection[Key] | None = None,
     user: Network | None = None,
     measure: OutputMeasure | None = None,
+    is_alone_measured: bool = True,
 ) -> Ablation:
     """Measure the effect of each tensor that `quantized` quantizes.
 
-    The nodes after a tensor run twice per batch. The noise of a tensor alone is measured
-    against `reference`, because the error of passes would mask it.
+    The nodes after a tensor run once per batch, and once more if `is_alone_measured`. The noise
+    of a tensor alone is measured against `reference`, because the error of passes would mask
+    it.
 
     Args:
         reference: the same nodes in float.
@@ -120,6 +123,7 @@ def ablate(
         keys: the tensors to measure; all if None.
         user: the user's model, if `reference` computes another function.
         measure: of noise; all parts of the outputs count alike if None.
+        is_alone_measured: whether the noise of each tensor alone is wanted, too.
 
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
@@ -138,29 +142,28 @@ def ablate(
     reference_measure = measure
     if user is not None:
         reference_measure = measure.of(parts_named_as(reference.graph, user.graph))
-    with torch.no_grad():
-        for batch in batches:
-            with prefix_batch_errors(len(signal)):
-                float_run = reference.start(batch.args, batch.kwargs)
-                quantized_run = quantized.start(batch.args, batch.kwargs)
-                signal.append(reference_measure.expect(float_run.branch()))
-                if user is not None:
-                    signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
-                noise.append(measure.noise(quantized_run.branch(), is_counted=True))
+    for batch in batches:
+        with prefix_batch_errors(len(signal)):
+            float_run = reference.start(batch.args, batch.kwargs)
+            quantized_run = quantized.start(batch.args, batch.kwargs)
+            signal.append(reference_measure.expect(float_run.branch()))
+            if user is not None:
+                signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
             for node in quantized.graph.nodes:
-                float_layer = reference.layers[node.name]
-                quantized_layer = quantized.layers[node.name]
-                for role in list(quantized_layer.quantizers):
+                for role in list(quantized.layers[node.name].quantizers):
                     key = (node.name, role)
-                    if key not in alone:
+                    if key not in without:
                         continue
-                    with _borrowed_tensor(float_layer, quantized_layer, role):
-                        alone[key].append(reference_measure.noise(float_run.branch()))
-                    with _borrowed_tensor(quantized_layer, float_layer, role):
+                    if is_alone_measured:
+                        with _borrowed_tensor(reference, quantized, key):
+                            alone[key].append(reference_measure.noise(float_run.branch()))
+                    with _borrowed_tensor(quantized, reference, key):
                         without[key].append(measure.noise(quantized_run.branch()))
                     after_tensor()
-                float_run.step()
+                if is_alone_measured:
+                    float_run.step()
                 quantized_run.step()
+            noise.append(measure.noise(quantized_run, is_counted=True))
     if not signal:
         raise no_batches()
     effects = []
@@ -170,10 +173,13 @@ def ablate(
 
 
 @contextlib.contextmanager
-def _borrowed_tensor(layer: Layer, lender: Layer, role: str) -> Iterator[None]:
-    """Use the tensor of `lender` in `layer` for a while: its parameter, or its quantizer of an
+def _borrowed_tensor(borrower: Network, owner: Network, key: Key) -> Iterator[None]:
+    """Use a tensor of one network in another for a while: a parameter, or the quantizer of an
     activation.
     """
+    name, role = key
+    layer = borrower.layers[name]
+    lender = owner.layers[name]
     if is_parameter(role):
         name = parameter_name(role)
         parameter = layer.get_parameter(name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.algorithms.sequential_runner import no_batches
@@ -30,6 +30,8 @@ from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, merge_in_batch_order
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
+from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.metrics import energy
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 
@@ -71,9 +73,21 @@ class LayerNoise:
             local = local[others]
             if accumulated is not None:
                 accumulated = accumulated[others]
-        self.local.add(x, local)
-        if self.accumulated is not None and accumulated is not None:
-            self.accumulated.add(x, accumulated)
+        if self.accumulated is None or accumulated is None:
+            self.local.add(x, local)
+            return
+        signal = energy(x)
+        self.accumulated.add(x, accumulated, signal)
+        # The cosine is that of the whole network, so the energy of `local` is not needed
+        self.local.signal += signal
+        self.local.error += energy(x - local)
+
+    @property
+    def cosine(self) -> float:
+        """Return the cosine when the whole network is quantized; that of weights and biases
+        alone.
+        """
+        return self.local.cosine if self.accumulated is None else self.accumulated.cosine
 
     def merge(self, other: LayerNoise) -> None:
         """Add other batches of the same tensor."""
@@ -330,9 +344,8 @@ def compare(
                 noise = result.layers[index]
                 # The quantized network has not applied a quantizer of a layer's input yet
                 is_output = noise.layer == name
-                accumulated = y if is_output else quantizer(y.clone())
-                # A quantizer may overwrite its input
-                noise.add(x, quantizer(x.clone()), accumulated)
+                accumulated = y if is_output else quantizer.quantized_copy(y)
+                noise.add(x, quantizer.quantized_copy(x), accumulated)
         expected, result.outputs, result.quantization = compared.figures(
             (float_run, quantized_run), recorders, batch
         )
@@ -352,7 +365,7 @@ def compare(
     return replace(total, layers=parameters + total.layers)
 
 
-_Taps = dict[str, list[tuple[nn.Module, int]]]
+_Taps = dict[str, list[tuple[TensorQuantizer, int]]]
 """For each node whose value is quantized, its quantizers, each with the index of its
 `LayerNoise` in a list.
 """
@@ -392,7 +405,7 @@ def _parameter_noise(reference: Network, quantized: Network) -> list[LayerNoise]
         key = parameter_name(role)
         exact = loaded(reference.layers[name].get_parameter(key))
         if base_role(role) == "bias":
-            rounded = quantizer(exact.clone())
+            rounded = quantizer.quantized_copy(exact)
         else:
             rounded = loaded(quantized.layers[name].get_parameter(key))
         row = LayerNoise(name, role)

@@ -109,6 +109,7 @@ def _most_helpful(candidates: list[LayerNoise], networks: Networks) -> Iterator[
         [networks.first],
         keys=keys,
         user=networks.user,
+        is_alone_measured=False,
     )
     if ablation.best is None:
         return

@@ -133,6 +133,7 @@ def _with_cause(
         [networks.first],
         keys=list(islice(suspects, _MAX_TRIED_TENSORS)),
         user=networks.user,
+        is_alone_measured=False,
         measure=OutputMeasure(networks.outputs, only=part.name),
     )
     if ablation.best is None or not ablation.best[1] >= _MIN_CAUSE_DB:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -14,6 +14,7 @@ from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
 from quantizer.nn.execution import Execution, Watchers, layer_arguments
 from quantizer.nn.layer import Layer
+from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor
 
 
@@ -133,11 +134,11 @@ class Network(nn.Module):
             _check_length(length, sizes)
         return values
 
-    def quantizers(self) -> Iterator[tuple[str, str, nn.Module]]:
+    def quantizers(self) -> Iterator[tuple[str, str, TensorQuantizer]]:
         """Yield layer name, role and quantizer for all that are attached."""
         for name, layer in self.layers.items():
             for role, quantizer in layer.quantizers.items():
-                yield name, role, quantizer
+                yield name, role, cast(TensorQuantizer, quantizer)
 
 
 def build_layer(

@@ -78,39 +78,61 @@ class TensorQuantizer(nn.Module):
         Raises:
             ObservationError: a dynamic tensor has no range; it is a ValueError.
         """
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if self._passes(x):
             return x
-        if not self.spec.is_scaled:
-            target = x if self.inplace else x.clone()
-            return cast_round_trip_(target, self.spec.dtype)
+        if self.inplace or not self.spec.is_dynamic or not self.spec.is_scaled:
+            return self._quantized(x, inplace=self.inplace)
+        return quantize_once(x, self.spec, lambda: self._quantized(x, inplace=False))
+
+    def quantized_copy(self, x: Any) -> Any:
+        """Return what `forward` returns, but never overwrite `x`.
+
+        Raises:
+            ObservationError: as `forward`.
+        """
+        return x if self._passes(x) else self._quantized(x, inplace=False)
+
+    def _passes(self, x: Any) -> bool:
+        """Return whether a value passes unchanged."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return True
+        return self.spec.is_scaled and self.spec.is_dynamic and x.numel() == 0
+
+    def _quantized(
+        self,
+        x: Tensor,
+        *,
+        inplace: bool,
+    ) -> Tensor:
+        spec = self.spec
+        if not spec.is_scaled:
+            target = x if inplace else x.clone()
+            return cast_round_trip_(target, spec.dtype)
         if not torch.is_grad_enabled():
             # torch.export records each switch, and takes long to remove them again
-            return self._scaled(x)
+            return self._scaled(x, inplace=inplace)
         with torch.no_grad():
-            return self._scaled(x)
+            return self._scaled(x, inplace=inplace)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        if not self.spec.is_dynamic:
-            return quantize_tensor(
-                x, self.spec, self.scale, self.zero_point, inplace=self.inplace
-            )
-        if x.numel() == 0:
-            return x
-        if self.inplace:
-            return self._dynamic(x)
-        return quantize_once(x, self.spec, lambda: self._dynamic(x))
+    def _scaled(self, x: Tensor, *, inplace: bool) -> Tensor:
+        if self.spec.is_dynamic:
+            return self._dynamic(x, inplace=inplace)
+        return quantize_tensor(x, self.spec, self.scale, self.zero_point, inplace=inplace)
 
-    def _dynamic(self, x: Tensor) -> Tensor:
+    def _dynamic(
+        self,
+        x: Tensor,
+        *,
+        inplace: bool,
+    ) -> Tensor:
         spec = self.spec
         has_one_range = spec.qscheme == "per_tensor" or spec.scale_type == "e4m3"
         if has_one_range or torch.compiler.is_compiling():
             qparams = dynamic_qparams(x, spec)
-            return quantize_tensor(
-                x, spec, qparams.scale, qparams.zero_point, inplace=self.inplace
-            )
+            return quantize_tensor(x, spec, qparams.scale, qparams.zero_point, inplace=inplace)
         rows = to_rows(x, spec.cut)
         is_copy = rows.data_ptr() != x.data_ptr()
-        out = quantize_each_row(rows, spec, inplace=self.inplace or is_copy)
+        out = quantize_each_row(rows, spec, inplace=inplace or is_copy)
         return from_rows(out, tuple(x.shape), spec.cut)
 
     def _apply(

@@ -47,11 +47,10 @@ def _layer_row(noise: LayerNoise, spec: QuantizationSpec) -> JsonObject:
         "spec": describe_spec(spec),
         "local_sqnr_db": noise.local.sqnr_db,
         "accumulated_sqnr_db": None,
-        "cosine": noise.local.cosine,
+        "cosine": noise.cosine,
     }
     if noise.accumulated is not None:
         row["accumulated_sqnr_db"] = noise.accumulated.sqnr_db
-        row["cosine"] = noise.accumulated.cosine
     return row
 
 

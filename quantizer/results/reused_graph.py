@@ -34,6 +34,8 @@ same numbers, perhaps in another order.
 _SAMPLES = 2
 """The number of samples that module and graph are compared on, if the batch size is not fixed.
 """
+_SHORTER = 8
+"""Sequences of another length than the batch are so many times shorter."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -102,23 +104,43 @@ def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
         DifferentError: they do not.
     """
     calls = _SmallCalls(graph, batch)
-    run = _Run(graph, calls.of(_SAMPLES))
-    args, kwargs = calls.of(_SAMPLES)
+    samples = _SAMPLES
+    if graph.lengths:
+        # Several samples are compared at another length, which costs less
+        samples = 1
+    whole, structure = _alike(graph, module, calls, samples)
+    several = whole
+    if graph.lengths:
+        several, _ = _alike(graph, module, calls, _SAMPLES, at_other_lengths=True)
+    fewer = several
+    if calls.are_open:
+        call = calls.of(_SAMPLES - 1, at_other_lengths=bool(graph.lengths))
+        fewer = _Run(graph, call)
+    for node in graph.nodes:
+        if node.shape is not None:
+            whole.check_sizes(node, several, fewer)
+    return with_output(graph, graph.output, structure)
+
+
+def _alike(
+    graph: Graph,
+    module: nn.Module,
+    calls: "_SmallCalls",
+    samples: int,
+    *,
+    at_other_lengths: bool = False,
+) -> tuple["_Run", Any]:
+    """Return a run of the graph and the structure of what the module returns for that call;
+    raise an error if both return something else.
+    """
+    run = _Run(graph, calls.of(samples, at_other_lengths=at_other_lengths))
+    args, kwargs = calls.of(samples, at_other_lengths=at_other_lengths)
     seed_everything(0)
     with _without_fast_paths():
         returned = module(*args, **kwargs)
     expected, structure = pytree.tree_flatten(returned)
     _check_outputs(expected, run.leaves)
-    smaller = run
-    if calls.are_open:
-        smaller = _Run(graph, calls.of(_SAMPLES - 1))
-    other = run
-    if graph.lengths:
-        other = _Run(graph, calls.of_other_lengths(_SAMPLES))
-    for node in graph.nodes:
-        if node.shape is not None:
-            run.check_sizes(node, smaller, other)
-    return with_output(graph, graph.output, structure)
+    return run, structure
 
 
 def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:
@@ -214,35 +236,35 @@ class _Run:
     def check_sizes(
         self,
         node: Node,
-        smaller: "_Run",
-        other: "_Run",
+        several: "_Run",
+        fewer: "_Run",
     ) -> None:
         """Check that exactly those sizes of a node follow the batch size and the input lengths
         of which the graph says so.
 
         Args:
             node: a node that gives a tensor.
-            smaller: a run with one sample less.
-            other: a run with other input lengths.
+            several: a run of several samples, of other lengths than this one if lengths are
+                open.
+            fewer: the same run with one sample less.
 
         Raises:
             DifferentError: another size does, or one of these does not.
         """
         name = node.name
         shape = self.shapes[name]
-        smaller_shape = smaller.shapes[name]
-        other_shape = other.shapes[name]
+        several_shape = several.shapes[name]
+        fewer_shape = fewer.shapes[name]
         for axis, size in enumerate(node.shape or ()):
             is_batch = size is None
-            actual = shape[axis]
-            if not is_batch and size != actual:
+            if not is_batch and size != shape[axis]:
                 raise DifferentError(f"{name} gives another shape")
-            follows_batch = smaller_shape[axis] != actual
+            follows_batch = fewer_shape[axis] != several_shape[axis]
             if follows_batch != is_batch:
                 raise DifferentError(f"{name} follows the batch elsewhere")
             if is_batch or axis in node.open_axes:
                 continue
-            follows_length = other_shape[axis] != actual
+            follows_length = several_shape[axis] != shape[axis]
             if follows_length:
                 raise DifferentError(f"{name} follows a length elsewhere")
 
@@ -330,18 +352,15 @@ class _SmallCalls:
                 self._open.add(index)
         self.are_open = bool(self._open)
 
-    def of(self, samples: int) -> _Call:
-        """Return a call with this number of samples and the lengths of the batch."""
-        return self._call(self._sized(samples))
-
-    def of_other_lengths(self, samples: int) -> _Call:
-        """Return a call with this number of samples and other lengths than the batch."""
+    def of(self, samples: int, *, at_other_lengths: bool = False) -> _Call:
+        """Return a call of so many samples, with the lengths of the batch or with others."""
         leaves = self._sized(samples)
-        for length in self._lengths:
-            for index, axis in length.axes:
-                tensor = leaves[index]
-                leaves[index] = _of_other_length(tensor, axis, length.least)
-        return self._call(leaves)
+        if at_other_lengths:
+            for length in self._lengths:
+                for index, axis in length.axes:
+                    leaves[index] = _of_other_length(leaves[index], axis, length.least)
+        call: _Call = pytree.tree_unflatten(leaves, self._structure)
+        return call
 
     def _sized(self, samples: int) -> list[Any]:
         """Return copies of the arguments, with this number of samples where the batch size is
@@ -354,10 +373,6 @@ class _SmallCalls:
             elif isinstance(leaf, Tensor):
                 leaves[index] = leaf.clone()
         return leaves
-
-    def _call(self, leaves: list[Any]) -> _Call:
-        call: _Call = pytree.tree_unflatten(leaves, self._structure)
-        return call
 
 
 def _of_samples(tensor: Tensor, samples: int) -> Tensor:
@@ -379,12 +394,10 @@ def _path_key(entry: Any) -> Any:
 
 
 def _of_other_length(tensor: Tensor, axis: int, least: int) -> Tensor:
-    """Return the tensor shorter by one along an axis, or longer by one if it has the least
-    length.
-    """
+    """Return the tensor much shorter, or longer by one where it is as short as it can be."""
     size = tensor.shape[axis]
     if size > least:
-        shorter = tensor.narrow(axis, 0, size - 1)
+        shorter = tensor.narrow(axis, 0, max(least, size // _SHORTER))
         return shorter.clone()
     last = tensor.narrow(axis, size - 1, 1)
     return torch.cat([tensor, last], axis)

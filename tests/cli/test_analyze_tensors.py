@@ -90,6 +90,12 @@ def test_each_figure_is_that_of_a_network_with_just_that_tensor_or_with_all_othe
             noise(everything - {effect.key}), rel=1e-6
         ), effect.key
     assert found.floor_db is not None and 0 < found.floor_db < 10
+    again = ablate(reference, calibrated.network(), batches, is_alone_measured=False)
+    assert again.best == found.best
+    assert (again.signal, again.noise) == (found.signal, found.noise)
+    for effect, other in zip(found.effects, again.effects, strict=True):
+        assert (other.key, other.without) == (effect.key, effect.without)
+        assert not other.alone
 
 
 def test_tensors_are_listed_and_the_report_shows_them(

@@ -50,6 +50,7 @@ def test_test_mode_imports_no_tracer(calibrated: Path) -> None:
         "assert run_command(sys.argv[1:]) == 0\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "assert 'torch.export._trace' not in sys.modules\n"
+        "assert 'quantizer.cli.calib_mode' not in sys.modules\n"
     )
     given = ["--quant_mode", "test", "--model", DIGITS, "--output_dir", str(calibrated)]
     done = fresh_processes.run(code, *given, "-q", "--subset_len", "64", cwd=ROOT)

@@ -211,6 +211,25 @@ def test_what_has_no_values_or_is_not_floating_point_passes():
     assert quantizer("text") == "text"
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_quantized_copy_leaves_its_input(inplace):
+    x = values(4, 6)
+    quantizers = [
+        static(QuantizationSpec(bit_width=4), x, inplace=inplace),
+        dynamic(spec_of("int8", ("per_token", -1, None)), inplace=inplace),
+        dynamic(QuantizationSpec(bit_width=4), inplace=inplace),
+        TensorQuantizer(QuantizationSpec(dtype="bfloat16"), inplace=inplace),
+    ]
+    for quantizer in quantizers:
+        given = x.clone()
+        copy = quantizer.quantized_copy(given)
+        assert torch.equal(given, x)
+        assert not torch.equal(copy, x)
+        assert torch.equal(copy, quantizer(given))
+    codes = torch.tensor([1, 2])
+    assert quantizers[0].quantized_copy(codes) is codes
+
+
 def test_a_static_quantizer_needs_scales_and_an_axis():
     with pytest.raises(ValueError, match="needs a scale and a zero point"):
         TensorQuantizer(QuantizationSpec())

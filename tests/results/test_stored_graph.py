@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,43 @@ def test_a_changed_model_is_refused_by_name(
 def test_other_sizes_are_traced(saved: Path, no_trace: None) -> None:
     with pytest.raises(ModelError, match="was traced"):
         quantizer.load(saved, Net().eval(), [torch.randn(2, 3, 10, 10)])
+
+
+class Tokens(nn.Module):
+    """A model of any length; `seen` positions count, and samples mix by `mixed`."""
+
+    def __init__(self, seen: int = 1000, mixed: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.seen, self.mixed = nn.Embedding(7, 4), seen, mixed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        places = torch.arange(tokens.shape[1])
+        x = torch.where((places < self.seen)[:, None], x, 0.0)
+        return x + self.mixed * (x.mean(0, keepdim=True) - x)
+
+
+TOKENS = torch.randint(7, (2, 40), generator=torch.Generator().manual_seed(2))
+
+
+def test_a_change_that_only_the_whole_length_or_several_samples_show_is_seen() -> None:
+    graph = trace(Tokens(), (TOKENS,))
+    assert graph.lengths
+    assert reused(graph, Tokens(), TOKENS) is not None
+    assert reused(graph, Tokens(), TOKENS[:1]) is not None
+    # Ten positions fewer than the batch has, and more than the shorter call has
+    assert reused(graph, Tokens(seen=30), TOKENS) is None
+    assert reused(graph, Tokens(mixed=0.5), TOKENS) is None
+
+
+def test_sizes_that_a_graph_states_wrongly_are_seen() -> None:
+    graph = trace(Tokens(), (TOKENS,))
+    node = graph.nodes[-1]
+    for changes in ({"open_axes": ()}, {"shape": (2, 40, 4)}, {"shape": (None, None, 4)}):
+        edited: dict[str, Any] = {"shape": node.shape, "open_axes": node.open_axes, **changes}
+        wrong = graph.replaced(nodes=(*graph.nodes[:-1], replace(node, **edited)))
+        assert reused(wrong, Tokens(), TOKENS) is None, changes
 
 
 class Literal(nn.Module):
