@@ -24,6 +24,11 @@ if importlib.util.find_spec("hypothesis"):
     settings.register_profile("suite", derandomize=True, deadline=None)
     settings.load_profile("suite")
 
+# Compiling the tests takes a third of their collection, and modules most of the start of a
+# subprocess: each is compiled once, also where Python is told to keep no compiled files
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Workers share the cores; set before torch is imported, and for subprocesses
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -57,9 +57,14 @@ def side_by_side() -> Deployment:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", FILES)
 @pytest.mark.parametrize(
-    "given", [lambda: deployment("residual"), side_by_side], ids=["residual", "side by side"]
+    ("target", "given"),
+    [
+        # Only ONNX adds biases to sums of integers, which depends on the layers around
+        ("onnx", lambda: deployment("residual")),
+        *((target, side_by_side) for target in FILES),
+    ],
+    ids=["residual", *FILES],
 )
 def test_a_corrected_network_read_back_equals_test_mode(
     target: str, given: Callable[[], Deployment], tmp_path: Path

@@ -9,20 +9,55 @@ from pathlib import Path
 
 import pytest
 from support.deployments import FILES
-from support.runs import calibrate, check
+from support.runs import calibrate
+from support.runs import check as check_model
 
 from quantizer.errors import UsageError, VerificationError
 from quantizer.export import EXPORTERS
 
+MODEL = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        return self.head((self.second(x).relu() + x).mean((2, 3)))
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def calibration_data():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(2)]
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip(
-        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
-    )
-    folder = tmp_path_factory.mktemp("deploy") / "out"
-    assert calibrate(folder) == 0
-    return folder
+    parent = tmp_path_factory.mktemp("deploy")
+    (parent / "net.py").write_text(MODEL)
+    assert calibrate(parent / "out", model=str(parent / "net.py")) == 0
+    return parent / "out"
+
+
+@pytest.fixture(scope="module")
+def check(folder: Path) -> Callable[..., int]:
+    """Run test mode with the model of `folder`; return the exit code."""
+
+    def run(results: Path, *more: str, model: str = str(folder.parent / "net.py")) -> int:
+        return check_model(results, *more, model=model)
+
+    return run
 
 
 @pytest.fixture
@@ -34,7 +69,9 @@ def copy(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pa
 
 
 @pytest.mark.slow
-def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_target_on_the_shell(
+    folder: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
+) -> None:
     for package in EXPORTERS["onnx"].needs:
         pytest.importorskip(package, reason="the ONNX target needs it (extra: onnx)")
     capsys.readouterr()
@@ -43,12 +80,12 @@ def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[
         line for line in capsys.readouterr().out.splitlines() if line.startswith("deployed: ")
     ]
     assert [line.split(",")[0].rpartition("/")[2] for line in lines] == [
-        f"ResNet{EXPORTERS[target].suffix}" for target in FILES
+        f"Net{EXPORTERS[target].suffix}" for target in FILES
     ]
     found = json.loads((folder / "export" / "verify.json").read_text())
-    assert set(found) == {f"ResNet{EXPORTERS[target].suffix}" for target in FILES}
-    assert found["ResNet.safetensors"]["max_difference"] == 0.0
-    for name in ("ResNet.float.pt2", "ResNet.onnx"):
+    assert set(found) == {f"Net{EXPORTERS[target].suffix}" for target in FILES}
+    assert found["Net.safetensors"]["max_difference"] == 0.0
+    for name in ("Net.float.pt2", "Net.onnx"):
         # Codes that two correct convolutions may round apart
         assert found[name]["equal"] >= 0.995, name
     assert sorted(path.name for path in (folder / "export").iterdir()) == sorted(
@@ -56,10 +93,12 @@ def test_every_target_on_the_digits(folder: Path, capsys: pytest.CaptureFixture[
     )
 
 
-def test_json_lists_the_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lists_the_files(
+    folder: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
+) -> None:
     capsys.readouterr()
     assert check(folder, "--deploy", "safetensors", "--json") == 0
-    assert set(json.loads(capsys.readouterr().out)["deployed"]) == {"ResNet.safetensors"}
+    assert set(json.loads(capsys.readouterr().out)["deployed"]) == {"Net.safetensors"}
 
 
 def test_deploying_goes_with_test_mode(
@@ -71,7 +110,10 @@ def test_deploying_goes_with_test_mode(
 
 
 def test_a_missing_extra_is_told_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[..., int],
 ) -> None:
     monkeypatch.setattr("quantizer.export.find_spec", lambda name: None)
     assert check(tmp_path / "none", "--deploy", "onnx", model="nothing.py") == 2
@@ -79,14 +121,14 @@ def test_a_missing_extra_is_told_before_any_work(
 
 
 def test_an_unknown_target_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
     assert "'onnx', 'pt2', 'pt2_float', 'safetensors'" in capsys.readouterr().err
 
 
 def test_a_linked_folder_is_refused(
-    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     (copy / "export").symlink_to(tmp_path / "elsewhere")
@@ -103,7 +145,10 @@ def raising(error: Exception) -> Callable[..., None]:
 
 
 def test_a_refused_target_does_not_keep_the_others_away(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[..., int],
 ) -> None:
     refused = raising(UsageError("--deploy pt2 cannot express this"))
     monkeypatch.setattr("quantizer.export.torch_export.pt2.Pt2Exporter.verify", refused)
@@ -114,14 +159,15 @@ def test_a_refused_target_does_not_keep_the_others_away(
     assert "--deploy pt2 cannot express this" in said.err
     assert "sqnr_db" in said.out, "what was measured before is shown"
     assert "deployed: " in said.out
-    assert set(json.loads((copy / "export" / "verify.json").read_text())) == {
-        "ResNet.safetensors"
-    }
-    assert (copy / "export" / "ResNet.safetensors").exists()
+    assert set(json.loads((copy / "export" / "verify.json").read_text())) == {"Net.safetensors"}
+    assert (copy / "export" / "Net.safetensors").exists()
 
 
 def test_what_was_measured_is_shown_whatever_happens_then(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[..., int],
 ) -> None:
     monkeypatch.setattr(
         "quantizer.export.torch_export.pt2.Pt2Exporter.verify",
@@ -133,7 +179,9 @@ def test_what_was_measured_is_shown_whatever_happens_then(
     assert "sqnr_db" in said.out and "deployed: " in said.out
 
 
-def test_a_failed_gate_deploys_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_gate_deploys_nothing(
+    copy: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
+) -> None:
     capsys.readouterr()
     assert check(copy, "--deploy", "safetensors", "--gate", "sqnr_db>=99") == 1
     said = capsys.readouterr()
@@ -145,16 +193,19 @@ def test_a_failed_gate_deploys_nothing(copy: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_file_that_fails_its_verification_is_exit_1_and_leaves_none_of_an_earlier_run(
-    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    check: Callable[..., int],
 ) -> None:
     assert check(copy, "--deploy", "safetensors") == 0
 
     def refused(*_: object) -> None:
-        raise VerificationError("ResNet.safetensors is not written: 8.80% are equal")
+        raise VerificationError("Net.safetensors is not written: 8.80% are equal")
 
     monkeypatch.setattr("quantizer.export.safetensors.SafetensorsExporter.verify", refused)
     capsys.readouterr()
     assert check(copy, "--deploy", "safetensors") == 1
-    assert "ResNet.safetensors is not written: 8.80% are equal" in capsys.readouterr().err
-    assert not list((copy / "export").glob("ResNet*"))
+    assert "Net.safetensors is not written: 8.80% are equal" in capsys.readouterr().err
+    assert not list((copy / "export").glob("Net*"))
     assert json.loads((copy / "export" / "verify.json").read_text()) == {}

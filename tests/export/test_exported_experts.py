@@ -46,9 +46,12 @@ def config(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def result(family: str, settings: dict[str, Any]) -> Any:
-    model = (
-        mixture("Qwen3Moe", moe_intermediate_size=64) if family == "Wide" else mixture(family)
-    )
+    if family == "Wide":
+        model = mixture("Qwen3Moe", moe_intermediate_size=64, num_hidden_layers=1)
+    elif family == "GptOss":
+        model = mixture("GptOss", num_hidden_layers=1)
+    else:
+        model = mixture(family)
     return quantizer.calibrate(model, settings, calls(1))
 
 

@@ -1,14 +1,14 @@
 """Every operator with every kind of activation, weight and bias, at every operator set, in a
 default session.
 
-One file holds all kinds side by side, so that torch.onnx runs once for each operator set.
+One file holds all operators side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What one branch of the network is, and how it is quantized."""
+class Setting:
+    """How all branches of a network are quantized."""
 
-    what: str
     activation: str
     weights: str = "channels"
     bias: str = "float bias"
@@ -86,45 +85,46 @@ class Kind:
 class Branch(nn.Module):
     """An activation of its own, and what reads it."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, reader: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.what = kind.what
-        if kind.what in LAYERS:
-            self.layer = LAYERS[kind.what](kind.bias != "no bias")
+        self.reader = reader
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * 2
-        return self.layer(x) if self.what in LAYERS else FUNCTIONS[self.what](x)  # type: ignore[no-any-return]
+        return self.reader(x * 2)
 
 
 class Branches(nn.Module):
-    """All kinds side by side."""
+    """Operators side by side."""
 
-    def __init__(self, kinds: list[Kind]) -> None:
+    def __init__(self, readers: Iterable[Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(map(Branch, kinds))
+        self.branches = nn.ModuleList(map(Branch, readers))
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return [branch(x) for branch in self.branches]
 
 
-def kinds(opset: int) -> Iterator[Kind]:
-    """Every operator with every kind of activation, and layers with every kind of weight,
-    biases in turn.
-    """
-    activations = [name for name in ACTIVATIONS if name != "int16" or opset >= 21]
+def layer_settings(opset: int) -> list[Setting]:
+    """Return every kind of activation, and every kind of weight, with biases in turn."""
     biases = cycle(BIASES)
-    yield from (
-        Kind(what, name, bias=next(biases)) for what, name in product(LAYERS, activations)
-    )
-    yield from (
-        Kind(what, "uint8", name, next(biases)) for what, name in product(LAYERS, WEIGHTS)
-    )
-    yield from (Kind(what, name) for what, name in product(FUNCTIONS, activations))
+    settings = [Setting(name, bias=next(biases)) for name in ACTIVATIONS]
+    settings += [Setting("uint8", name, next(biases)) for name in WEIGHTS]
+    return half(settings, opset)
 
 
-def quantized(graph: Graph, found: list[Kind], x: Tensor) -> Solution:
-    """Each branch with its specs, on the ranges of one call."""
+def function_settings(opset: int) -> list[Setting]:
+    """Return every kind of activation."""
+    return half([Setting(name) for name in ACTIVATIONS], opset)
+
+
+def half(settings: list[Setting], opset: int) -> list[Setting]:
+    """Return every second setting for 20 and 23, the others for 18 and 21."""
+    chosen = settings[1::2] if opset in (20, 23) else settings[::2]
+    return [setting for setting in chosen if setting.activation != "int16" or opset >= 21]
+
+
+def quantized(graph: Graph, setting: Setting, x: Tensor) -> Solution:
+    """Return all branches with the specs of a setting, on the ranges of one call."""
     values: dict[str, Tensor] = {}
     network = Network(graph)
     with torch.no_grad():
@@ -141,16 +141,15 @@ def quantized(graph: Graph, found: list[Kind], x: Tensor) -> Solution:
     for node in graph.nodes:
         if not node.scope.startswith("branches."):
             continue
-        kind = found[int(node.scope.split(".")[1])]
         if node.name in values:
-            spec = QuantizationSpec(**ACTIVATIONS[kind.activation])
+            spec = QuantizationSpec(**ACTIVATIONS[setting.activation])
             tensors[node.name, "activation"] = fitted(values[node.name], spec)
         if "weight" in node.params:
-            spec = QuantizationSpec(**WEIGHTS[kind.weights])
+            spec = QuantizationSpec(**WEIGHTS[setting.weights])
             tensors[node.name, "weights"] = fitted(graph.weight(node), spec)
-        if "bias" in node.params and BIASES[kind.bias]:
+        if "bias" in node.params and BIASES[setting.bias]:
             tensors[node.name, "bias"] = fitted(
-                graph.tensors[node.params["bias"]], QuantizationSpec(**BIASES[kind.bias])
+                graph.tensors[node.params["bias"]], QuantizationSpec(**BIASES[setting.bias])
             )
     return Solution(tensors)
 
@@ -167,7 +166,7 @@ def _is_made(graph: Graph, node: Node) -> bool:
     return node.row.kind not in ("structural", "passthrough") and not cut
 
 
-@pytest.mark.parametrize(
+OPSETS = pytest.mark.parametrize(
     "opset",
     [
         pytest.param(18, marks=pytest.mark.real),
@@ -176,34 +175,53 @@ def _is_made(graph: Graph, node: Node) -> bool:
         pytest.param(23, marks=pytest.mark.real),
     ],
 )
-def test_every_kind_is_test_modes_in_a_default_session(opset: int, tmp_path: Path) -> None:
-    """Every second kind at 18 and 21, the others at 20 and 23: 21 is the set from which
-    optimizers do otherwise.
+"""21 is the set from which optimizers do otherwise."""
+
+
+@OPSETS
+def test_layers_are_test_modes_in_a_default_session(opset: int, tmp_path: Path) -> None:
+    wrong: dict[Any, str] = {}
+    for setting in layer_settings(opset):
+        torch.manual_seed(opset)
+        has_bias = setting.bias != "no bias"
+        network = Branches([make(has_bias) for make in LAYERS.values()])
+        for name, text in differences(network, setting, opset, tmp_path).items():
+            wrong[list(LAYERS)[name], setting] = text
+    assert not wrong
+
+
+@OPSETS
+def test_functions_are_test_modes_in_a_default_session(opset: int, tmp_path: Path) -> None:
+    wrong: dict[Any, str] = {}
+    for setting in function_settings(opset):
+        torch.manual_seed(opset)
+        network = Branches(FUNCTIONS.values())
+        for name, text in differences(network, setting, opset, tmp_path).items():
+            wrong[list(FUNCTIONS)[name], setting] = text
+    assert not wrong
+
+
+def differences(
+    network: nn.Module, setting: Setting, opset: int, folder: Path
+) -> dict[int, str]:
+    """Return the branches that a default session computes otherwise than test mode, by
+    index.
     """
-    torch.manual_seed(opset)
-    found = list(kinds(opset))[opset in (20, 23) :: 2]
     x = torch.randn(4, 8, 6, 6)
-    graph = trace(Branches(found).eval(), (x,))
-    solution = quantized(graph, found, x)
+    graph = trace(network.eval(), (x,))
+    solution = quantized(graph, setting, x)
     given = Deployment(graph, solution, (x,), {}, opset, sqnr_db=20.0)
-    verified = export("onnx", given, tmp_path / "net.onnx").default_session
-    assert verified is not None
-    session = ort.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    path = folder / "net.onnx"
+    assert export("onnx", given, path).default_session is not None
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     expected = Deployment(graph, as_run(["onnx"], graph, solution), (x,), {}).expected
-    steps = Deployment(graph, solution, (x,), {}).steps
-    wrong = {}
-    for kind, want, got, step in zip(
-        found, expected, map(torch.from_numpy, outputs), steps, strict=True
-    ):
-        difference = (want - got).abs()
+    wrong: dict[int, str] = {}
+    for index, step in enumerate(given.steps):
+        difference = (expected[index] - torch.from_numpy(outputs[index])).abs()
         one_step = 1.001 * step if step is not None else 1e-5
-        if (
-            float(difference.max()) > one_step
-            or float((difference > 1e-6).float().mean()) > 0.01
-        ):
-            wrong[kind] = (
-                f"{float(difference.max() / one_step):.3g} steps, "
-                f"{float((difference > 1e-6).float().mean()):.2%}"
-            )
-    assert not wrong
+        most = float(difference.max())
+        share = float((difference > 1e-6).float().mean())
+        if most > one_step or share > 0.01:
+            wrong[index] = f"{most / one_step:.3g} steps, {share:.2%}"
+    return wrong

@@ -65,16 +65,28 @@ class Layers(nn.Module):
         return self.fc(self.up(y).flatten(1))
 
 
+class Pair(nn.Module):
+    """A convolution and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3, stride=2), nn.Linear(4 * 3 * 3, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.conv(x).relu().flatten(1))  # type: ignore[no-any-return]
+
+
 def deployment(
+    kind: type[nn.Module],
     activation: QuantizationSpec = ACTIVATION,
     weights: QuantizationSpec = WEIGHTS,
     *,
     activations: str = "uint8",
     dtype: torch.dtype = torch.float32,
 ) -> Deployment:
-    """`Layers` calibrated on one batch, with specs for all of its tensors."""
+    """A network calibrated on one batch, with specs for all of its tensors."""
     torch.manual_seed(0)
-    module, x = Layers().eval().to(dtype), torch.randn(5, 3, 8, 8, dtype=dtype)
+    module, x = kind().eval().to(dtype), torch.randn(5, 3, 8, 8, dtype=dtype)
     graph = trace(module, (x,))
     found = calibrated(graph, (x,), {}, activation, weights).tensors
     tensors = {
@@ -169,14 +181,14 @@ def test_powers_of_two_have_no_reciprocal_to_round() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_models_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
-    sqnr_db = export("pt2", deployment(dtype=dtype), tmp_path / "net.pt2").sqnr_db
+    sqnr_db = export("pt2", deployment(Pair, dtype=dtype), tmp_path / "net.pt2").sqnr_db
     assert sqnr_db is not None and sqnr_db >= 37
 
 
 def test_the_integers_of_activations_change_no_value(tmp_path: Path) -> None:
     outputs, programs = [], []
     for activations in CHOICES["pt2_activations"].values:
-        given = deployment(activations=activations)
+        given = deployment(Layers, activations=activations)
         assert export("pt2", given, tmp_path / activations).equal == 1.0
         programs.append(torch.export.load(tmp_path / activations))
         outputs.append(programs[-1].module()(*given.args))
@@ -194,7 +206,7 @@ def test_layers_read_codes_through_operators_that_keep_them(tmp_path: Path) -> N
     """After pooling, padding and a reshape; a transposed convolution has no kernel of
     integers.
     """
-    export("pt2", deployment(), tmp_path / "net.pt2")
+    export("pt2", deployment(Layers), tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2")
     read = {
         node.name: str(node.args[0].target)
@@ -218,7 +230,7 @@ def test_weights_that_kernels_would_misread_are_made_by_plain_operators(
     kind: str, tmp_path: Path
 ) -> None:
     fields = {"qscheme": "per_channel", "ch_axis": 0, **UNKERNELED[kind]}
-    given = deployment(weights=QuantizationSpec(**fields))  # type: ignore[arg-type]
+    given = deployment(Pair, weights=QuantizationSpec(**fields))  # type: ignore[arg-type]
     assert export("pt2", given, tmp_path / "net.pt2").equal == 1.0
     assert "quantized_decomposed.dequantize_per_channel.default" not in calls(
         torch.export.load(tmp_path / "net.pt2")
@@ -227,7 +239,9 @@ def test_weights_that_kernels_would_misread_are_made_by_plain_operators(
 
 def test_activations_of_16_bits_are_made_by_plain_operators(tmp_path: Path) -> None:
     assert (
-        export("pt2", deployment(QuantizationSpec(bit_width=16)), tmp_path / "net.pt2").equal
+        export(
+            "pt2", deployment(Pair, QuantizationSpec(bit_width=16)), tmp_path / "net.pt2"
+        ).equal
         == 1.0
     )
     assert "quantized_decomposed.quantize_per_tensor.default" not in calls(
@@ -267,7 +281,7 @@ def test_a_program_that_computes_something_else_is_not_written(
         VerificationError,
         match=r"net\.pt2 is not written: it does not compute what test mode does",
     ):
-        export(target, deployment(), tmp_path / "net.pt2")
+        export(target, deployment(Pair), tmp_path / "net.pt2")
     assert not (tmp_path / "net.pt2").exists()
 
 
@@ -284,7 +298,7 @@ def test_a_program_whose_guards_fail_is_not_written(
     with pytest.raises(
         VerificationError, match=r"torch cannot run it: Guard failed: x.* <= 4\n"
     ) as refused:
-        export("pt2", deployment(), tmp_path / "net.pt2")
+        export("pt2", deployment(Pair), tmp_path / "net.pt2")
     assert refused.value.help
     assert not (tmp_path / "net.pt2").exists()
 
@@ -316,7 +330,7 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
     """
     from torch._dynamo.utils import counters
 
-    given = deployment(QuantizationSpec(**BITS[bits]), INT8_WEIGHTS)
+    given = deployment(Layers, QuantizationSpec(**BITS[bits]), INT8_WEIGHTS)
     export("pt2", given, tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2").module()
     torch._dynamo.reset()
@@ -343,7 +357,7 @@ def test_executorch_delegates_it(tmp_path: Path) -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.runtime import Runtime
 
-    given = deployment(activations="int8")
+    given = deployment(Layers, activations="int8")
     export("pt2", given, tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2")
     lowered = exir.to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])

@@ -25,6 +25,7 @@ from torch._ops import OperatorBase, OpOverloadPacket
 from torch.export import ExportedProgram
 
 from quantizer.config.roles import is_parameter
+from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
@@ -40,6 +41,7 @@ class SharedTraces:
     def __init__(self, export: Export) -> None:
         self.export = export
         self.programs: dict[Hashable, ExportedProgram] = {}
+        self.errors: dict[Hashable, ModelError] = {}
         self.kept: list[object] = []  # what stands in keys by its identity must not go away
 
     def __call__(
@@ -53,12 +55,18 @@ class SharedTraces:
             look.example(options),
             torch.get_default_dtype(),
         )
+        if key in self.errors:
+            raise self.errors[key].with_traceback(None)
         if key not in self.programs:
-            program = copy.copy(self.export(module, args, kwargs, **options))
+            self.kept += look.kept
+            try:
+                program = copy.copy(self.export(module, args, kwargs, **options))
+            except ModelError as error:
+                self.errors[key] = error
+                raise
             # No memory of the first model's
             program._state_dict = dict.fromkeys(program.state_dict)
             self.programs[key] = program
-            self.kept += look.kept
         return with_tensors_of(module, self.programs[key])
 
 
