@@ -58,9 +58,7 @@ def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 
 
 @pytest.fixture
-def folder(
-    calibrated_once: dict[str, Path], model: str, config: str, tmp_path: Path
-) -> Path:
+def folder(calibrated_once: dict[str, Path], model: str, config: str, tmp_path: Path) -> Path:
     once = calibrated_once["place"] / "out"
     if not once.exists():
         assert calibrate(once, model=model, config=config) == 0

@@ -43,9 +43,7 @@ def test_a_network_that_the_dpus_scales_destroy_is_saved(
     assert sqnr(high, capsys, "--config_file", DPU, "--dpu_accuracy", "high") > 24
 
 
-def test_it_is_equalization_bias_correction_and_finetuning(
-    high: Path, tmp_path: Path
-) -> None:
+def test_it_is_equalization_bias_correction_and_finetuning(high: Path, tmp_path: Path) -> None:
     config = json.loads(Path(DPU).read_text()) | {
         "include_cle": True,
         "include_bias_corr": True,

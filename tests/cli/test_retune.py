@@ -75,9 +75,7 @@ def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 
 @pytest.fixture
-def calibrated(
-    calibrated_once: Callable[[str], Path], tmp_path: Path
-) -> Callable[..., Path]:
+def calibrated(calibrated_once: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
     """By the name of a config: a copy of its calibration."""
 
     def copy(name: str, folder: str = "out") -> Path:
