@@ -807,10 +807,15 @@ def test_compiled_and_exported_programs_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [spec(), spec(is_dynamic=True), per_token()], ids=["static", "dynamic", "rows"]
-)
-@pytest.mark.parametrize(
-    "compiled", [torch.compile, torch.export.export], ids=["compile", "export"]
+    ("compiled", "inputs"),
+    [
+        (torch.compile, spec()),
+        (torch.compile, spec(is_dynamic=True)),
+        (torch.compile, per_token()),
+        # It sees the same operators
+        (torch.export.export, per_token()),
+    ],
+    ids=["compile static", "compile dynamic", "compile rows", "export rows"],
 )
 def test_a_quantized_model_is_traced_whole_and_computes_the_same(
     compiled: Any, inputs: Any

@@ -210,7 +210,7 @@ def test_results_hold_for_texts_of_any_length(
     """
     assert run("calib", "--config_file", WEIGHTS_ONLY, "--seq_len", "16", model=llama) == 0
     found = []
-    for length in ((), ("--seq_len", "16"), ("--seq_len", "20")):
+    for length in ((), ("--seq_len", "16"), ("--seq_len", "24")):
         capsys.readouterr()
         assert run("test", "--data", "text.txt", *length, "--json", model=llama) == 0
         found.append(json.loads(capsys.readouterr().out)["metrics"]["perplexity"])
@@ -218,7 +218,7 @@ def test_results_hold_for_texts_of_any_length(
     weights = load_file(f"{llama}/model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1
     save_file(weights, f"{llama}/model.safetensors", metadata={"format": "pt"})
-    assert run("test", "--data", "text.txt", "--seq_len", "20", model=llama) == 5
+    assert run("test", "--data", "text.txt", "--seq_len", "24", model=llama) == 5
     assert (
         "the weights are not those that were calibrated: model.layers.0.mlp.up_proj"
         in capsys.readouterr().err
@@ -320,18 +320,15 @@ def saved(name: str, folder: Path) -> str:
     return name
 
 
-@pytest.mark.parametrize("config", [WEIGHTS_ONLY, DYNAMIC])
-def test_another_family(
-    config: str, llama: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_family(llama: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-2 has learned positions, one projection for query, key and value, and weights the
-    other way round.
+    other way round; its inputs are quantized too.
     """
     model, tokens = (
         saved("gpt2", folder),
         ("--tokenizer", llama, "--data", "text.txt", "--seq_len", "16"),
     )
-    assert run("calib", "--config_file", config, model=model) == 0
+    assert run("calib", "--config_file", DYNAMIC, model=model) == 0
     capsys.readouterr()
     assert run("test", *tokens, "--gate", "perplexity_ratio<=1.05", "--json", model=model) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["sqnr_db"] > 30

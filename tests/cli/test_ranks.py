@@ -313,14 +313,21 @@ def test_test_mode_finds_the_same_and_the_users_metric_sees_all_data(
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
     command = ["--quant_mode", "test", "--model", net, "--output_dir", str(tmp_path / "one")]
     assert run_command([*command, "--gate", "seen>=28", "-q"]) == 0
-    names = ("report.json", "layers.csv")
-    expected = {name: (tmp_path / "one" / name).read_bytes() for name in names}
+    table, report = (tmp_path / "one" / name for name in ("layers.csv", "report.json"))
+    expected = [table.read_bytes(), report.read_bytes()]
+    figures = json.loads(expected[1])
     for count, least, code in ((3, 28, 0), (2, 29, 1)):
         found = run_ranks(count, [*command, "--gate", f"seen>={least}"], tmp_path / "ranks")
         # Only the first rank judges gates
         assert [rank.code for rank in found] == [code, *[0] * (count - 1)], found[0].err
-        assert {name: (tmp_path / "one" / name).read_bytes() for name in names} == expected
         assert {rank.out for rank in found[1:]} == {""}
+        if code == 0:
+            assert [table.read_bytes(), report.read_bytes()] == expected
+        assert table.read_bytes() == expected[0]
+        other = json.loads(report.read_bytes())
+        # The report has the command, and the command the gate
+        for name in ("metrics", "layers", "outputs", "batches"):
+            assert other.get(name) == figures.get(name)
 
 
 @pytest.mark.parametrize(

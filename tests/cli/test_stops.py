@@ -22,7 +22,7 @@ MODEL = (
     "return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))"
 )
 DATA = (
-    "return [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]"
+    "return [torch.randn(4, 8, generator=torch.Generator().manual_seed(n)) for n in range(2)]"
 )
 STATIC = {"dtype": "int8", "qscheme": "per_tensor"}
 WEIGHT = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0}

@@ -80,7 +80,7 @@ JSON = st.recursive(
 )
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.text(), JSON, max_size=4),
     st.sampled_from([None, 1, "\t"]),

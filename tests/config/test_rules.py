@@ -115,15 +115,19 @@ def told(document: dict[str, Any]) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("device", ["DPU", "CPU", "GPU"])
 def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
-    """Its 384 combinations of these words, each the whole of a file for weights."""
+    """The 384 combinations of these words, each the whole of a file for weights."""
     words = {
         **WORDS,
         "method": ["maxmin", "mse", "diffs"],
         "round_mode": ["std_round"],
         "bit_width": [8],
     }
+    combinations = list(itertools.product(*words.values()))
+    if device == "GPU":
+        # Its rules are the CPU's
+        combinations = combinations[::3]
     verdicts = set()
-    for values in itertools.product(*words.values()):
+    for values in combinations:
         block = {**PRESET["overall_quantize_config"], **dict(zip(words, values, strict=True))}
         file = {**PRESET, "target_device": device, "quantizable_data_type": ["weights"]}
         editor, terminal = told(
@@ -141,7 +145,7 @@ def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
     """
     draw = random.Random(device)
     verdicts = Counter[bool]()
-    for _ in range(300):
+    for _ in range(200):
         entry = {"layer_type": "Linear", "layer_name": None, **level(draw, device)}
         file = {
             **PRESET,

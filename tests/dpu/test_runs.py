@@ -46,7 +46,7 @@ def test_digits_are_equal_code_for_code(
             "--gate",
             "exact_equal>=1",
             "--subset_len",
-            "500",
+            "200",
             "--json",
             model=model,
         )
@@ -56,7 +56,7 @@ def test_digits_are_equal_code_for_code(
     exact = content["exact"]
     assert content["metrics"]["exact_equal"] == 1
     assert exact["floats"] == exact["overflows"] == {}
-    assert exact["layers"][0]["codes"] in (500 * 64, 500 * 256)
+    assert exact["layers"][0]["codes"] in (200 * 64, 200 * 256)
     assert json.loads((tmp_path / "exact.json").read_text()) == exact
 
 

@@ -254,9 +254,16 @@ def calibrated_on(tmp_path: Path, toy: str, data: str, config: dict[str, Any] = 
     return folder
 
 
-@pytest.mark.parametrize("config", [CLE, HIERARCHICAL, DPU | {"include_cle": True}])
 @pytest.mark.parametrize(
-    ("data", "second"), [("promised", True), ("late", True), ("soon", False)]
+    ("config", "data", "second"),
+    [
+        (CLE, "promised", True),
+        (CLE, "late", True),
+        (CLE, "soon", False),
+        (HIERARCHICAL, "late", True),
+        (HIERARCHICAL, "soon", False),
+        (DPU | {"include_cle": True}, "soon", False),
+    ],
 )
 def test_the_first_four_batches_decide_and_test_mode_runs_the_same_graph(
     tmp_path: Path, toy: str, data: str, second: bool, config: dict[str, Any], capsys: Capture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.configs import config, document, layer
-from support.runs import DIGITS, calibrate, check
+from support.runs import calibrate, check
 from support.toys import traced
 
 from quantizer.graph.passes import run_passes
@@ -149,15 +149,32 @@ def test_both_forms_make_one_plan(toy: str, name: str, kind: str, tmp_path: Path
     assert plans[0].needs_data == plans[1].needs_data
 
 
+RESIDUAL = """
+import torch
+from support.toys import Residual, shake
+
+def model():
+    torch.manual_seed(0)
+    return shake(Residual())
+
+def calibration_data():
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, 8, 8, generator=draw) for _ in range(2)]
+"""
+
+
+@pytest.fixture
+def residual(tmp_path: Path) -> str:
+    (tmp_path / "residual.py").write_text(RESIDUAL)
+    return str(tmp_path / "residual.py")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_forms_leave_equal_results(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip(
-        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
-    )
+def test_both_forms_leave_equal_results(kind: str, residual: str, tmp_path: Path) -> None:
     files = {}
-    for path in write(tmp_path, pairs("layer2.0.conv1")[kind]):
+    for path in write(tmp_path, pairs("layer1.0.conv1")[kind]):
         out = tmp_path / path.stem
-        assert calibrate(out, model=DIGITS, config=str(path)) == 0
+        assert calibrate(out, model=residual, config=str(path)) == 0
         files[path.stem] = {
             file.name: file.read_bytes()
             for file in out.iterdir()
@@ -178,15 +195,14 @@ ABOUT_THE_FILE = (
 ABOUT_THE_RUN = ("run.json", "run.log")
 
 
-def test_results_of_one_form_are_tested_with_the_file_of_the_other(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
-    )
-    one, other = write(tmp_path, pairs("layer2.0.conv1")["weights"])
-    assert calibrate(tmp_path / "out", model=DIGITS, config=str(one)) == 0
-    assert check(tmp_path / "out", "--config_file", str(other)) == 0
-    different = write(tmp_path, pairs("layer2.0.conv1")["a layer in float"])[1]
-    assert check(tmp_path / "out", "--config_file", str(different)) == 5
+def test_results_of_one_form_are_tested_with_the_file_of_the_other(
+    residual: str, tmp_path: Path
+) -> None:
+    one, other = write(tmp_path, pairs("layer1.0.conv1")["weights"])
+    assert calibrate(tmp_path / "out", model=residual, config=str(one)) == 0
+    assert check(tmp_path / "out", "--config_file", str(other), model=residual) == 0
+    different = write(tmp_path, pairs("layer1.0.conv1")["a layer in float"])[1]
+    assert check(tmp_path / "out", "--config_file", str(different), model=residual) == 5
 
 
 def test_both_forms_run_the_same_algorithms(tmp_path: Path) -> None:
