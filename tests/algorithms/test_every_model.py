@@ -5,6 +5,7 @@ convolutions; no tables.
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ NOISE = ("outliers",)
 """Inputs without any correlation, where these algorithms promise nothing."""
 
 
+@cache
+def four_bits(model: str) -> Task:
+    """Of the model's layers, once for all algorithms."""
+    network, inputs = built(model)
+    return task_of(network, inputs, INT4)
+
+
 def run(name: str, task: Task) -> Adjustment:
     """With the algorithm's defaults."""
     return load_run(name)(task, ALGORITHMS[name](), Adjustment())
@@ -32,8 +40,7 @@ def run(name: str, task: Task) -> Adjustment:
 @pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("name", ROUNDING)
 def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) -> None:
-    network, inputs = built(model)
-    task = task_of(network, inputs, INT4)
+    task = four_bits(model)
     found = run(name, task)
     assert set(found.rounded) == {layer for layer, _ in task.specs}
     for rounded in found.rounded.values():

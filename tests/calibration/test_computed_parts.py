@@ -142,14 +142,17 @@ def test_the_folder_and_the_generated_network_compute_the_same(
 
 
 class Beside(nn.Module):
-    """Detectors that look at one image, so that a file of all is written once."""
+    """Detectors that look at the boxes and scores of the first, so that a file of all is
+    written once.
+    """
 
     def __init__(self, bodies: list[Body]) -> None:
         super().__init__()
         self.detectors = nn.ModuleList(Detector(body) for body in bodies)
 
     def forward(self, image: Tensor) -> list[Any]:
-        return [detector(image) for detector in self.detectors]
+        b, s = self.detectors[0].parts(image)
+        return [detector.body(detector, b, s) for detector in self.detectors]
 
 
 @pytest.mark.slow
@@ -160,6 +163,9 @@ def test_files_compute_what_test_mode_does(tmp_path: Path) -> None:
     names = [*CHOSEN, "leaky", "for two layers"]
     model = Beside([COMPUTED[name] for name in names]).eval()
     result = quantizer.calibrate(model, CPU, images(1))
+    result.save(tmp_path / "results")
+    header = json.loads((tmp_path / "results" / "quant_info.json").read_text())["header"]
+    assert {entry["scale"] for entry in header["joins"].values()} == {"scaled"}
     verification = result.export("onnx", tmp_path / "net.onnx")
     assert verification.default_session is not None
     assert verification.default_session.first_differing is None

@@ -51,6 +51,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pre_quant_opt_config": {"name": "rotation"},
     },
 }
+TESTED = ("weight-only", "static", "rotation")
+"""Configs whose results test mode is run on: with float inputs, quantized ones, and layers that
+are inserted.
+"""
 LARGEST = 96 * 64 * 4
 """Bytes of the largest weight of a layer."""
 IN_MEMORY = """
@@ -125,7 +129,8 @@ def test_results_are_those_in_memory(name: str, folder: Path) -> None:
     for model in ("model", "in_memory.py"):
         out = ["--model", model, "--output_dir", f"out_{model}", "--data", "data.py:data", "-q"]
         assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
-        assert run_command(["--quant_mode", "test", *out]) == 0
+        if name in TESTED:
+            assert run_command(["--quant_mode", "test", *out]) == 0
         files = sorted((folder / f"out_{model}").iterdir())
         made[model] = {
             file.name: file.read_bytes()
@@ -144,9 +149,7 @@ def test_results_in_four_bits_are_an_eighth_of_the_model(
     """With a scale of float32 for each 128 weights; what describes them does not grow with
     them.
     """
-    saved(
-        tmp_path / "model", llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=3)
-    )
+    saved(tmp_path / "model", llama(hidden_size=256, intermediate_size=1024))
     groups = GROUPS | {"group_size": 128}
     (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
     (tmp_path / "config.json").write_text(
@@ -191,23 +194,21 @@ def most_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield found
 
 
-@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("name", ["weight-only", "gptq"])
 def test_few_weights_are_in_memory_at_once(
     name: str,
-    layers: int,
     most_alive: dict[str, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    saved(tmp_path / "model", llama(num_hidden_layers=layers))
+    saved(tmp_path / "model", llama(num_hidden_layers=2))
     (tmp_path / "data.py").write_text(DATA, encoding="utf-8")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     out = ["--model", "model", "--data", "data.py:data", "-q"]
     assert run_command(["--quant_mode", "calib", "--config_file", "config.json", *out]) == 0
     assert run_command(["--quant_mode", "test", *out]) == 0
-    assert most_alive["bytes"] <= 4 * LARGEST  # of 5 in a layer
+    assert most_alive["bytes"] <= 4 * LARGEST  # of 10 in two layers
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,11 @@ class Detector(nn.Module):
             self.norm.running_var[:4] *= 100 * IMAGE
 
     def forward(self, image: Tensor) -> Any:
+        return self.body(self, *self.parts(image))
+
+    def parts(self, image: Tensor) -> tuple[Tensor, Tensor]:
         features = self.stem(image)
-        return self.body(
-            self, self.boxes(features).sigmoid() * IMAGE, self.scores(features).sigmoid()
-        )
+        return self.boxes(features).sigmoid() * IMAGE, self.scores(features).sigmoid()
 
 
 def joined(b: Tensor, s: Tensor) -> Tensor:

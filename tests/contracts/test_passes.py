@@ -26,21 +26,28 @@ from quantizer.plan.resolve import resolve_plan
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize("rewrite", GRAPH_PASSES)
-def test_a_pass_keeps_the_function_and_the_names(rewrite: str, name: str) -> None:
+def test_a_pass_keeps_the_function_and_the_names(name: str) -> None:
     graph = traced(name)
-    after = load_pass(rewrite)(graph)
-    survivors = [node.name for node in after.nodes]
-    assert survivors == [node.name for node in graph.nodes if node.name in after.by_name]
-    assert {node.name for node in graph.nodes} - set(survivors) == set(after.absorbed)
-    assert load_pass(rewrite)(after) == after
-    if GRAPH_PASSES[rewrite].changes != "nothing":
-        return
     args, kwargs = built(name).call(3 if built(name).batched else 2)
     with torch.no_grad():
-        before = Network(graph)(*args, **kwargs)
-        tolerance = GRAPH_PASSES[rewrite].tolerance * largest(before)
-        assert leaves_equal(Network(after)(*copy.deepcopy(args), **kwargs), before, tolerance)
+        before = Network(graph)(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    for rewrite, row in GRAPH_PASSES.items():
+        after = load_pass(rewrite)(graph)
+        survivors = [node.name for node in after.nodes]
+        assert survivors == [node.name for node in graph.nodes if node.name in after.by_name]
+        assert {node.name for node in graph.nodes} - set(survivors) == set(after.absorbed)
+        assert load_pass(rewrite)(after) == after, rewrite
+        if row.changes != "nothing" or is_same(after, graph):
+            continue
+        with torch.no_grad():
+            found = Network(after)(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        assert leaves_equal(found, before, row.tolerance * largest(before)), rewrite
+
+
+def is_same(after: Graph, before: Graph) -> bool:
+    """Whether a pass has changed neither nodes nor tensors."""
+    tensors = [after.tensors.get(path) is tensor for path, tensor in before.tensors.items()]
+    return after.nodes == before.nodes and all(tensors)
 
 
 def largest(output: Any) -> float:
@@ -56,11 +63,11 @@ def largest(output: Any) -> float:
 
 
 @pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize("rewrite", GRAPH_PASSES)
-def test_a_pass_leaves_the_traced_tensors_alone(rewrite: str, name: str) -> None:
+def test_a_pass_leaves_the_traced_tensors_alone(name: str) -> None:
     before = {path: tensor.clone() for path, tensor in traced(name).tensors.items()}
-    load_pass(rewrite)(traced(name))
-    assert leaves_equal(dict(traced(name).tensors), before)
+    for rewrite in GRAPH_PASSES:
+        load_pass(rewrite)(traced(name))
+        assert leaves_equal(dict(traced(name).tensors), before), rewrite
 
 
 @pytest.mark.slow

@@ -394,10 +394,10 @@ BETWEEN: list[Callable[[], nn.Module]] = [
             st.sampled_from(BETWEEN),
         ),
         min_size=2,
-        max_size=6,
+        max_size=5,
     )
 )
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_chain_is_balanced_and_keeps_its_function(
     chain: list[tuple[str, int, Callable[[], nn.Module]]],
 ) -> None:

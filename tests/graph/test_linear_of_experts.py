@@ -30,31 +30,35 @@ IN_FIRST = f"{LAYERS}[0]/MixtralSparseMoeBlock[mlp]/MixtralExperts[experts]/"
 
 @cache
 def traced(
-    family: str, implementation: str = "grouped_mm", dtype: torch.dtype = torch.float32
+    family: str,
+    implementation: str = "grouped_mm",
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
 ) -> tuple[Graph, Graph]:
     """As traced, and after the passes."""
-    graph = trace(mixture(family, implementation).to(dtype), (IDS,))
+    model = mixture(family, implementation, num_hidden_layers=layers)
+    graph = trace(model.to(dtype), (IDS,))
     return graph, run_passes(graph, Settings())
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation", "dtype"),
+    ("family", "implementation", "dtype", "count"),
     [
-        *((family, "grouped_mm", torch.float32) for family in FAMILIES),
-        ("Mixtral", "grouped_mm", torch.bfloat16),  # which torch has another operator for
-        ("Mixtral", "batched_mm", torch.float32),
-        ("GptOss", "batched_mm", torch.float32),
+        *((family, "grouped_mm", torch.float32, 2) for family in FAMILIES),
+        ("Mixtral", "grouped_mm", torch.bfloat16, 1),  # which torch has another operator for
+        ("Mixtral", "batched_mm", torch.float32, 1),
+        ("GptOss", "batched_mm", torch.float32, 1),
     ],
 )
 def test_each_tensor_is_a_layer_of_its_name(
-    family: str, implementation: str, dtype: torch.dtype
+    family: str, implementation: str, dtype: torch.dtype, count: int
 ) -> None:
-    model = mixture(family, implementation).to(dtype)
-    original, graph = traced(family, implementation, dtype)
+    model = mixture(family, implementation, num_hidden_layers=count).to(dtype)
+    original, graph = traced(family, implementation, dtype, count)
     layers = [node for node in graph.nodes if node.row.experts]
     first = 1 if family == "DeepseekV3" else 0  # its first layer has no experts
     names = [
-        (layer, name) for layer in range(first, 2) for name in ("gate_up_proj", "down_proj")
+        (layer, name) for layer in range(first, count) for name in ("gate_up_proj", "down_proj")
     ]
     assert [node.scope for node in layers] == [
         f"model.layers.{layer}.mlp.experts" for layer, _ in names

@@ -110,15 +110,15 @@ def test_a_batch_size_is_not_blamed_on_keywords_that_nobody_gave(
 
 
 class Detector(nn.Module):
-    """Boxes at three scales, as YOLO decodes them: it keeps the grids of the last shape it was
+    """Boxes at two scales, as YOLO decodes them: it keeps the grids of the last shape it was
     called with.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(channels, 8, 3, 2, 1) for channels in (3, 8, 8))
-        self.heads = nn.ModuleList(nn.Conv2d(8, 7, 1) for _ in range(3))
-        self.register_buffer("stride", torch.tensor([2.0, 4.0, 8.0]))
+        self.down = nn.ModuleList(nn.Conv2d(channels, 8, 3, 2, 1) for channels in (3, 8))
+        self.heads = nn.ModuleList(nn.Conv2d(8, 7, 1) for _ in range(2))
+        self.register_buffer("stride", torch.tensor([2.0, 4.0]))
         self.shape: torch.Size | None = None
 
     def forward(self, x: Tensor) -> Tensor:

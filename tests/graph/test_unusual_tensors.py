@@ -30,23 +30,26 @@ DEFAULT = str(ROOT / "configs" / "cpu_int8.json")
 
 
 class Integral(nn.Module):
-    """Means of distributions over distances, as detectors take them, by a buffer or a trained
-    vector.
+    """Means of distributions over distances, as detectors take them: by a buffer, by a trained
+    vector, and by one with a number.
     """
 
-    def __init__(self, *, trained: bool, biased: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.stem, self.head = nn.Linear(8, 32), nn.Linear(4, 2)
-        project = torch.arange(8.0)
-        if trained:
-            self.project = nn.Parameter(project)
-        else:
-            self.register_buffer("project", project)
-        self.offset = nn.Parameter(torch.tensor(0.5)) if biased else None
+        self.stem, self.head = nn.Linear(8, 32), nn.Linear(12, 2)
+        self.register_buffer("distances", torch.arange(8.0))
+        self.trained = nn.Parameter(torch.arange(8.0))
+        self.project = nn.Parameter(torch.arange(8.0))
+        self.offset = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         chances = self.stem(x).unflatten(-1, (4, 8)).softmax(-1)
-        return self.head(F.linear(chances, self.project, self.offset))
+        sides = [
+            F.linear(chances, self.distances),
+            F.linear(chances, self.trained),
+            F.linear(chances, self.project, self.offset),
+        ]
+        return self.head(torch.cat(sides, -1))
 
 
 class Losses(nn.Module):
@@ -138,18 +141,6 @@ def batches(*shape: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
-class Vectors(nn.Module):
-    """A buffer as weight, a trained vector, a vector and a number: one file for all three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kinds = ({"trained": False}, {"trained": True}, {"trained": True, "biased": True})
-        self.integrals = nn.ModuleList(Integral(**kind) for kind in kinds)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [integral(x) for integral in self.integrals]
-
-
 class ComplexBuffers(nn.Module):
     """Complex numbers that are constants, and those that are trained and transformed."""
 
@@ -162,7 +153,7 @@ class ComplexBuffers(nn.Module):
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "vectors": (Vectors, (4, 5, 8)),
+    "vectors": (Integral, (4, 5, 8)),
     "no dimensions": (Losses, (4, 8)),
     "complex buffers": (ComplexBuffers, (2, 5, 16)),
     "complex128": (lambda: Rotary(torch.complex128), (2, 5, 16)),

@@ -4,6 +4,7 @@ of.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def config(weight: dict[str, Any], **others: Any) -> dict[str, Any]:
     }
 
 
-def calibrated(family: str, settings: dict[str, Any]) -> Any:
-    return quantizer.calibrate(mixture(family), settings, calls())
+def calibrated(family: str, settings: dict[str, Any], **changes: Any) -> Any:
+    return quantizer.calibrate(mixture(family, **changes), settings, calls())
 
 
 def expert_layers(network: Any) -> dict[str, ExpertLinear]:
@@ -61,25 +62,38 @@ def expert_layers(network: Any) -> dict[str, ExpertLinear]:
     return {path: network.layers[name] for path, name in layers.items()}
 
 
+PAIRS = [
+    ("groups", "channels"),
+    ("tensors", "tensors, asymmetric"),
+    ("fp8", "tensors, least squares"),
+    ("blocks", "groups"),
+]
+"""Kinds of weights for the first layer and the second."""
+
+
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_an_expert_is_quantized_as_a_linear_layer(family: str, kind: str) -> None:
+@pytest.mark.parametrize("kinds", PAIRS, ids=" and ".join)
+def test_an_expert_is_quantized_as_a_linear_layer(family: str, kinds: tuple[str, str]) -> None:
     """In a traced network and in place alike, bit for bit."""
-    model, weight = mixture(family), WEIGHTS[kind]
-    network = calibrated(family, config(weight)).network
-    in_place = ModelQuantizer(config(weight)).quantize_model(mixture(family))
-    for name in ("gate_up_proj", "down_proj"):
+    model, (first, second) = mixture(family), (WEIGHTS[kind] for kind in kinds)
+    settings = config(first) | {
+        "layer_quant_config": {"*layers.1.mlp.experts*": {"weight": second}}
+    }
+    network = calibrated(family, settings).network
+    in_place = ModelQuantizer(settings).quantize_model(mixture(family))
+    cases = product(enumerate((first, second)), ("gate_up_proj", "down_proj"))
+    for (number, weight), name in cases:
         alone = []
-        for matrix in matrices(experts(model), name):
+        for matrix in matrices(experts(model, number), name):
             layer = nn.Linear(*matrix.T.shape, bias=False)
             layer.weight = nn.Parameter(matrix.contiguous())
             whole = nn.Sequential(layer)
             ModelQuantizer({"global_quant_config": {"weight": weight}}).quantize_model(whole)
             alone.append(layer.weight.detach())
-        found = expert_layers(network)[f"model.layers.1.mlp.experts.{name}"].weight
+        found = expert_layers(network)[f"model.layers.{number}.mlp.experts.{name}"].weight
         assert torch.equal(found, torch.cat(alone))
-        assert torch.equal(matrices(experts(in_place), name), torch.stack(alone))
-        assert not torch.equal(found, matrices(experts(model), name).flatten(0, 1))
+        assert torch.equal(matrices(experts(in_place, number), name), torch.stack(alone))
+        assert not torch.equal(found, matrices(experts(model, number), name).flatten(0, 1))
 
 
 def test_codes_are_those_of_the_formula() -> None:
@@ -93,11 +107,22 @@ def test_codes_are_those_of_the_formula() -> None:
     assert torch.equal(layer.quantizers["weights"].scale, scale.flatten())
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Mixtral", {}),
+        ("Qwen3Moe", ONE_LAYER),
+        ("DeepseekV3", {}),  # its first layer has no experts
+        ("GptOss", {}),
+    ],
+)
 def test_test_mode_counts_them_and_the_generated_code_equals_it(
-    family: str, tmp_path: Path
+    family: str, changes: dict[str, int], tmp_path: Path
 ) -> None:
-    result = calibrated(family, config(INT4))
+    result = calibrated(family, config(INT4), **changes)
     metrics = result.test().metrics
     assert 10 < metrics["sqnr_db"] < 30
     result.save(tmp_path)
@@ -107,7 +132,7 @@ def test_test_mode_counts_them_and_the_generated_code_equals_it(
             imported(tmp_path / f"{family}ForCausalLM.py")(ids)["logits"],
             result.network(ids).logits,
         )
-    again = quantizer.load(tmp_path, mixture(family))
+    again = quantizer.load(tmp_path, mixture(family, **changes))
     assert torch.equal(again.network(ids).logits, result.network(ids).logits)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +120,30 @@ def test_generated_code_equals_test_mode_bit_for_bit(
             assert leaves_equal(generated(*args, **kwargs), plain(network(*args, **kwargs)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", HIERARCHIES)
+IN_EVERY_FORMAT = ("residual", "transposed", "tied", "gated", "attention", "products")
+"""Toys whose kinds of weights are those of all others."""
+
+
+def formats_of_toys() -> Iterator[tuple[str, str]]:
+    """Every format with some toys, and two of them with each of the others, by turns."""
+    kinds = [*HIERARCHIES]
+    others = [name for name in TOYS if name not in (*WITHOUT_WEIGHTS, *IN_EVERY_FORMAT)]
+    yield from product(IN_EVERY_FORMAT, kinds)
+    for number, name in enumerate(others):
+        for step in (2 * number, 2 * number + 1):
+            yield name, kinds[step % len(kinds)]
+
+
 @pytest.mark.parametrize("name", [name for name in TOYS if name not in WITHOUT_WEIGHTS])
+def test_layers_of_all_kinds_are_written_in_every_format(name: str) -> None:
+    rich = {
+        node.op for each in IN_EVERY_FORMAT for node in traced(each).nodes if node.row.weight
+    }
+    assert {node.op for node in traced(name).nodes if node.row.weight} <= rich
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [*formats_of_toys()])
 def test_generated_code_equals_test_mode_in_every_format(
     name: str, kind: str, tmp_path: Path
 ) -> None:

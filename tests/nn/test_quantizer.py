@@ -240,9 +240,25 @@ def test_a_static_quantizer_needs_scales_and_an_axis():
     )
 
 
-@pytest.mark.parametrize("name", ["int8", "uint4", "fp8_e4m3", "mxfp4", "bfp16"])
+PER_TENSOR, PER_TOKEN, PER_GROUP = (
+    ("per_tensor", None, None),
+    ("per_token", -1, None),
+    ("per_group", -1, 6),
+)
+
+
 @pytest.mark.parametrize(
-    "cut", [("per_tensor", None, None), ("per_token", -1, None), ("per_group", -1, 6)]
+    ("name", "cut"),
+    [
+        ("int8", PER_TENSOR),
+        ("int8", PER_TOKEN),
+        ("int8", PER_GROUP),
+        ("uint4", PER_TOKEN),
+        ("fp8_e4m3", PER_TENSOR),
+        ("mxfp4", PER_GROUP),
+        ("bfp16", PER_TOKEN),
+        ("bfp16", PER_GROUP),
+    ],
 )
 def test_a_traced_program_gives_the_same_for_any_batch(name, cut):
     quantizer = dynamic(spec_of(name, cut))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.onnx_files import quick_files  # noqa: F401 - a fixture
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,6 +145,7 @@ def test_the_other_form_and_modules_in_place_leave_the_same_outputs_float(name: 
     assert traced.test().metrics["sqnr_db"] > 30
 
 
+@pytest.mark.usefixtures("quick_files")
 def test_a_file_computes_them_in_float(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
@@ -211,9 +213,16 @@ def rooms() -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("config", [LAYERED, OUTPUTS], ids=["layered", "hierarchical"])
-@pytest.mark.parametrize("multiplied", [by_linear, by_moved, by_rectified])
-@pytest.mark.parametrize("made", MADE)
+MULTIPLIED = [by_linear, by_moved, by_rectified]
+IN_TURN = [
+    pytest.param(made, multiplied, [LAYERED, OUTPUTS][(row + column) % 2])
+    for row, made in enumerate(MADE)
+    for column, multiplied in enumerate(MULTIPLIED)
+]
+"""Each way to make angles with each way to multiply, in the two forms by turns."""
+
+
+@pytest.mark.parametrize(("made", "multiplied", "config"), IN_TURN)
 def test_an_argument_that_a_layer_multiplies_as_well_stays_exact(
     made: str, multiplied: Callable[[Any, Tensor], Tensor], config: Any
 ) -> None:
@@ -237,6 +246,7 @@ def test_the_layer_that_multiplies_an_argument_quantizes_it() -> None:
     assert (own.source, own.spec.bit_width) == (names["angle"], 8)
 
 
+@pytest.mark.usefixtures("quick_files")
 def test_a_file_has_it_quantized_where_it_is_multiplied(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")

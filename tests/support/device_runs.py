@@ -36,7 +36,8 @@ def network(dtype: torch.dtype) -> nn.Module:
 
 def language_model(dtype: torch.dtype) -> nn.Module:
     # the attention of torch is another implementation on each device
-    return llama(attn_implementation="eager").to(dtype)
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    return llama(attn_implementation="eager", **sizes).to(dtype)
 
 
 def images(dtype: torch.dtype) -> list[Tensor]:
