@@ -152,7 +152,7 @@ def _no_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     onnx_openvino = pytest.importorskip(
         "quantizer.export.onnx.openvino", reason="writes .onnx (extra: onnx)"
     )
-    monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
+    monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
 
 
 @pytest.mark.slow
