@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quantizer.numerics.blocks import flatten_memory
 from quantizer.numerics.metrics import decibel, energy
 
 _GAP = 32

@@ -188,9 +188,9 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
     def before(rank: int) -> None:
         plain, seen = Observer.observe, 0
 
-        def observe(self: Observer, x: torch.Tensor, beside: Observer | None = None) -> None:
+        def observe(self: Observer, x: torch.Tensor, companion: Observer | None = None) -> None:
             nonlocal seen
-            plain(self, x, beside)
+            plain(self, x, companion)
             if rank == number and x.dim() == 4 and x.shape[:2] == (4, 3):
                 seen += 1
                 if seen > batches:

@@ -432,12 +432,12 @@ def test_interrupted_inside_a_batch(
     )
     original, seen = Observer.observe, []
 
-    def broken_off(self: Observer, x: Tensor, beside: Observer | None = None) -> None:
+    def broken_off(self: Observer, x: Tensor, companion: Observer | None = None) -> None:
         seen.append(x)
         # Weights, bias, then input and output of two batches, the input of the third
         if len(seen) == 7:
             raise KeyboardInterrupt
-        original(self, x, beside)
+        original(self, x, companion)
 
     monkeypatch.setattr(Observer, "observe", broken_off)
     assert calibrate(tmp_path / "out", model=model, config=None) == 130

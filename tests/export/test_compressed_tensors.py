@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "online rotations": (
         config(INT4, DYNAMIC, pre_quant_opt_config={"name": "rotation"}),
         {},
-        "is an operator that an algorithm has put there",
+        "was inserted by an algorithm",
         "no online rotations",
     ),
     "no layer": (

@@ -112,7 +112,7 @@ def test_names_can_be_chosen(tmp_path: Path) -> None:
     ("names", "message"),
     [
         ({"input_names": "a"}, "has 1 name, and the model has 2 tensors there"),
-        ({"input_names": "a,a"}, "is there twice"),
+        ({"input_names": "a,a"}, "is empty or given twice"),
         ({"output_names": "a,"}, "a name is empty"),
         ({"output_names": "features.0,b"}, "both called 'features.0'"),
     ],
