@@ -131,8 +131,11 @@ class ChannelLabels:
 def meta_values(graph: Graph) -> dict[str, Any]:
     """Return what each node makes, as tensors without memory, and sizes as numbers.
 
-    Nodes whose shape depends on values are left out.
+    Nodes whose shape depends on values are left out. The table is shared by all callers.
     """
+    known: dict[str, Any] | None = graph.derived.get("meta_values")
+    if known is not None:
+        return known
     values: dict[str, Any] = {}
     tensors = {path: tensor.to(_META) for path, tensor in graph.tensors.items()}
     with torch.no_grad():
@@ -144,6 +147,7 @@ def meta_values(graph: Graph) -> dict[str, Any]:
             except (*UNFOLLOWED, AttributeError, AssertionError):
                 # The shape depends on values, or the layer is no operator of torch
                 continue
+    graph.derived["meta_values"] = values
     return values
 
 

@@ -226,6 +226,13 @@ class Graph:
             uses.update(node.params.values())
         return uses
 
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """Return a table for what other modules compute of the graph alone and need again, by
+        their names for it.
+        """
+        return {}
+
     def weight(self, node: Node) -> Tensor:
         """Return the weight of a layer, or the tensor that a parameter or constant gives."""
         return self.tensors[node.params["weight"]]

@@ -141,4 +141,4 @@ def _why_idle(
                 return None
             if algorithm.kind.eases_activations and _input_spec(fitting, layer):
                 return None
-    return "the model has no linear or convolution layer with weights to change"
+    return "the model has no linear or convolution layer that it may change"

@@ -42,7 +42,7 @@ def sensitive_layers(graph: Graph) -> SensitiveLayers:
         layers = _union(makers, node.refs())
         if node.row.orders:
             routers |= layers
-        is_opaque = not makers[node.name] and node.row.kind != "structural"
+        is_opaque = _may_hold_floats(node) and not makers[node.name]
         if is_opaque or node.is_multiplying:
             read_inside |= layers
         if node.op in _CUTS:
@@ -68,7 +68,7 @@ def behind_norms(graph: Graph) -> list[str]:
     normalized: set[str] = set()
     layers = []
     for node in graph.nodes:
-        operands = set(node.refs())
+        operands = _values_read(graph, node)
         varying = operands - fixed
         if node.is_tensor or (operands and not varying):
             fixed.add(node.name)
@@ -81,6 +81,27 @@ def behind_norms(graph: Graph) -> list[str]:
         elif node.row.kind == "passthrough" or node.op in _AFFINE:
             normalized.add(node.name)
     return layers
+
+
+def _values_read(
+    graph: Graph,
+    node: Node,
+) -> set[str]:
+    """Return the nodes whose floating-point values a node reads, not only their shape."""
+    inputs = dict(node.inputs)
+    if node.row.shape_of:
+        inputs.pop(node.row.shape_of, None)
+    names: set[str] = set()
+    for name in references(inputs):
+        if _may_hold_floats(graph.by_name[name]):
+            names.add(name)
+    return names
+
+
+def _may_hold_floats(node: Node) -> bool:
+    """Return whether the node makes a floating-point tensor, or several results."""
+    has_results = node.dtype is None and node.row.kind != "structural"
+    return node.is_float or has_results
 
 
 def _normalizes(
@@ -110,7 +131,7 @@ def _makers(graph: Graph) -> dict[str, frozenset[str]]:
         if node.row.kind in ("mac", "structural") or node.row.normalizes:
             continue
         operands = set()
-        for name in node.refs():
+        for name in _values_read(graph, node):
             if name not in constants and graph.by_name[name].op != "parameter":
                 operands.add(makers[name])
         if node.is_join:
