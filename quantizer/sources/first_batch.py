@@ -88,11 +88,11 @@ def _failed_layer(
 ) -> tuple[str, nn.Module, Tensor | None] | None:
     """Return the innermost layer of the model in an exception's frames, with its input."""
     paths = {id(layer): path for path, layer in module.named_modules()}
-    found = None
+    found: tuple[str, nn.Module, Tensor | None] | None = None
     for frame, _ in traceback.walk_tb(cause.__traceback__):
         layer = frame.f_locals.get("self")
         path = paths.get(id(layer))
-        if path:
+        if path and isinstance(layer, nn.Module):
             tensor = _input_of(frame.f_locals)
             found = (path, layer, tensor)
     return found
@@ -102,8 +102,9 @@ def _input_of(
     variables: dict[str, Any],
 ) -> Tensor | None:
     for name in _INPUT_NAMES:
-        if isinstance(variables.get(name), Tensor):
-            return variables[name]
+        value = variables.get(name)
+        if isinstance(value, Tensor):
+            return value
     args = variables.get("args")
     if isinstance(args, tuple) and args and isinstance(args[0], Tensor):
         return args[0]
