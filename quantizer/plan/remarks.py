@@ -27,7 +27,7 @@ def plan_remarks(plan: Plan) -> Iterator[str]:
     if waiting:
         text = "calibration decides whether what they join shares a scale or keeps its own"
         yield f"{text}: {first_names(waiting, 3)}"
-    named = set()
+    named: set[str] = set()
     for rule in plan.rules:
         if rule.leaves_float:
             named.update(rule.layers)
