@@ -177,7 +177,7 @@ class Comparison:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        html: str = element("p", self._title())
+        html = str(element("p", self._title()))
         if self.passes is not None:
             html += element("p", self.passes.line)
         if self._scores.pairs:

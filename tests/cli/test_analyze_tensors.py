@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,29 @@ from quantizer.sources.data import load_batches
 
 Capture = pytest.CaptureFixture[str]
 COARSE = {"bit_width": 4, "symmetry": False, "signed": False}
+EXACT = """
+import torch
+
+def model():
+    layer = torch.nn.Linear(3, 2)
+    torch.nn.init.ones_(layer.weight)
+    return layer.eval()
+
+def calibration_data():
+    return [torch.ones(4, 3)]
+"""
+MIXED = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 2))
+
+def calibration_data():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(16, 4, generator=generator)]
+"""
 
 
 @pytest.fixture
@@ -199,6 +223,11 @@ def test_apply_changes_the_config_and_then_it_holds_already(
     ("words", "code", "said"),
     [
         (
+            ["--metric", "sqnr_db>=1e9"],
+            1,
+            "sqnr_db>=1e9 holds only with all layers in float, where nothing is quantized",
+        ),
+        (
             ["--metric", "top1>=2"],
             1,
             "top1>=2 does not hold even with all these layers in float",
@@ -238,15 +267,48 @@ def test_what_cannot_be_met_is_said(
 def test_figures_without_noise_are_null_in_json(
     net: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    config = written(tmp_path, document(overall=COARSE))
-    before = Path(config).read_bytes()
-    data = ["--data", f"{net}:calibration_data", "--subset_len", "8"]
-    command = ["analyze", "--config_file", config, "--model", net, *data]
-    assert run_command([*command, "--metric", "sqnr_db>=1e9", "--json"]) == 0
-    assert Path(config).read_bytes() == before
+    config = written(tmp_path, {"global_quant_config": {"weight": {"dtype": "bfloat16"}}})
+    model = tmp_path / "exact.py"
+    model.write_text(EXACT)
+    command = ["analyze", "--config_file", config, "--model", str(model)]
+    assert run_command([*command, "--metric", "sqnr_db>=10", "--json"]) == 0
     text = capsys.readouterr().out
     assert "Infinity" not in text
     assert json.loads(text)["metrics"]["after"]["sqnr_db"] is None
+
+
+COMMENTED = """{
+    "//": "why it is so",
+    "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0},
+                            "input_tensors": {"dtype": "int8"}, "output_tensors": {"dtype": "int8"}}
+}
+"""
+
+
+def test_a_search_prints_a_line_a_trial_and_edits_only_what_changes(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """Even if it leaves most parameters in float, what it writes draws no warning."""
+    config = tmp_path / "net.json"
+    config.write_text(COMMENTED)
+    model = tmp_path / "mixed.py"
+    model.write_text(MIXED)
+    given = ["--config_file", str(config), "--model", str(model)]
+    assert run_command(["analyze", *given, "--metric", "sqnr_db>=30", "--apply"]) == 0
+    shown = capsys.readouterr()
+    notes = shown.err.splitlines()
+    trials = [line for line in notes if re.fullmatch(r"\d layers? in float: sqnr_db .*", line)]
+    assert len(trials) >= 3
+    assert len(notes) == len(trials) + 1, "and the line about the import"
+    assert "warning" not in shown.err
+    text = config.read_text()
+    assert text.startswith(COMMENTED.rstrip().removesuffix("\n}"))
+    added = json.loads(text)["exclude"]
+    assert 0 < len(added) < 3
+    assert run_command(["validate", "--strict", str(config)]) == 0
+    capsys.readouterr()
+    assert run_command(["plan", *given]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_a_report_of_another_model_or_config_takes_no_analysis(

@@ -163,7 +163,12 @@ def test_it_shows_each_kind_of_block_once_and_what_is_outside(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
-def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_architectures(
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Layers that read one value, and where its factors go; last, how many go into norms, into
     layers, nowhere.
     """
@@ -171,6 +176,7 @@ def test_architectures(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         pytest.importorskip("transformers", reason="needs transformers (extra: llm)")
     path = tmp_path / "net.py"
     path.write_text(f"NAME = {name!r}\n{BUILT}", "utf-8")
+    monkeypatch.setenv("COLUMNS", "1000")
     assert run_command(["inspect", "--algorithms", "--model", str(path)]) == 0
     shown: dict[str, tuple[str, ...]] = {}
     for line in capsys.readouterr().out.splitlines():
