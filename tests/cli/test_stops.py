@@ -104,6 +104,7 @@ def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
     shutil.copytree(old, folder)
     stopped = copies_at_each(calib(folder, config, *more), folder, tmp_path / "stopped", step)
     assert contents(folder) == after
+    assert not [name for name in after if name.startswith("checkpoint")]
     tested: list[dict[str, bytes]] = []
     for place in stopped:
         shutil.rmtree(folder)
