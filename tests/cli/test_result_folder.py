@@ -445,7 +445,7 @@ def test_what_is_no_file_is_not_read(kind: str, name: str, folder: Path) -> None
         (folder / name).mkdir()
     else:
         os.mkfifo(folder / name)
-    with pytest.raises(ResultError, match=f"{name} is (a link|no file)"):
+    with pytest.raises(ResultError, match=f"{name} is (a link|not a file)"):
         read_info(folder)
 
 
