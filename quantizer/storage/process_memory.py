@@ -105,7 +105,7 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: the text is not such a size.
 
-    >>> parsed("8GB"), parsed("0.5 gib")
+    >>> parse_size("8GB"), parse_size("0.5 gib")
     (8000000000, 536870912)
     """
     parts = re.fullmatch(r"(.*[\d.])\s*([^\d.]+)", text.strip())
@@ -121,7 +121,7 @@ def parse_size(text: str) -> int:
 def size_text(size: int) -> str:
     """Return a number of bytes as text, in GB or MB.
 
-    >>> in_words(1_234_000_000), in_words(45_600_000)
+    >>> size_text(1_234_000_000), size_text(45_600_000)
     ('1.23 GB', '46 MB')
     """
     if size >= 10**9:
