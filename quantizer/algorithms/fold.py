@@ -117,7 +117,7 @@ def tie_factors(group: InputGroup, factors: Tensor) -> Tensor:
     >>> group = InputGroup(
     ...     "x", ("layer",), -1, 4, fold=Fold("layer", "before", channels=(0, 0, 1, 1))
     ... )
-    >>> tied(group, torch.tensor([1.0, 2.0, 3.0, 1.0])).tolist()
+    >>> tie_factors(group, torch.tensor([1.0, 2.0, 3.0, 1.0])).tolist()
     [2.0, 2.0, 3.0, 3.0]
     """
     if group.fold is None or group.fold.channels is None:

@@ -288,7 +288,7 @@ def structure_of(model: nn.Module) -> dict[str, str]:
 def join_path(*parts: str) -> str:
     """Return a dotted path; the model itself is the empty one.
 
-    >>> joined("", "weight"), joined("0", "weight")
+    >>> join_path("", "weight"), join_path("0", "weight")
     ('weight', '0.weight')
     """
     return ".".join(part for part in parts if part)

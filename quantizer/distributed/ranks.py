@@ -108,7 +108,7 @@ ALONE = Ranks()
 def merge_in_batch_order(lists: Iterable[Iterable[_T]]) -> list[_T]:
     """Merge lists of each rank's batches into one list in the order of batches.
 
-    >>> in_turn([["0", "3", "6"], ["1", "4"], ["2", "5"]])
+    >>> merge_in_batch_order([["0", "3", "6"], ["1", "4"], ["2", "5"]])
     ['0', '1', '2', '3', '4', '5', '6']
     """
     batches: list[_T] = []

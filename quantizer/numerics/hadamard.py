@@ -32,7 +32,7 @@ def rotate_rows(
     >>> n = 12
     >>> left, right = factors(n)
     >>> identity = torch.eye(n, dtype=torch.float64)
-    >>> matrix = rotated(identity, torch.ones(n, dtype=torch.float64), left, right)
+    >>> matrix = rotate_rows(identity, torch.ones(n, dtype=torch.float64), left, right)
     >>> bool(torch.allclose(matrix @ matrix.T, identity))
     True
     """

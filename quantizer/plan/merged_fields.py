@@ -43,7 +43,7 @@ def merge_fields(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     become groups, or groups become channels.
 
     >>> words = {"dtype": Sourced("int"), "symmetric": Sourced(False)}
-    >>> merged([words, {"dtype": Sourced("fp4")}], "weights")
+    >>> merge_fields([words, {"dtype": Sourced("fp4")}], "weights")
     {'dtype': Sourced(value='fp4', place=None)}
     """
     last_dtype = None

@@ -157,7 +157,7 @@ class TableView:
     def text(self, sentence: str) -> str:
         """Return a sentence with its layers named as in tables.
 
-        >>> View({"Net::Net/Linear[fc]/linear": "fc"}).text(
+        >>> TableView({"Net::Net/Linear[fc]/linear": "fc"}).text(
         ...     "quantized at Net::Net/Linear[fc]/linear"
         ... )
         'quantized at fc'

@@ -315,7 +315,7 @@ def _entry(
 def scale_positions(scale: Tensor) -> Any:
     """Return the positions of power-of-two scales: the number of bits after the binary point.
 
-    >>> positions(torch.tensor([0.25, 2.0]))
+    >>> scale_positions(torch.tensor([0.25, 2.0]))
     [2, -1]
     """
     exponents = torch.log2(scale).round()

@@ -37,9 +37,9 @@ def unsupported_reason(tensor: Tensor) -> str | None:
     can.
 
     >>> (
-    ...     oddity(torch.zeros(2, 2).to_sparse()),
-    ...     oddity(torch.zeros(2, device="meta")),
-    ...     oddity(torch.zeros(2)),
+    ...     unsupported_reason(torch.zeros(2, 2).to_sparse()),
+    ...     unsupported_reason(torch.zeros(2, device="meta")),
+    ...     unsupported_reason(torch.zeros(2)),
     ... )
     ('is sparse', 'has no values', None)
     """

@@ -105,7 +105,7 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: the text is not such a size.
 
-    >>> parsed("8GB"), parsed("0.5 gib")
+    >>> parse_size("8GB"), parse_size("0.5 gib")
     (8000000000, 536870912)
     """
     parts = re.fullmatch(r"(.*[\d.])\s*([^\d.]+)", text.strip())

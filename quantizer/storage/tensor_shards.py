@@ -93,7 +93,7 @@ def shard_name(name: str, number: int, count: int) -> str:
 def tensor_files_of(name: str, files: Iterable[str]) -> list[str]:
     """Return the names among `files` of the file `name` and of its shards, sorted.
 
-    >>> shards_of(
+    >>> tensor_files_of(
     ...     "a.safetensors",
     ...     ["a-00002-of-00002.safetensors", "a-00001-of-00002.safetensors", "b.safetensors"],
     ... )

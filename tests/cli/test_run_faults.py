@@ -205,7 +205,7 @@ def test_a_selector_that_matches_nothing(tmp_path: Path, capsys: Capture) -> Non
             lambda f: (f / "checksums.json").write_text(
                 '{"files": {"../a": "", "quant_info.json": ""}}'
             ),
-            "no digest",
+            "has no sha256",
         ),
         (lambda f: (f / "quant_info.json").unlink(), "quant_info.json is missing"),
         (lambda f: (f / "quant_info.json").write_text("{}"), "was changed after calibration"),

@@ -142,7 +142,7 @@ def test_test_mode_counts_them_and_the_generated_code_equals_it(
 def test_what_experts_read_is_quantized(inputs: dict[str, Any]) -> None:
     result = calibrated("Mixtral", config(INT8, input_tensors={"dtype": "int8", **inputs}))
     assert [[*layer.quantizers] for layer in expert_layers(result.network).values()] == [
-        ["weights", "input"]
+        ["input", "weights"]
     ] * 4
     assert result.test().metrics["sqnr_db"] > 30
 

@@ -44,7 +44,7 @@ def algorithm_entry(settings: AlgoConfig) -> JsonObject:
     """Return the entry of a file that means the same as settings, with every default that
     something reads.
 
-    >>> written(ALGORITHMS["rotation"](seed=3))
+    >>> algorithm_entry(ALGORITHMS["rotation"](seed=3))
     {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
     """
     entry: JsonObject = {"name": settings.name}

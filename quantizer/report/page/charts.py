@@ -298,7 +298,7 @@ def _bar_outline(heights: Iterable[float], width: float) -> str:
     """Return the upper edge of adjacent bars as part of an SVG path. Adjacent bars of the same
     height are one step, which makes the path shorter.
 
-    >>> _steps([5, 5, 2.04], 3)
+    >>> _bar_outline([5, 5, 2.04], 3)
     'V5h6V2h3'
     """
     path = ""
