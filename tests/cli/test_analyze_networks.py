@@ -50,7 +50,7 @@ def test_a_batch_of_another_shape_is_named(
         )
         == 4
     )
-    said = capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err.splitlines()[-2]
     assert said.startswith("error: batch 1: ") and said.endswith(
         "expected [b, 3] torch.float32, got [4, 5] torch.float32"
     )

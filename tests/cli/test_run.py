@@ -254,7 +254,7 @@ def test_gates_decide_the_exit_code(
 def test_piped_output_has_no_control_characters(
     calibrated: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert check(calibrated) == 0
+    assert check(calibrated, "--names", "exact", "--top", "all") == 0
     out, err = capfd.readouterr()
     assert "\x1b" not in out + err
     assert "\r" not in out + err
@@ -272,7 +272,7 @@ def test_random_data_is_stamped(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_inspect_prints_the_layers_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert calibrate(tmp_path / "out", "--inspect") == 0
+    assert calibrate(tmp_path / "out", "--inspect", "--names", "exact") == 0
     assert CONV1 in capsys.readouterr().out
 
 
@@ -304,7 +304,8 @@ def test_plan_inspect_and_explain_tell_the_same_story(
     assert run_command(["explain", *look, "conv9"]) == 2
     assert "closest: " in capsys.readouterr().err
 
-    assert run_command(["inspect", *look, "-o", str(tmp_path / "ResNet.py")]) == 0
+    file = ["-o", str(tmp_path / "ResNet.py")]
+    assert run_command(["inspect", *look, "--top", "all", *file]) == 0
     assert "keeps the quantization of its input" in capsys.readouterr().out
     assert CONV1 in (tmp_path / "ResNet.py").read_text()
 

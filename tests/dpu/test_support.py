@@ -295,7 +295,7 @@ def test_inspect_says_what_the_dpu_runs(capsys: pytest.CaptureFixture[str]) -> N
     )
     shown = capsys.readouterr().out
     assert "22 of 22 operators run on the DPU (DPUCZDX8G_ISA1_B4096), in 1 subgraph\n" in shown
-    assert "avg_pool2d: the average of 2x2 is its sum * 1 / 2^2, which is exact" in shown
+    assert "avgpool: the average of 2x2 is its sum * 1 / 2^2, which is exact" in shown
 
 
 def test_inspect_gates_decide_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
