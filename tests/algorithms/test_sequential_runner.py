@@ -230,7 +230,9 @@ def test_a_full_disk_is_told_and_leaves_no_file(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DataError, match=r"no room .*: No space left on device") as refused:
+    with pytest.raises(
+        DataError, match=r"cannot write values of .*: No space left on device"
+    ) as refused:
         ActivationStore(0).keep(torch.ones(3))
     assert refused.value.help is not None and "TMPDIR" in refused.value.help
     assert not list(tmp_path.iterdir())

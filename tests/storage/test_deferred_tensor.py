@@ -134,7 +134,9 @@ def test_a_full_disk_is_one_sentence(load: Counted, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DataError, match=r"cannot write values of the network .*: No space left on device") as refused:
+    with pytest.raises(
+        DataError, match=r"cannot write values of .*: No space left on device"
+    ) as refused:
         deferred_like(deferred(load), torch.ones(3))
     assert "TMPDIR" in str(refused.value.help)
 
