@@ -219,7 +219,8 @@ def test_layers_read_codes_through_operators_that_keep_them(tmp_path: Path) -> N
 
 
 UNKERNELED = {
-    "asymmetric": {"symmetric": False, "signed": False},
+    "zero points": {"symmetric": False, "bit_width": 4},
+    "unsigned": {"signed": False},
     "16 bits": {"bit_width": 16},
     "another axis": {"ch_axis": 1},
 }
