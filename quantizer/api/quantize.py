@@ -41,7 +41,7 @@ from quantizer.sources.hugging_face import example_input
 from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.sources.user_code import user_exits
 
-_EXAMPLE = "an example input, which is no real data"
+_EXAMPLE = "an example input, not of real data"
 
 
 @dataclass(frozen=True, repr=False)

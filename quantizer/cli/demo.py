@@ -39,7 +39,7 @@ def demo(folder: str) -> None:
         raise UsageError(f"{place} cannot be written: {error.strerror or error}") from None
     click.echo(
         f"wrote {place}: {_MODEL} is a network that reads 8x8 digits; its weights and its data "
-        "are beside it. Try:\n\n"
+        "are next to it. Try:\n\n"
         f"  cd {place}\n"
         f"  quantizer run {_MODEL} --to onnx\n"
         f"  quantizer run {_MODEL} --to w8 -o small"

@@ -231,7 +231,7 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
             )
         if typed:
             raise UsageError(
-                f"--{typed[0]} stands before the command {command}, where it has no effect",
+                f"--{typed[0]} is before the command {command}, where it has no effect",
                 help=f"write it after {command}",
             )
         return None

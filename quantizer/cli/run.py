@@ -107,7 +107,7 @@ def run(model: str, options: RunOptions) -> None:
     """Quantize MODEL in one call: write a config for it, calibrate, test, export, check the
     gates, and say what came out.
 
-    MODEL is what --model takes. The config lies in the result folder; check it in, and
+    MODEL is what --model takes. The config is in the result folder; check it in, and
     `--quant_mode calib` and `--quant_mode test` repeat the run.
 
     \b

@@ -54,7 +54,7 @@ from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
 
-_EXAMPLE = "an example input, which is no real data"
+_EXAMPLE = "an example input, not of real data"
 _FAULT_HELP = "give that layer and those before it more bits or a wider range, or float"
 
 

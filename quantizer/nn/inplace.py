@@ -157,7 +157,7 @@ def check_quantizable(
     for role in roles:
         if not is_parameter(role) and "forward" in vars(module):
             raise ModelError(
-                f"{where} has a forward of its own in place of its class's, which would bypass "
+                f"{where} has a forward that replaces that of its class and would bypass "
                 f"the quantizer of its {role}",
                 help="remove what replaced it (accelerate: remove_hook_from_module), or "
                 "exclude the layer",

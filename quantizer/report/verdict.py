@@ -244,8 +244,8 @@ def _next_step(facts: VerdictFacts) -> str:
     parts = _measured_parts(tested)
     if not tested.get("pairs") and parts and parts[0]["sqnr_db"] < bound_db:
         return (
-            f"`quantizer analyze --tensors {command}` shows which tensors lose most; an "
-            "evaluate() in the model's file measures what that costs."
+            f"`quantizer analyze --tensors {command}` lists the tensors that lose most. An "
+            "evaluate() in the model's file measures the loss of the task."
         )
     if not facts.model_option:
         return f"check in {facts.config}; `quantizer.calibrate` with it repeats this."

@@ -195,7 +195,7 @@ def _refuse_folders(folder: Path) -> None:
             folders.append(path)
     if folders:
         raise ResultError(
-            f"{min(folders)} is a folder in place of a file", help="move it elsewhere"
+            f"{min(folders)} is a folder instead of a file", help="move it elsewhere"
         )
     export = folder / EXPORT_FOLDER
     if export.exists() and not export.is_dir():

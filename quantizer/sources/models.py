@@ -51,7 +51,7 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
         "{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
         "give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
     ),
-    ".json": ("{path} is no model", "a config is given as --config_file {path}"),
+    ".json": ("{path} is not a model", "a config is given as --config_file {path}"),
     **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
 }
 """The reason and the help of the error for files that are not models, by suffix."""

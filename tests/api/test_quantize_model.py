@@ -710,7 +710,7 @@ def test_a_quantized_model_is_not_quantized_again() -> None:
 def test_a_replaced_forward_is_refused_where_it_would_pass_a_quantizer_by() -> None:
     model = mlp()
     model[0].forward = nn.Linear(8, 16).forward
-    with pytest.raises(ModelError, match="has a forward of its own in place of its class's"):
+    with pytest.raises(ModelError, match="has a forward that replaces that of its class"):
         quantized(model, weight=spec(), input_tensors=per_token())
     quantized(model, weight=spec())
 

@@ -167,7 +167,7 @@ def test_a_dataclass_has_to_be_known_to_torch(net: str, capsys: Capture) -> None
             "there is no folder org/Net-3.2; quantizer downloads nothing",
             "`hf download org/Net-3.2 --local-dir Net-3.2`, then --model Net-3.2",
         ),
-        ("net.json", "net.json is no model", "a config is given as --config_file net.json"),
+        ("net.json", "net.json is not a model", "a config is given as --config_file net.json"),
         (
             "adapter",
             "adapter holds an adapter of PEFT, not a whole model",

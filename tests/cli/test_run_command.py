@@ -126,10 +126,10 @@ def test_without_data_what_needs_none_is_made_and_stamped(
 ) -> None:
     assert run_command(["run", write(WITH_EXAMPLE), "-q", "--to", "w4"]) == 0
     lines = lines_of(capsys)
-    assert "These figures are of an example input, which is no real data." in lines
+    assert "These figures are of an example input, not of real data." in lines
     assert lines[-1].startswith("Next: give calibration data: GPTQ")
     report = json.loads(Path("quantize_result/report.json").read_text())
-    assert report["stamp"] == "an example input, which is no real data"
+    assert report["stamp"] == "an example input, not of real data"
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_what_is_no_file_is_told_with_the_code_of_the_option(
 REFUSALS = {
     (".lock", pipe): ".lock is not a file, so it cannot be locked",
     (".lock", folder): ".lock is not a file, so it cannot be locked",
-    ("plan.json", folder): "plan.json is a folder in place of a file",
+    ("plan.json", folder): "plan.json is a folder instead of a file",
     ("export", pipe): "export is not a folder, and exports are written there",
 }
 """What is said of places that are neither files nor replaced."""

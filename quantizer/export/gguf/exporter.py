@@ -43,7 +43,7 @@ _NO_LANGUAGE_MODEL = Refusal(
     "holds language models, and this model has no embedding of tokens",
     "--deploy onnx, pt2 and safetensors hold any network",
 )
-_ROUNDED = "its scales are rounded to halfs, which test mode with --deploy gguf counts"
+_ROUNDED = "its scales are rounded to float16; test mode with --deploy gguf computes with these"
 
 
 @dataclass(frozen=True)
