@@ -77,8 +77,8 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
     if difference.unknown:
         names = ", ".join(map(quoted, difference.unknown))
         say_note(
-            f"note: not judged, because it is not known whether less or more is better: {names}; "
-            f"{how_to_declare(difference.unknown[0])}, and test both again"
+            "note: not judged, because it is not known whether less or more is better: "
+            f"{names}; {how_to_declare(difference.unknown[0])}, and test both again"
         )
     if difference.worse:
         raise GateError(

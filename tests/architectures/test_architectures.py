@@ -22,6 +22,7 @@ INT8 = load_config(Path(__file__).parents[2] / "configs" / "cpu_int8.json").requ
 
 
 @pytest.mark.slow
+@pytest.mark.shows("38 architectures (random), from AlexNet to Swin", "test mode")
 @pytest.mark.parametrize("name", CASES)
 def test_architecture(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -66,7 +66,7 @@ def test_help_lists_every_command_and_exit_code() -> None:
         (["plan", "--confg_file=x.json"], "error: quantizer plan has no option --confg_file"),
         (["validate", "-x", "net.json"], "error: quantizer validate has no option -x"),
         (["--quant_mode", "calib", "validate", "x.json"], "exclude each other"),
-        (["--seed", "3", "plan"], "error: --seed stands before the command plan"),
+        (["--seed", "3", "plan"], "error: --seed is before the command plan"),
         (["--quant_mode", "calib", "--batch_size", "0"], "--batch_size: 0 is not in the range"),
         (["--quant_mode", "calib", "--seed", "x"], "--seed: 'x' is not a whole number"),
         (

@@ -67,6 +67,7 @@ def test_corrected_biases_stay_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.shows("EfficientNet-Lite0", "test mode and the DPU's integers, code for code")
 def test_efficientnet_lite_is_equal_code_for_code(tmp_path: Path) -> None:
     if any(importlib.util.find_spec(package) is None for package in PACKAGES):
         pytest.skip("needs the packages of examples/efficientnet_lite.py")

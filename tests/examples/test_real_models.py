@@ -35,6 +35,7 @@ RUNS = [
 
 
 @pytest.mark.real
+@pytest.mark.shows("EfficientNet-Lite0 on photos", "test mode")
 @pytest.mark.parametrize(("config", "photos"), RUNS)
 def test_efficientnet_lite_in_eight_bits(
     config: str | None, photos: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

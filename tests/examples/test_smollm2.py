@@ -99,6 +99,7 @@ def rise(
     return measured
 
 
+@pytest.mark.shows("SmolLM2-135M, 8, 4 and 3 bits, six algorithms", "test mode")
 def test_the_float_perplexity(loss: Callable[[int], float]) -> None:
     assert math.exp(loss(8)) == pytest.approx(14.33, rel=5e-3)
 

@@ -127,6 +127,9 @@ SEVERAL = config(
 )
 
 
+@pytest.mark.shows(
+    "LLaMA (random), int8, int4, fp8, fp4, mixed", "transformers with compressed-tensors"
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) -> None:
     given, layout = FORMATS[name]

@@ -214,6 +214,10 @@ def sqnr_db(expected: Sequence[Tensor], outputs: Sequence[object]) -> list[float
 
 
 @pytest.mark.real
+@pytest.mark.shows(
+    "a ViT, LSTM and GRU, transposed convolutions",
+    "ONNX Runtime, OpenVINO, the ONNX reference",
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> None:
     ov = pytest.importorskip("openvino", reason="one of them (extra: openvino)")

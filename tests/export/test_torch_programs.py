@@ -322,6 +322,7 @@ def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.shows("a convolutional network", "torch.compile (Inductor)")
 @pytest.mark.filterwarnings("ignore:.*")  # torch's compiler uses what torch has deprecated
 @pytest.mark.parametrize("bits", ["4 bits", "8 bits"])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs it")
@@ -350,6 +351,7 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
 
 
 @pytest.mark.real
+@pytest.mark.shows("a convolutional network", "ExecuTorch with XNNPACK, if installed")
 @pytest.mark.filterwarnings("ignore:.*")
 def test_executorch_delegates_it(tmp_path: Path) -> None:
     exir = pytest.importorskip(
