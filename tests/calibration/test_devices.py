@@ -52,7 +52,7 @@ GIVE_TO_THE_CPU = {
     "comparison/output_comparison.py:see",
     "comparison/output_figures.py:_ends_along",
     "graph/passes/equalization.py:__init__",
-    "nn/quantized_tensor.py:at",
+    "nn/quantized_tensor.py:with_qparams",
     "nn/quantized_tensor.py:encoded",
     "numerics/histogram.py:of",
     "observers/observed_batch.py:counted",

@@ -264,7 +264,7 @@ def test_stopped_then_resumed_equals_undisturbed(
         else:
             assert calibrate(tmp_path / "out", model=model, config=path) == 130
             assert (
-                f"gptq stopped after {after} of 7 groups; --resume goes on"
+                f"gptq stopped after {after} of 7 groups; --resume continues"
                 in capsys.readouterr().err
             )
     assert not (tmp_path / "out" / "quant_info.json").exists()

@@ -481,7 +481,7 @@ def test_a_stopped_run_goes_on_with_another_number_of_ranks(
     for count, batches_of_each, batches in stops:
         found = run_ranks(count, command, tmp_path / "ranks", before=stop(batches_of_each))
         assert [rank.code for rank in found] == [130] * count, found[0].err
-        told = f"calib stopped after {batches} batches; --resume goes on from"
+        told = f"calib stopped after {batches} batches; --resume continues from"
         assert told in found[0].err
         command = [*command, "--resume"]
     found = run_ranks(last, command, tmp_path / "ranks")

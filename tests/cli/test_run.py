@@ -378,14 +378,14 @@ def test_a_run_that_does_not_fit_says_so(
     assert calibrate(tmp_path) == 0
     said = capsys.readouterr().err
     assert re.search(
-        r"calibration needs about \d+ MB more memory, and 0 MB are free: use a smaller "
+        r"calibration needs about \d+ MB more memory, and 1 kB are free: use a smaller "
         r"--batch_size",
         said,
     )
     monkeypatch.setattr("quantizer.storage.process_memory.total_bytes", lambda: 2000)
     assert calibrate(tmp_path, "--overwrite") == 6
     assert re.search(
-        r"error: calibration would need about .* of memory, and the machine has 0 MB",
+        r"error: calibration would need about .* of memory, and the machine has 2 kB",
         capsys.readouterr().err,
     )
     assert check(tmp_path) == 6

@@ -37,7 +37,7 @@ def test_ctrl_c_prints_its_text_on_lines_of_its_own(tmp_path: Path) -> None:
     code, lines = run_on_terminal(["--quant_mode", "calib", "--model", "net.py"], tmp_path)
     assert code == 130
     assert lines[-3:] == [
-        "calib stopped after 2 batches; --resume goes on from there",
+        "calib stopped after 2 batches; --resume continues from there",
         "interrupted",
         "",
     ]

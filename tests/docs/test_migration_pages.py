@@ -296,4 +296,8 @@ def _is_name(word: str) -> bool:
 
 
 def _public() -> list[str]:
-    return [name for name in quantizer.__all__ if name not in ("calibrate", "load")]
+    return [
+        name
+        for name in quantizer.__all__
+        if name not in ("Quantized", "calibrate", "load", "quantize")
+    ]

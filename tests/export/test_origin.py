@@ -15,7 +15,7 @@ from quantizer.api.result import Result
 from quantizer.config.document.document import Text
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.load import load_text
-from quantizer.storage.safetensors_file import metadata
+from quantizer.storage.safetensors_file import read_metadata
 
 CONFIG = {
     "global_quant_config": {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}
@@ -101,4 +101,4 @@ def test_safetensors_state_their_origin(
     result: Result, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     path = written_twice("safetensors", result, tmp_path)
-    assert json.loads(metadata(path)["quantizer"])["origin"] == expected
+    assert json.loads(read_metadata(path)["quantizer"])["origin"] == expected

@@ -27,7 +27,7 @@ def quick_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(verify, "_speed", lambda *measured: None)
     monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(_table()))
-    monkeypatch.setattr(onnx_openvino, "installed", lambda: None)
+    monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
 
 
 @cache

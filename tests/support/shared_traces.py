@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OperatorBase, OpOverloadPacket
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from quantizer.config.roles import is_parameter
 from quantizer.errors import ModelError
@@ -54,6 +55,8 @@ class SharedTraces:
             look.example((args, kwargs)),
             look.example(options),
             torch.get_default_dtype(),
+            # The user may have registered a class since
+            len(pytree.SUPPORTED_NODES),
         )
         if key in self.errors:
             raise self.errors[key].with_traceback(None)
