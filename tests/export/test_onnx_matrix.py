@@ -222,6 +222,7 @@ def differences(
         one_step = 1.001 * step if step is not None else 1e-5
         most = float(difference.max())
         share = float((difference > 1e-6).float().mean())
-        if most > one_step or share > 0.01:
+        # Weights of 4 bits make sums that are half-way between two codes more often.
+        if most > one_step or share > 0.02:
             wrong[index] = f"{most / one_step:.3g} steps, {share:.2%}"
     return wrong
