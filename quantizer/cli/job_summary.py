@@ -7,7 +7,7 @@ from typing import Any
 
 from quantizer.printable import one_line
 from quantizer.report.page.rows import layer_name
-from quantizer.report.verdict import figures
+from quantizer.report.verdict import measured_lines
 
 _VARIABLE = "GITHUB_STEP_SUMMARY"
 """The environment variable with the file that Actions shows."""
@@ -25,7 +25,7 @@ def append_summary(report: dict[str, Any], gates: Sequence[str]) -> None:
     if not path or "metrics" not in report:
         return
     lines = [f"### quantizer: {report['model']}", ""]
-    for text in (*figures(report), *gates):
+    for text in (*measured_lines(report), *gates):
         lines.append(f"- {one_line(text)}")
     lines += ["", "| tensor | quantized as | local dB | accumulated dB |", "|---|---|--:|--:|"]
     for row in report["layers"][:_MAX_ROWS]:

@@ -115,7 +115,7 @@ def _weight_bits(plan: Plan) -> int | None:
 
 def verdict(facts: VerdictFacts) -> list[str]:
     """Return at most eight lines of plain words about a run."""
-    lines = [_made(facts), *figures(facts.tested)]
+    lines = [_made(facts), *measured_lines(facts.tested)]
     if facts.runtime:
         lines.append(f"{facts.runtime}.")
     lines += _left_float(facts.left_float)
@@ -124,7 +124,7 @@ def verdict(facts: VerdictFacts) -> list[str]:
     return [*lines[: MAX_LINES - 1], f"Next: {_next_step(facts)}"]
 
 
-def figures(tested: JsonMapping) -> Iterator[str]:
+def measured_lines(tested: JsonMapping) -> Iterator[str]:
     """Yield lines on the metrics of the task, the outputs, and on what they were measured.
 
     Args:

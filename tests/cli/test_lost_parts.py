@@ -91,7 +91,7 @@ def test_a_lost_part_is_said_everywhere(
     assert report["metrics"]["sqnr_db_pooled"] == rows["0"]["sqnr_db"]
     page = (folder / "report.html").read_text("utf-8")
     assert f'<p class="warning">{LOST}' in page
-    assert "worst output 0.scores: SQNR 0.0 dB" in page
+    assert "0.scores differs most from float, by 100 % (SQNR 0.0 dB)" in page
     [file] = read(folder, "export/verify.json").values()
     assert any(f"in test mode already: {LOST}" in remark for remark in file["remarks"])
     assert [part["name"] for part in file["parts"]] == ["0.boxes", "0.scores"]

@@ -166,7 +166,7 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
     after = content(tmp_path / "out")
     assert after["metrics"]["sqnr_db"] > 20
     assert after["gates"] == {"sqnr_db>=20": True, "cosine>=0.5": True}
-    assert "gate cosine>=0.5 met; gate sqnr_db>=20 met" in (
+    assert "Gate cosine>=0.5: met. Gate sqnr_db>=20: met." in (
         tmp_path / "out" / "report.html"
     ).read_text("utf-8").replace("&gt;", ">")
     files = [tmp_path / "out" / name for name in ("report.json", "report.html")]

@@ -32,24 +32,12 @@ def tensor_name(
 
 def most_damaged(rows: Iterable[JsonObject]) -> JsonObject | None:
     """Return the tensor with the lowest local SQNR, or None if none was measured."""
-    return _lowest(rows, "local_sqnr_db")
-
-
-def weakest_output(rows: Iterable[JsonObject]) -> JsonObject | None:
-    """Return the output or part with the lowest SQNR, or None if none was measured."""
-    return _lowest(rows, "sqnr_db")
-
-
-def _lowest(
-    rows: Iterable[JsonObject],
-    figure: str,
-) -> JsonObject | None:
     lowest = None
     for row in rows:
-        value = row[figure]
+        value = row["local_sqnr_db"]
         if value is None:
             continue
-        if lowest is None or value < lowest[figure]:
+        if lowest is None or value < lowest["local_sqnr_db"]:
             lowest = row
     return lowest
 

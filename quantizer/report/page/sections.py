@@ -6,11 +6,13 @@ import itertools
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.config.wording import counted
 from quantizer.evaluation.pass_loss import pass_loss_line
 from quantizer.report.page.charts import number
 from quantizer.report.page.figures import measured_rows
-from quantizer.report.page.rows import layer_name, most_damaged, tensor_name, weakest_output
+from quantizer.report.page.rows import layer_name, most_damaged, tensor_name
 from quantizer.report.tables import number_text
+from quantizer.report.verdict import measured_lines
 
 MAX_CLIPPED = 0.01
 """A tensor with a larger share of clipped values is listed under coverage."""
@@ -19,30 +21,22 @@ STEEP_DB = 3.0
 
 
 def verdict(content: JsonMapping) -> list[str]:
-    """Return the parts of the sentence that the page begins with."""
+    """Return the sentences that the page begins with."""
     rows = content["layers"]
+    sentences = list(measured_lines(content))
+    for gate, is_met in content["gates"].items():
+        outcome = "met" if is_met else "not met"
+        sentences.append(f"Gate {gate}: {outcome}.")
     layers = {row["layer"] for row in rows}
-    parts = [f"{len(rows)} tensors of {len(layers)} layers quantized"]
-    sqnr_db = content["metrics"].get("sqnr_db")
-    if sqnr_db is not None:
-        outputs = content.get("outputs", ())
-        weakest = weakest_output(outputs)
-        name = "output"
-        if weakest is not None and len(outputs) > 1:
-            name = f"worst output {weakest['name']}:"
-        parts.append(f"{name} SQNR {sqnr_db:.1f} dB")
+    text = f"{counted(len(rows), 'tensor')} of {counted(len(layers), 'layer')} quantized"
     worst = most_damaged(rows)
     if worst is not None:
         name = tensor_name(content, worst)
-        parts.append(f"worst: {name}, {worst['local_sqnr_db']:.1f} dB")
+        text += f"; {name} has the largest loss ({worst['local_sqnr_db']:.1f} dB)"
+    sentences.append(f"{text}.")
     if content.get("passes"):
-        parts.append(pass_loss_line(content["passes"]))
-    for gate, is_met in content["gates"].items():
-        outcome = "met" if is_met else "not met"
-        parts.append(f"gate {gate} {outcome}")
-    if content["stamp"]:
-        parts.append(content["stamp"])
-    return parts
+        sentences.append(f"{pass_loss_line(content['passes'])}.")
+    return sentences
 
 
 def key_figures(content: JsonMapping) -> dict[str, str]:
