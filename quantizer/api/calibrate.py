@@ -1,8 +1,9 @@
 """Defines `calibrate` and `load`, which do in Python what the shell does."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from quantizer.config.forms.resolved import resolved_document
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
+from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
@@ -43,7 +45,6 @@ from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 from quantizer.storage.process_memory import parse_size
 
-_WHOLE: Mapping[str, None] = {"batch_size": None, "subset_len": None}
 CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
 
@@ -93,13 +94,10 @@ def calibrate(
             `dpu_accuracy`.
     """
     check_float(model, traced=True)
-    batches = open_batches(model, data, seed=seed, batch_size=batch_size, subset_len=subset_len)
-    return calibrate_traced(
-        model,
-        batches,
-        config,
+    settings = CalibrationSettings(
         seed=seed,
-        cut={"batch_size": batch_size, "subset_len": subset_len},
+        batch_size=batch_size,
+        subset_len=subset_len,
         fast_finetune=fast_finetune,
         dpu_accuracy=dpu_accuracy,
         folder=folder,
@@ -107,45 +105,78 @@ def calibrate(
         memory=memory,
         events=events,
     )
+    batches = open_batches(model, data, settings)
+    return calibrate_batches(model, config, batches, settings)
 
 
-def calibrate_traced(
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """The arguments of `calibrate` beside the model, the config and the data.
+
+    Attributes:
+        confirm: is called with the request and the plan before calibration, and may raise.
+    """
+
+    seed: int = 0
+    batch_size: int | None = None
+    subset_len: int | None = None
+    fast_finetune: str | None = None
+    dpu_accuracy: str | None = None
+    folder: str | os.PathLike[str] | None = None
+    resume: bool = False
+    memory: int | str | None = None
+    events: Events | None = None
+    confirm: Callable[[CalibrationRequest, Plan], None] | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what results record."""
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "subset_len": self.subset_len,
+        }
+
+
+def calibrate_batches(
     model: nn.Module,
-    batches: Batches,
     config: AnyConfig | None,
+    batches: Batches,
+    settings: CalibrationSettings,
     *,
     graph: Graph | None = None,
-    seed: int,
-    cut: Mapping[str, int | None] | None = None,
-    fast_finetune: str | None = None,
-    dpu_accuracy: str | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    memory: int | str | None = None,
-    events: Events | None = None,
 ) -> Result:
-    """Quantize a model whose data is open; the arguments are those of `calibrate`.
+    """Quantize a traced copy of a model whose data is open; see `calibrate`.
 
     Args:
         graph: what `trace_compared` returns; None to trace here.
-        cut: the arguments of `calibrate` that limit the data; None for all of it.
     """
-    read, budget = read_config(config), _budget(memory)
-    rules, fast_finetune = with_finetuning(read.require(), dpu_accuracy, fast_finetune)
-    checkpoints = Checkpoints(Path(folder), resume=resume) if folder is not None else None
-    watching = events or follower()
+    read, budget = read_config(config), _budget(settings.memory)
+    level = settings.dpu_accuracy
+    rules, finetuned = with_finetuning(read.require(), level, settings.fast_finetune)
+    checkpoints: Checkpoints | None = None
+    if settings.folder is not None:
+        checkpoints = Checkpoints(Path(settings.folder), resume=settings.resume)
+    watching = settings.events or follower()
+
+    def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+        if settings.confirm is not None:
+            settings.confirm(request, state.plan)
+        return state
+
     request = CalibrationRequest(
         target=TracedTarget(graph or trace_compared(model, batches)),
         config=rules,
         batches=batches,
         events=ForkedEvents(*filter(None, (watching, checkpoints))),
         checkpoints=checkpoints,
-        seed=seed,
-        fast_finetune=fast_finetune,
-        facts={"seed": seed, **(cut or _WHOLE)},
+        seed=settings.seed,
+        fast_finetune=finetuned,
+        facts=settings.facts,
         findings=read.diagnostics,
+        confirm=confirm,
         memory=budget,
-        dpu_accuracy=dpu_accuracy,
+        dpu_accuracy=level,
     )
     lock = locked(checkpoints.folder) if checkpoints else nullcontext()
     with lock, pointing_into(read.sources):
@@ -208,7 +239,7 @@ def load(
     if data is None:
         batches = _example_batches(info)
     else:
-        batches = open_batches(model, data, seed=info.header["seed"])
+        batches = open_batches(model, data, CalibrationSettings(seed=info.header["seed"]))
     batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
         original = reuse_or_trace(model, batch, info)
@@ -219,13 +250,13 @@ def load(
 
 
 def open_batches(
-    model: nn.Module,
-    data: CalibrationData,
-    *,
-    seed: int,
-    batch_size: int | None = None,
-    subset_len: int | None = None,
+    model: nn.Module, data: CalibrationData, settings: CalibrationSettings
 ) -> Batches:
+    """Return the batches of the user's data.
+
+    Raises:
+        DataError: there is no data, or it cannot be read.
+    """
     if data is None:
         raise DataError(
             "data is None",
@@ -234,9 +265,9 @@ def open_batches(
     return load_batches(
         data,
         module=model,
-        batch_size=batch_size,
-        subset_len=subset_len,
-        seed=seed,
+        batch_size=settings.batch_size,
+        subset_len=settings.subset_len,
+        seed=settings.seed,
         label="data",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -14,34 +14,44 @@ from torch import nn
 
 from quantizer.api.calibrate import (
     CalibrationData,
-    calibrate_traced,
+    CalibrationSettings,
+    calibrate_batches,
     open_batches,
     trace_compared,
 )
 from quantizer.api.config import AnyConfig
 from quantizer.api.result import Comparison, Result
 from quantizer.calibration.events import Events
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.config.wording import closest_word
 from quantizer.errors import ModelError, UsageError
-from quantizer.export import EXPORTERS, FOLDER, require_extras, size_on_disk
-from quantizer.export.agreement import Verification
-from quantizer.export.destinations import (
-    DESTINATIONS,
-    Destination,
-    default_destination,
-    preset_for,
+from quantizer.export import (
+    EXPORTERS,
+    FOLDER,
+    planned_refusals,
+    refuse,
+    require_extras,
+    size_on_disk,
 )
+from quantizer.export.agreement import Verification
+from quantizer.export.choices import require_choices
+from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import fitted_text
-from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
+from quantizer.plan.model import Plan
+from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.tables import as_csv
+from quantizer.report.verdict import VerdictFacts, verdict
+from quantizer.results.folder import open_written
+from quantizer.results.result_set import locked
+from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.sources.user_code import user_exits
-
-_EXAMPLE = "an example input, not of real data"
+from quantizer.storage.files import write_json, write_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,36 +122,66 @@ def quantize(
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     require_extras([target])
-    place = Path(folder)
+    require_choices({key: os.fspath(value) for key, value in options.items()}, [target])
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
-    source: Any = data if has_data else [example_input(model, DEFAULT_SEQ_LEN)]
-    batches = open_batches(model, source, seed=seed)
+    settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, target))
+    batches = _batches(model, data, settings)
     graph = trace_compared(model, batches)
+    place = Path(folder)
     if config is None:
-        made_for = MadeFor(name, type(model).__name__)
+        made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
         config = run_config(place, made_for, new_text, overwrite=overwrite)
-    result = calibrate_traced(model, batches, config, graph=graph, seed=seed, events=events)
+    result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(place, overwrite=overwrite)
-    tested_data = source if evaluation_data is None else evaluation_data
-    comparison = result.test(tested_data, evaluate, lower_is_better=lower_is_better)
+    comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     path = _new_path(place, result, target)
-    verification = result.export(target, path, tested_data, **options)
-    result.report(place / "report.html", comparison)
-    tested = comparison.to_json()
-    if not has_data and evaluation_data is None:
-        tested["stamp"] = _EXAMPLE
+    verification = result.export(target, path, evaluation_data, **options)
+    _write_findings(place, comparison, path, verification)
+    runtime, floating = verification.in_runtime
     facts = VerdictFacts.of(
         result.plan.plan,
-        made=destination.made,
-        tested=tested,
+        floating=floating,
+        runtime=runtime,
+        path=str(path),
+        size=size_on_disk(path),
+        tested=comparison.to_json(),
         config=_name_of(config),
-        improvement=_improvement(destination, has_data=has_data),
-        **_facts_of_file(path, verification),
+        improvement=destination.improvement(has_data=has_data),
     )
     return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _batches(
+    model: nn.Module, data: CalibrationData | None, settings: CalibrationSettings
+) -> Batches:
+    """Return the batches of the user's data, or an example input that reports name as such."""
+    if data is not None:
+        return open_batches(model, data, settings)
+    example = [example_input(model, DEFAULT_SEQ_LEN)]
+    return replace(open_batches(model, example, settings), stamp=EXAMPLE_STAMP)
+
+
+def _confirm(target: str, request: CalibrationRequest, plan: Plan) -> None:
+    """Raise `UsageError` if the target cannot hold a plan, or there is no data for it."""
+    refuse(target, planned_refusals(target, plan))
+    if request.needs_data(plan) and request.batches.stamp == EXAMPLE_STAMP:
+        raise UsageError(
+            "the config needs calibration data, and there is none",
+            help="give `data`, or a config without static activations and algorithms",
+        )
+
+
+def _write_findings(
+    folder: Path, comparison: Comparison, path: Path, verification: Verification
+) -> None:
+    """Write the figures of the test and of the file next to the results, as the shell does."""
+    with locked(folder):
+        write_report(open_written(folder, REPORT_INPUTS), comparison.to_json())
+        write_text(folder / "layers.csv", as_csv(comparison.layers))
+        write_json(path.parent / "verify.json", {path.name: verification.to_json()})
 
 
 def _new_path(folder: Path, result: Result, target: str) -> Path:
@@ -156,13 +196,6 @@ def _fitted(preset: str, graph: Graph) -> str:
     """Return the text of a preset as it fits a model."""
     text, _ = fitted_text(preset_text(preset), preset, graph)
     return text
-
-
-def _improvement(destination: Destination, *, has_data: bool) -> str:
-    """Return what would lose less; empty if that is not known."""
-    if not has_data and destination.loses_without_data():
-        return MORE_WITH_DATA
-    return ""
 
 
 def _name_of(config: AnyConfig) -> str:
@@ -181,13 +214,3 @@ def _known_destination(name: str) -> str:
     if near is not None:
         remedy = f'did you mean "{near}"?'
     raise UsageError(f"there is no destination {name!r}", help=remedy)
-
-
-def _facts_of_file(path: Path, verification: Verification) -> dict[str, Any]:
-    """Return the facts of a verdict about the written file."""
-    facts: dict[str, Any] = {"path": str(path), "size": size_on_disk(path), "floating": None}
-    session = verification.default_session
-    if session is not None and session.kernels is not None:
-        facts["runtime"] = session.summary_lines[0]
-        facts["floating"] = session.kernels.floating
-    return facts

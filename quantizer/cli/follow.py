@@ -24,10 +24,7 @@ _shared: ContextVar[Events | None] = ContextVar("shared display", default=None)
 """The display that all steps of `quantizer run` share."""
 
 
-def progress(
-    *,
-    quiet: bool,
-) -> Events:
+def progress(*, quiet: bool) -> Events:
     """Return the display of progress: bars on a terminal outside of CI, otherwise lines.
 
     With `--quiet` there is none, and with `--verbose` the end of each stage is logged, too.
@@ -37,10 +34,7 @@ def progress(
     return _display(quiet=quiet)
 
 
-def _display(
-    *,
-    quiet: bool,
-) -> Events:
+def _display(*, quiet: bool) -> Events:
     if quiet or screen().quiet:
         return NO_FOLLOWER
     shared = _shared.get()
@@ -54,7 +48,7 @@ def _display(
 @contextmanager
 def one_display() -> Iterator[None]:
     """Show the bars of all stages in one display, until the body ends."""
-    if not _shows_bars():
+    if screen().quiet or not _shows_bars():
         yield
         return
     with StackedBars(session.console(stderr=True)) as bars:
@@ -69,11 +63,7 @@ def _shows_bars() -> bool:
     return sys.stderr.isatty() and not os.environ.get("CI")
 
 
-def run_display(
-    sources: Mapping[str, str],
-    *,
-    quiet: bool,
-) -> ForkedEvents:
+def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:
     """Return the display of progress and messages; `sources` are the texts of config files."""
     return ForkedEvents(progress(quiet=quiet), Messages(sources, quiet=quiet))
 

@@ -200,3 +200,12 @@ def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[
         if gate.metric in metrics and gate.holds(metrics):
             lines.append(f"gate {gate.text}: met ({gate.figure(metrics)})")
     return lines
+
+
+def gate_lines(gates: Sequence[Gate], metrics: Mapping[str, float]) -> list[str]:
+    """Return a line for each gate about `metrics`, those that hold first."""
+    lines = met_gate_lines(gates, metrics)
+    for gate in gates:
+        if gate.metric in metrics and not gate.holds(metrics):
+            lines.append(f"gate {gate.text}: not met ({gate.figure(metrics)})")
+    return lines

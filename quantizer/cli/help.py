@@ -23,12 +23,12 @@ def help_command(ctx: click.Context, name: str | None) -> None:
         return
     group = root.command
     assert isinstance(group, click.Group)
-    found = group.get_command(root, name)
-    if found is None:
+    shown = group.get_command(root, name)
+    if shown is None:
         near = closest_word(name, group.list_commands(root))
         remedy = "`quantizer help` lists all commands, `quantizer explain` all config keys"
         if near is not None:
             remedy = f"did you mean `quantizer help {near}`? {remedy}"
         raise UsageError(f"there is no command {quoted(name)}", help=remedy)
-    with click.Context(found, info_name=name, parent=root) as context:
-        click.echo(found.get_help(context))
+    with click.Context(shown, info_name=name, parent=root) as context:
+        click.echo(shown.get_help(context))

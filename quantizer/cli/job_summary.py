@@ -7,6 +7,7 @@ from typing import Any
 
 from quantizer.printable import one_line
 from quantizer.report.page.rows import layer_name
+from quantizer.report.tables import number_text
 from quantizer.report.verdict import measured_lines
 
 _VARIABLE = "GITHUB_STEP_SUMMARY"
@@ -32,8 +33,8 @@ def append_summary(report: dict[str, Any], gates: Sequence[str]) -> None:
         cells = [
             f"{row['tensor']} of `{_cell(layer_name(report, row['layer']))}`",
             row["spec"],
-            _decibels(row["local_sqnr_db"]),
-            _decibels(row["accumulated_sqnr_db"]),
+            number_text(row["local_sqnr_db"], ".1f"),
+            number_text(row["accumulated_sqnr_db"], ".1f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     more = len(report["layers"]) - _MAX_ROWS
@@ -45,7 +46,3 @@ def append_summary(report: dict[str, Any], gates: Sequence[str]) -> None:
 
 def _cell(name: str) -> str:
     return one_line(name).replace("|", "\\|").replace("`", "'")
-
-
-def _decibels(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"

@@ -14,6 +14,7 @@ from quantizer.cli.annotations import annotate
 from quantizer.cli.gates import (
     Gate,
     failed_gates,
+    gate_lines,
     met_gate_lines,
     parse_gate,
     require_known,
@@ -77,12 +78,10 @@ def run_mode(options: Options) -> int:
     peak = process_memory.peak_bytes()
     if peak and not is_silent:
         print(f"peak memory {process_memory.size_text(peak)}")
-    met_gates = met_gate_lines(gates, outcome.metrics)
     if not options.json:
-        for line in met_gates:
+        for line in met_gate_lines(gates, outcome.metrics):
             print(line)
-    missed = [f"gate {text}: not met" for text in failed_gates(gates, outcome.metrics)]
-    append_summary(outcome.report, [*met_gates, *missed])
+    append_summary(outcome.report, gate_lines(gates, outcome.metrics))
     require_met(options, gates, outcome)
     if outcome.error:
         raise outcome.error

@@ -12,12 +12,24 @@ import click
 
 from quantizer.cli import session, torchrun
 from quantizer.cli.calib_mode import run_calib
+from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import one_display
-from quantizer.cli.gates import Gate, failed_gates, met_gate_lines, parse_gate, require_known
+from quantizer.cli.gates import (
+    MEASURED,
+    Gate,
+    about_all,
+    failed_gates,
+    gate_lines,
+    names_in_test,
+    parse_gate,
+    require_known,
+    require_known_parts,
+)
+from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import require_met
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
-from quantizer.cli.render import say
+from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
 from quantizer.config.resources import preset_text, presets
@@ -31,10 +43,11 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.graph.output_parts import output_parts
 from quantizer.plan.fitted_config import fitted_text
 from quantizer.plan.model import Plan
 from quantizer.printable import json_text
-from quantizer.report.verdict import MORE_WITH_DATA, VerdictFacts, verdict
+from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.seeding import seed_everything
 
 
@@ -121,12 +134,17 @@ def run(model: str, options: RunOptions) -> None:
             "`quantizer run` works in one process",
             help="use --quant_mode calib and --quant_mode test under torchrun",
         )
+    if options.preset and options.config_file:
+        raise UsageError(
+            "--preset and --config_file exclude each other", help="give one of them"
+        )
     options = replace(options, model=model)
     stdout = sys.stderr if options.json else sys.stdout
     with session.notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
-        finished = _run(options)
+        finished = _run(options, gates)
     lines = verdict(_facts(finished, gates))
     _show(finished, lines, as_json=options.json)
+    append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
     page = Path(options.output_dir) / "report.html"
     require_met(finished.test_options, gates, finished.tested, shown_in=str(page))
     if finished.tested.error:
@@ -154,11 +172,11 @@ class _Finished:
     plan: Plan
 
 
-def _run(options: RunOptions) -> _Finished:
+def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     """Run all steps.
 
     Raises:
-        QuantizerError: a step failed.
+        QuantizerError: a step failed, or there is no metric of a gate.
     """
     seed_everything(options.seed)
     opened = session.open_run(options)
@@ -168,14 +186,19 @@ def _run(options: RunOptions) -> _Finished:
     target = destination.target_of(model)
     require_extras([target])
     require_choices(options.target_choices, [target])
+    # A gate that cannot be checked is refused before anything is written
+    if evaluator_of(options, opened.loaded) is None:
+        with_target = replace(options, deploy=(target,))
+        require_known(about_all(gates), names_in_test(MEASURED, with_target))
+    require_known_parts(gates, output_parts(opened.graph))
     config_file = options.config_file or _config_file(options, name, opened)
+    test_options = replace(
+        options, quant_mode="test", config_file=config_file, deploy=(target,), overwrite=False
+    )
     calib_options = replace(
         options, quant_mode="calib", config_file=config_file, for_=(target,), gate=()
     )
     calibrated = run_calib(calib_options, opened=opened)
-    test_options = replace(
-        options, quant_mode="test", config_file=config_file, deploy=(target,), overwrite=False
-    )
     seed_everything(options.seed)
     tested = run_test(test_options, opened=opened)
     assert calibrated.plan is not None
@@ -193,11 +216,10 @@ def _config_file(options: RunOptions, name: str, opened: OpenedRun) -> str:
     def new_text() -> str:
         text, changes = fitted_text(preset_text(preset), preset, opened.graph)
         for change in changes:
-            if not options.quiet:
-                say(change, err=True)
+            say_note(change)
         return text
 
-    made_for = MadeFor(name, type(opened.loaded.module).__name__)
+    made_for = MadeFor(name, type(opened.loaded.module).__name__, preset)
     folder = Path(options.output_dir)
     return str(run_config(folder, made_for, new_text, overwrite=options.overwrite))
 
@@ -213,29 +235,20 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     for written, verified in tested.deployed.items():
         path = str(written)
         size = size_on_disk(written)
-        in_engine = verified.default_session
-        if in_engine is not None and in_engine.kernels is not None:
-            runtime = in_engine.summary_lines[0]
-            floating = in_engine.kernels.floating
-    not_met = failed_gates(gates, tested.metrics)
-    gate_lines = met_gate_lines(gates, tested.metrics)
-    gate_lines += [f"gate {text}: not met" for text in not_met]
-    improvement = ""
-    if finished.opened.batches.stands_in and finished.destination.loses_without_data():
-        improvement = MORE_WITH_DATA
+        runtime, floating = verified.in_runtime
+    has_data = not finished.opened.batches.stands_in
     return VerdictFacts.of(
         finished.plan,
         floating=floating,
-        made=finished.destination.made,
         path=path,
         size=size,
         tested=tested.report,
         config=options.config_file or "",
         model_option=options.model or "",
         runtime=runtime,
-        gates=gate_lines,
-        not_met=not_met,
-        improvement=improvement,
+        gates=gate_lines(gates, tested.metrics),
+        not_met=failed_gates(gates, tested.metrics),
+        improvement=finished.destination.improvement(has_data=has_data),
     )
 
 

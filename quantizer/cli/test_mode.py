@@ -49,12 +49,11 @@ from quantizer.results.calibrated_inputs import window_length
 from quantizer.results.folder import QuantInfo, read_info
 from quantizer.results.same_calibration import check_plan
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import Batches
+from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
 
-_EXAMPLE = "an example input, not of real data"
 _FAULT_HELP = "give that layer and those before it more bits or a wider range, or float"
 
 
@@ -86,7 +85,7 @@ def run_test(
         require_known(about_all(gates), names_in_test(MEASURED, options))
     seq_len = window_length(info.header["inputs"])
     if opened is not None and opened.batches.stands_in and not options.eval_data:
-        batches = replace(opened.batches, stamp=_EXAMPLE)
+        batches = replace(opened.batches, stamp=EXAMPLE_STAMP)
     else:
         batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with report_place(info, options, ranks) as (place, noted):

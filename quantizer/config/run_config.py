@@ -18,7 +18,7 @@ RUN_CONFIG = "quantize_config.json"
 """The name of the config in the folder of a run."""
 _KEY = "// quantizer run"
 """The comment that says what a config was made for."""
-_MADE_FOR = re.compile(r"--to (\S+) for (.+)")
+_MADE_FOR = re.compile(r"--to (\S+) for (.+), from (\S+)")
 _MAX_DIFFERENCES = 4
 
 
@@ -29,15 +29,17 @@ class MadeFor:
     Attributes:
         to: the destination, as `--to` names it.
         model: the class of the model.
+        preset: that it starts from. It depends on whether there is calibration data.
     """
 
     to: str
     model: str
+    preset: str
 
     @property
     def comment(self) -> str:
         """Return the comment in the config."""
-        return f"--to {self.to} for {self.model}"
+        return f"--to {self.to} for {self.model}, from {self.preset}"
 
 
 def run_config(
@@ -53,7 +55,8 @@ def run_config(
 
     Raises:
         ConfigError: the config that is there cannot be read.
-        UsageError: it was made for another destination or model, or cannot be written.
+        UsageError: it was made for another destination or model or from another preset, or
+            cannot be written.
     """
     path = folder / RUN_CONFIG
     if path.exists() and not overwrite:
@@ -77,7 +80,8 @@ def _with_comment(text: str, made_for: MadeFor) -> str:
 
 
 def _require_same(path: Path, made_for: MadeFor, new_text: Callable[[], str]) -> None:
-    """Raise `UsageError` if a config was made for another destination or model.
+    """Raise `UsageError` if a config was made for another destination or model, or from another
+    preset.
 
     A config without the comment was written by the user, and is taken.
     """
@@ -86,14 +90,22 @@ def _require_same(path: Path, made_for: MadeFor, new_text: Callable[[], str]) ->
     match = _MADE_FOR.fullmatch(str(comment))
     if match is None or comment == made_for.comment:
         return
-    to, model = match.groups()
+    to, model, preset = match.groups()
     if model != made_for.model:
         message = f"{path} was made for {model}, and this model is {made_for.model}"
-    else:
+    elif to != made_for.to:
         message = f"{path} was made for --to {to}, not for --to {made_for.to}"
         message += _differences(source, new_text())
+    else:
+        message = (
+            f"{path} was made from the preset {preset}, and this run starts from "
+            f"{made_for.preset}"
+        )
+        message += _differences(source, new_text())
     raise UsageError(
-        message, help="choose another folder with -o, or write a new config with --overwrite"
+        message,
+        help=f"choose another folder with -o, write a new config with --overwrite, or keep "
+        f"this one with --config_file {path}",
     )
 
 

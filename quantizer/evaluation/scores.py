@@ -30,7 +30,7 @@ from quantizer.sources.user_code import user_errors, was_called
 
 _logger = logging.getLogger(__name__)
 
-_MAX_CHANGE = 0.01
+MAX_RELATIVE_CHANGE = 0.01
 """A metric that gets worse by no more than this share counts as unchanged."""
 DROP = "_drop"
 """Ends the name of the loss of a metric."""
@@ -100,7 +100,7 @@ class Scores:
         """
         before = self.pairs[name]["float"]
         after = self.pairs[name]["quantized"]
-        reserve = _MAX_CHANGE * abs(before)
+        reserve = MAX_RELATIVE_CHANGE * abs(before)
         is_lower_better = self.directions.lower_is_better(name)
         if is_lower_better is None:
             return abs(after - before) <= reserve

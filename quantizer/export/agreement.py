@@ -135,6 +135,16 @@ class Verification:
         return content
 
     @property
+    def in_runtime(self) -> tuple[str, Mapping[str, str] | None]:
+        """Return a sentence on kernels and speed in the default session, and what it multiplies
+        in float, by layer with the reason. Without such a session they are empty and None.
+        """
+        session = self.default_session
+        if session is None or session.kernels is None:
+            return "", None
+        return session.summary_lines[0], session.kernels.floating
+
+    @property
     def worst_part(self) -> PartAgreement | None:
         """Return the part with the lowest SQNR; None if none has one."""
         rated = [part for part in self.parts if part.sqnr_db is not None]

@@ -18,6 +18,7 @@ class Destination:
         without_data: the preset if there is no calibration data; None if data is needed.
         target: of `--deploy`, for a network.
         transformers_target: the same for a model of transformers; None if it is `target` too.
+        gain: the advice after a run without data; empty if data would change nothing.
     """
 
     made: str
@@ -25,6 +26,7 @@ class Destination:
     target: str
     without_data: str | None = None
     transformers_target: str | None = None
+    gain: str = ""
 
     def target_of(self, model: Any) -> str:
         """Return the target of `--deploy` for a model."""
@@ -33,9 +35,9 @@ class Destination:
             return self.transformers_target
         return self.target
 
-    def loses_without_data(self) -> bool:
-        """Return whether the preset without data is another one, which rounds less well."""
-        return self.preset != self.without_data
+    def improvement(self, *, has_data: bool) -> str:
+        """Return what would lose less than this run; empty if that is not known."""
+        return "" if has_data else self.gain
 
 
 _CHECKPOINT = "compressed-tensors"
@@ -57,6 +59,7 @@ DESTINATIONS: dict[str, Destination] = {
         without_data="weight_int4_group",
         target="safetensors",
         transformers_target=_CHECKPOINT,
+        gain="give calibration data: GPTQ then recovers most of what round-to-nearest loses.",
     ),
     "w8a8": Destination(
         "int8 weights and activations",
@@ -64,6 +67,7 @@ DESTINATIONS: dict[str, Destination] = {
         without_data="dynamic_int8",
         target="safetensors",
         transformers_target=_CHECKPOINT,
+        gain="give calibration data: activations then have static scales, which are faster.",
     ),
     "fp8": Destination(
         "fp8 weights and activations",
@@ -113,6 +117,6 @@ def preset_for(name: str, *, has_data: bool) -> str:
     ]
     raise UsageError(
         f"--to {name} needs calibration data, and there is none",
-        help="give --data, or add calibration_data() to the model's file; these need no data: "
-        + ", ".join(others),
+        help="give --data, or add calibration_data() to the model's file (in Python the "
+        f"argument `data`); these need no data: {', '.join(others)}",
     )

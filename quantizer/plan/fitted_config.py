@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document, Text
+from quantizer.config.document.edited import edited_text
 from quantizer.config.document.read import parse_document
-from quantizer.config.document.rewrite import rewritten
 from quantizer.config.forms.aliases import canonical
 from quantizer.config.json_types import (
     JsonMapping,
@@ -46,6 +46,10 @@ _ENTRIES = (
     "exclude",
 )
 """The blocks with entries for layers, in both forms."""
+_COMMENT = "//"
+"""The key of a preset's own comment."""
+_CHANGES_COMMENT = "// fitted to the model"
+"""The key of the comment that lists the changes."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,23 @@ def fitted_text(
     """
     document = parse_document(Text(name, text))
     fitted = fitted_document(document.value, original, name=name)
-    changed = rewritten(document, fitted.document)
+    changed = edited_text(document, _with_comment(fitted))
     load_text(Text(name, changed)).require()
     return changed, fitted.changes
+
+
+def _with_comment(fitted: FittedConfig) -> JsonObject:
+    """Return the document with its changes as a comment below its own one, which is about the
+    preset.
+    """
+    if not fitted.changes:
+        return fitted.document
+    commented: JsonObject = {}
+    for key, value in fitted.document.items():
+        commented[key] = value
+        if key == _COMMENT:
+            commented[_CHANGES_COMMENT] = list(fitted.changes)
+    return commented
 
 
 def fitted_document(

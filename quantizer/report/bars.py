@@ -82,7 +82,8 @@ class StackedBars(Events):
 
     def advanced(self, stage: RunStage) -> None:
         """Update the bar."""
-        self._progress.update(self._tasks[id(stage)], completed=stage.done)
+        task = self._tasks[id(stage)]
+        self._progress.update(task, completed=stage.done, total=stage.total)
 
     def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Leave the bar as it is, complete if the stage has no known length."""

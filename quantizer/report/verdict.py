@@ -4,32 +4,30 @@ how fast it is, what stays float, and what to do next.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.config.roles import is_parameter
+from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names
+from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.graph.module_names import path_names
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
+from quantizer.report.tables import describe_spec, number_text
 from quantizer.storage.process_memory import size_text
 
 MAX_LINES = 8
-MORE_WITH_DATA = (
-    "give calibration data: GPTQ then recovers most of what rounding to the nearest code loses."
-)
-"""The next step after a run without data, if data would help."""
 _CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
 _NARROW_CLOSE_DB = 12.0
 """The same where weights have 4 bits or fewer."""
 _NARROW_BITS = 4
-_MAX_RELATIVE_CHANGE = 0.01
-"""A metric of the task that loses at most this share is kept."""
 _MAX_METRICS = 3
 _MAX_NAMES = 3
 
@@ -40,7 +38,7 @@ class VerdictFacts:
 
     Attributes:
         model: the name of the model.
-        made: what was written, such as "int8 ONNX".
+        formats: the number formats of weights and activations.
         path: of the written file; None if none was written.
         size: of the file, in bytes.
         float_size: of the float weights, in bytes.
@@ -56,7 +54,7 @@ class VerdictFacts:
     """
 
     model: str
-    made: str
+    formats: str
     path: str | None
     size: int
     float_size: int
@@ -87,11 +85,32 @@ class VerdictFacts:
         left_float = {names.get(layer, layer): reason for layer, reason in reasons.items()}
         return cls(
             model=plan.graph.model,
+            formats=_main_formats(plan),
             float_size=weight_bytes(plan)[0],
             left_float=left_float,
             weight_bits=_weight_bits(plan),
             **facts,
         )
+
+
+def _main_formats(plan: Plan) -> str:
+    """Return the most frequent number formats of weights and activations, as a sentence's
+    part.
+
+    Example: "int8 weights, uint8 activations".
+    """
+    counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
+    for (_, role), tensor in plan.tensors.items():
+        what = base_role(role)
+        if what == "bias":
+            continue
+        kind = "weights" if what == "weights" else "activations"
+        counts[kind][describe_spec(tensor.spec).partition(" ")[0]] += 1
+    parts = []
+    for kind, formats in counts.items():
+        number_format = formats.most_common(1)[0][0] if formats else "float"
+        parts.append(f"{number_format} {kind}")
+    return ", ".join(parts)
 
 
 def _left_float_of(plan: Plan) -> dict[str, str]:
@@ -115,12 +134,14 @@ def _weight_bits(plan: Plan) -> int | None:
 
 def verdict(facts: VerdictFacts) -> list[str]:
     """Return at most eight lines of plain words about a run."""
-    lines = [_made(facts), *measured_lines(facts.tested)]
-    if facts.runtime:
-        lines.append(f"{facts.runtime}.")
-    lines += _left_float(facts.left_float)
+    lines = [_made(facts)]
     if facts.gates:
         lines.append("; ".join(facts.gates))
+    lines += [*measured_lines(facts.tested), *_warnings(facts.tested)]
+    if facts.runtime:
+        lines.append(f"{facts.runtime}.")
+    # The last line is the one that is left out where there are too many
+    lines += _left_float(facts.left_float)
     return [*lines[: MAX_LINES - 1], f"Next: {_next_step(facts)}"]
 
 
@@ -141,40 +162,72 @@ def _made(facts: VerdictFacts) -> str:
         return f"Nothing was written of {facts.model}."
     size = size_text(facts.size)
     return (
-        f"Wrote {facts.path}: {facts.made} of {facts.model}, {size}; its float weights take "
+        f"Wrote {facts.path}: {facts.formats}; {size}, and the float weights take "
         f"{size_text(facts.float_size)}."
     )
 
 
 def _metrics(tested: JsonMapping) -> Iterator[str]:
-    """Yield a line on the metrics of the task, if there are any."""
+    """Yield a line on the metrics of the task, those with the largest loss first."""
+    pairs = tested.get("pairs", {})
+    names = sorted(pairs, key=lambda name: -_relative_loss(tested, name))
     texts = []
-    for name, pair in tested.get("pairs", {}).items():
-        texts.append(
-            f"{name} is {_number(pair['quantized'])}, in float {_number(pair['float'])}"
-        )
+    for name in names[:_MAX_METRICS]:
+        after = number_text(pairs[name]["quantized"], ".4g", missing="not finite")
+        before = number_text(pairs[name]["float"], ".4g", missing="not finite")
+        texts.append(f"{name} is {after}, in float {before}")
+    more = len(names) - len(texts)
+    if more > 0:
+        texts.append(f"{more} more with a smaller loss are in the report")
     if texts:
-        yield "; ".join(texts[:_MAX_METRICS]) + "."
+        yield f"{'; '.join(texts)}."
 
 
-def _number(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.4g}"
+def _relative_loss(tested: JsonMapping, name: str) -> float:
+    """Return the loss of a metric as a share of its float value. Without a known direction, any
+    change is a loss; so is a value that is not finite.
+    """
+    pair = tested["pairs"][name]
+    before = pair["float"]
+    after = pair["quantized"]
+    if before is None or after is None:
+        return math.inf
+    drop = tested["metrics"].get(f"{name}_drop")
+    loss = abs(after - before) if drop is None else drop
+    return float(loss / abs(before)) if before else float(loss)
 
 
 def _outputs(tested: JsonMapping) -> Iterator[str]:
     """Yield a line on the difference of the outputs from float."""
     rows = _measured_parts(tested)
-    if not rows:
-        return
+    texts = []
     if len(rows) == 1:
-        yield f"The output differs from float by {_error(rows[0])}."
+        texts.append(f"The output differs from float by {_error(rows[0])}")
+    elif rows:
+        worst = rows[0]
+        texts.append(
+            f"Of {len(rows)} outputs, {worst['name']} differs most from float, by "
+            f"{_error(worst)}"
+        )
+        for row in rows[1 : 1 + _MAX_NAMES]:
+            texts.append(f"{row['name']} by {_share(row['sqnr_db'])}")
+    for row in tested.get("outputs", ()):
+        # Classes and indices have no SQNR
+        if row["kind"] == "integer" and row["equal"] < 1:
+            texts.append(f"{row['equal']:.2%} of the values of {row['name']} are equal")
+    if texts:
+        yield f"{'; '.join(texts)}."
+
+
+def _warnings(tested: JsonMapping) -> Iterator[str]:
+    """Yield the first warning about an output that has lost, with the number of others."""
+    texts = [row["text"] for row in tested.get("warnings", ()) if row["kind"] != "rows"]
+    if not texts:
         return
-    worst = rows[0]
-    others = [f"{row['name']} by {_share(row['sqnr_db'])}" for row in rows[1 : 1 + _MAX_NAMES]]
-    yield (
-        f"Of {len(rows)} outputs, {worst['name']} differs most from float, by "
-        f"{_error(worst)}; {', '.join(others)}."
-    )
+    text = f"Warning: {texts[0]}"
+    if len(texts) > 1:
+        text += f"; {counted(len(texts) - 1, 'more warning')} in the report"
+    yield f"{text}."
 
 
 def _measured_parts(tested: JsonMapping) -> list[JsonMapping]:
@@ -256,16 +309,17 @@ def _next_step(facts: VerdictFacts) -> str:
 
 
 def _lost_metric(tested: JsonMapping) -> str | None:
-    """Return a gate that the first metric of the task with a loss of more than 1 % does not
-    meet; None if there is no such metric.
+    """Return a gate that the metric with the largest loss does not meet; None if no metric of
+    known direction lost more than 1 %.
     """
-    metrics: Mapping[str, Any] = tested.get("metrics", {})
+    lost: dict[str, float] = {}
     for name, pair in tested.get("pairs", {}).items():
-        drop = metrics.get(f"{name}_drop")
-        before = pair["float"]
-        if drop is None or before is None:
-            continue
-        allowed = _MAX_RELATIVE_CHANGE * abs(before)
-        if drop > allowed:
-            return f"{name}_drop<={allowed:.2g}"
-    return None
+        share = _relative_loss(tested, name)
+        is_known = tested["metrics"].get(f"{name}_drop") is not None
+        if is_known and pair["float"] is not None and share > MAX_RELATIVE_CHANGE:
+            lost[name] = share
+    if not lost:
+        return None
+    name = max(lost, key=lambda metric: lost[metric])
+    allowed = MAX_RELATIVE_CHANGE * abs(tested["pairs"][name]["float"])
+    return f"{name}_drop<={allowed:.2g}"

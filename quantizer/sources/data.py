@@ -39,6 +39,8 @@ from quantizer.sources.user_data import call_once_if_list, load_python_source, u
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
 TEXTS = "texts"
+EXAMPLE_STAMP = "an example input, not of real data"
+"""What reports say if an example input takes the place of data."""
 DEFAULT_BATCH_SIZE = 32
 # A window has hundreds of tokens, and each of them a row of logits
 DEFAULT_TEXT_BATCH = 1

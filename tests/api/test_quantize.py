@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from support.llamas import llama
 from torch import Tensor, nn
 
 import quantizer
@@ -22,8 +24,8 @@ def calibration_data():
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(8, 6, generator=generator) for _ in range(2)]
 """
-OF_ONE_RUN = ("run.json", "run.log", "report.html", "layers.csv", "report.json", "verify.json")
-"""The shell alone writes logs and test results; pages name its commands."""
+OF_ONE_RUN = ("run.json", "run.log", "report.html", "report.json")
+"""Only the shell writes logs; reports name its commands."""
 
 
 def network() -> nn.Module:
@@ -54,7 +56,7 @@ def test_the_text_of_the_result_is_the_verdict(tmp_path: Path) -> None:
     lines = repr(made).splitlines()
     assert lines == list(made.verdict)
     assert lines[0].startswith(
-        f"Wrote {tmp_path}/export/Sequential.safetensors: int8 weights of"
+        f"Wrote {tmp_path}/export/Sequential.safetensors: int8 weights, float activations; "
     )
     assert lines[-1].startswith("Next: ")
     assert made.comparison.metrics["sqnr_db"] > 30
@@ -72,3 +74,29 @@ def test_missing_data_is_an_error_before_anything_is_written(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="--to onnx needs calibration data"):
         quantizer.quantize(network(), to="onnx", folder=folder)
     assert not folder.exists()
+
+
+def test_options_and_targets_are_checked_before_calibration(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    with pytest.raises(UsageError, match="no target has the option onnx_profil"):
+        quantizer.quantize(network(), batches(), "onnx", folder=folder, onnx_profil="fast")
+    assert not folder.exists()
+    with pytest.raises(UsageError, match="gguf"):
+        quantizer.quantize(network(), batches(), "gguf", folder=folder)
+    assert not (folder / "quant_info.json").exists()
+
+
+def test_figures_of_an_example_input_say_so_everywhere(tmp_path: Path) -> None:
+    made = quantizer.quantize(llama(), to="w8", folder=tmp_path)
+    stamp = "an example input, not of real data"
+    assert f"These figures are of {stamp}." in made.verdict
+    assert json.loads((tmp_path / "report.json").read_text())["stamp"] == stamp
+    assert stamp in (tmp_path / "report.html").read_text()
+
+
+def test_a_config_that_needs_data_gets_no_example_input(tmp_path: Path) -> None:
+    tensor = {"dtype": "int8"}
+    config = {"global_quant_config": {"weight": tensor, "input_tensors": tensor}}
+    with pytest.raises(UsageError, match="the config needs calibration data"):
+        quantizer.quantize(llama(), to="w8", config=config, folder=tmp_path / "out")
+    assert not (tmp_path / "out" / "quant_info.json").exists()

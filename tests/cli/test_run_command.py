@@ -51,7 +51,9 @@ def test_one_call_leaves_a_config_results_and_a_verified_file(
     assert run_command(["run", write(MODEL), "-q", "--gate", "sqnr_db>=10"]) == 0
     lines = lines_of(capsys)
     assert len(lines) <= MAX_LINES
-    assert lines[0].startswith("Wrote quantize_result/export/Sequential.onnx: int8 ONNX of")
+    assert lines[0].startswith(
+        "Wrote quantize_result/export/Sequential.onnx: int8 weights, uint8 activations; "
+    )
     assert any(line.startswith("top1 is ") for line in lines)
     assert any("multiplications in int8" in line for line in lines)
     assert any(line.startswith("gate sqnr_db>=10: met") for line in lines)
@@ -79,7 +81,7 @@ def test_a_gate_that_does_not_hold_is_exit_1_with_what_to_try(
     code = run_command(["run", write(MODEL), "-q", "--to", "w8", "--gate", "sqnr_db>=200"])
     printed = capsys.readouterr()
     assert code == 1
-    assert "gate sqnr_db>=200: not met" in printed.out
+    assert "gate sqnr_db>=200: not met (" in printed.out
     assert "Next: `quantizer analyze --metric 'sqnr_db>=200' --config_file" in printed.out
     assert "error: not met: sqnr_db>=200; nothing is deployed" in printed.err
     assert not Path("quantize_result/export").exists()
@@ -110,6 +112,51 @@ def test_a_config_for_another_destination_is_refused_with_the_difference(
     assert '/global_quant_config/weight/dtype is "int8" instead of "int4"' in error
     assert Path("quantize_result/quantize_config.json").read_bytes() == config
     assert run_command(["run", model, "-q", "--to", "w4", "--overwrite"]) == 0
+
+
+def test_data_that_asks_for_another_preset_is_not_ignored(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(WITH_EXAMPLE), "-q", "--to", "w4"]) == 0
+    capsys.readouterr()
+    assert run_command(["run", write(MODEL), "-q", "--to", "w4"]) == 2
+    error = capsys.readouterr().err
+    assert "was made from the preset weight_int4_group, and this run starts from" in error
+    assert "keep this one with --config_file quantize_result/quantize_config.json" in error
+
+
+def test_a_preset_has_an_effect_or_is_refused(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(MODEL)
+    assert run_command(["run", model, "-q", "--to", "w8", "--preset", "weight_int8"]) == 0
+    assert run_command(["run", model, "-q", "--to", "w8", "--preset", "dynamic_int8"]) == 2
+    assert "from the preset weight_int8, and this run starts from dynamic_int8" in (
+        capsys.readouterr().err
+    )
+    config = ["--config_file", "quantize_result/quantize_config.json"]
+    assert run_command(["run", model, "--preset", "dynamic_int8", *config]) == 2
+    assert "--preset and --config_file exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gate", ["sqnr_bd>=10", "sqnr_db[boxes]>=10"])
+def test_a_gate_without_a_metric_is_refused_before_anything_is_written(
+    gate: str, write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(MODEL), "-q", "--to", "w8", "--gate", gate]) == 2
+    assert "there is no metric" in capsys.readouterr().err
+    assert not Path("quantize_result").exists()
+
+
+def test_a_run_in_actions_writes_the_job_summary(
+    write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    gate = ["--gate", "sqnr_db>=10"]
+    assert run_command(["run", write(MODEL), "-q", "--to", "w8", *gate]) == 0
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary.startswith("### quantizer: Sequential\n")
+    assert "- gate sqnr_db>=10: met (" in summary
 
 
 def test_a_config_for_another_model_is_refused(
@@ -169,7 +216,7 @@ def test_a_language_model_becomes_a_checkpoint_in_4_bits_by_default(
     monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "tiny", llama())
     assert run_command(["run", str(folder), "-q"]) == 0
-    assert "int4 weights of LlamaForCausalLM" in lines_of(capsys)[0]
+    assert ": int4 weights, float activations; " in lines_of(capsys)[0]
     assert Path(
         "quantize_result/export/LlamaForCausalLM-compressed-tensors/config.json"
     ).is_file()

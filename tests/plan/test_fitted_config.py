@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from quantizer import calibrate
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document, Text
+from quantizer.config.document.edited import edited_text
 from quantizer.config.document.read import parse_document
-from quantizer.config.document.rewrite import rewritten
 from quantizer.config.load import check_document, load_text
 from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError
@@ -104,7 +104,7 @@ def test_every_preset_fits_or_is_refused_with_a_sentence(model: str) -> None:
             refused.add(preset)
             continue
         assert document.value == before
-        text = rewritten(document, result.document)
+        text = edited_text(document, result.document)
         loaded = load_text(Text(preset, text))
         assert loaded.require().document == result.document
         assert [found for found in loaded.diagnostics if found.severity != "note"] == []

@@ -12,11 +12,11 @@ from quantizer.report.verdict import MAX_LINES, VerdictFacts, verdict
 TESTED: dict[str, Any] = {
     "metrics": {"sqnr_db": 40.0, "top1_drop": 0.0},
     "pairs": {"top1": {"float": 0.9, "quantized": 0.9}},
-    "outputs": [{"output": "0", "name": "0", "sqnr_db": 40.0}],
+    "outputs": [{"output": "0", "name": "0", "kind": "float", "sqnr_db": 40.0, "equal": 0.1}],
 }
 FACTS = VerdictFacts(
     model="Net",
-    made="int8 ONNX",
+    formats="int8 weights, uint8 activations",
     path="out/Net.onnx",
     size=7_800,
     float_size=310_000,
@@ -30,9 +30,14 @@ def figures(**others: Any) -> dict[str, Any]:
     return {**TESTED, **others}
 
 
+def row(output: str, name: str, sqnr_db: float | None) -> dict[str, Any]:
+    return {"output": output, "name": name, "kind": "float", "sqnr_db": sqnr_db, "equal": 0.0}
+
+
 def test_a_good_run() -> None:
     assert verdict(FACTS) == [
-        "Wrote out/Net.onnx: int8 ONNX of Net, 8 kB; its float weights take 310 kB.",
+        "Wrote out/Net.onnx: int8 weights, uint8 activations; 8 kB, and the float weights take "
+        "310 kB.",
         "top1 is 0.9, in float 0.9.",
         "The output differs from float by 1 % (SQNR 40.0 dB).",
         "Next: check in out/net.json; `quantizer --quant_mode calib` and `--quant_mode test` "
@@ -42,14 +47,15 @@ def test_a_good_run() -> None:
 
 def test_the_worst_output_comes_first_and_a_whole_gives_way_to_its_parts() -> None:
     outputs = [
-        {"output": "0", "name": "0", "sqnr_db": 44.0},
-        {"output": "0", "name": "0.boxes", "sqnr_db": 44.0},
-        {"output": "0", "name": "0.scores", "sqnr_db": 6.0},
-        {"output": "1", "name": "1", "sqnr_db": None},
+        row("0", "0", 44.0),
+        row("0", "0.boxes", 44.0),
+        row("0", "0.scores", 6.0),
+        row("1", "1", None) | {"kind": "integer", "equal": 0.975},
     ]
     lines = verdict(replace(FACTS, tested=figures(outputs=outputs)))
     assert (
-        "Of 2 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by 0.6 %."
+        "Of 2 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by "
+        "0.6 %; 97.50% of the values of 1 are equal."
     ) in lines
 
 
@@ -66,7 +72,7 @@ def test_a_metric_that_loses_more_than_one_percent_asks_for_layers_in_float() ->
 def test_without_a_task_the_width_of_weights_decides_what_is_low(
     bits: int, sqnr_db: float, is_low: bool
 ) -> None:
-    outputs = [{"output": "0", "name": "0", "sqnr_db": sqnr_db}]
+    outputs = [row("0", "0", sqnr_db)]
     facts = replace(FACTS, tested=figures(pairs={}, outputs=outputs), weight_bits=bits)
     assert ("analyze --tensors" in verdict(facts)[-1]) == is_low
 
@@ -91,3 +97,32 @@ def test_a_run_of_many_findings_keeps_to_eight_lines_and_its_next_step() -> None
 
 def test_nothing_written_is_said_first() -> None:
     assert verdict(replace(FACTS, path=None))[0] == "Nothing was written of Net."
+
+
+def test_what_is_lost_comes_before_what_stays_float() -> None:
+    warnings = [{"kind": "rows", "text": "rows"}, {"kind": "constant", "text": "1 is 0"}]
+    crowded = replace(
+        FACTS,
+        tested=figures(stamp="random data", warnings=[*warnings, *warnings]),
+        runtime="9 of 10 multiplications in int8",
+        left_float={"conv1": "its output is 16 bits wide"},
+        gates=["gate top1>=0.8: met (0.9)"],
+    )
+    lines = verdict(crowded)
+    assert len(lines) == MAX_LINES
+    assert "Warning: 1 is 0; 1 more warning in the report." in lines
+    assert not any(line.startswith("In float") for line in lines)
+
+
+def test_the_metric_with_the_largest_loss_comes_first() -> None:
+    pairs = {f"kept{index}": {"float": 1.0, "quantized": 1.0} for index in range(3)}
+    pairs |= {
+        "ripple": {"float": 2.0, "quantized": 3.0},
+        "nan": {"float": 1.0, "quantized": None},
+    }
+    metrics = {f"kept{index}_drop": 0.0 for index in range(3)}
+    lines = verdict(replace(FACTS, tested=figures(pairs=pairs, metrics=metrics)))
+    assert lines[1] == (
+        "nan is not finite, in float 1; ripple is 3, in float 2; kept0 is 1, in float 1; 2 more "
+        "with a smaller loss are in the report."
+    )
