@@ -2,13 +2,14 @@
 
 `python benchmarks/bench_device.py PART [arguments]`; `benchmarks/gpu.py` runs all of them. Each
 part is a function of this file: `rates`, `static`, `same`, `models`, `calibrate`, `measure`,
-`profile`. Without a GPU it says so; BENCH_DEVICE=cpu tries the program there.
+`peer`, `ranks`, `profile`. Without a GPU it says so; BENCH_DEVICE=cpu tries the program there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 from bench_passes import calibration, plan, quantized, run
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from quantizer.algorithms.gram import Gram
 from quantizer.config.model import Settings
@@ -200,6 +203,87 @@ def measure(checkpoint: str) -> Figures:
         seconds = timed(tested, work)
         report = json.loads((work / DEVICE / "report.json").read_text())
     return {"process_s": seconds, "metrics": report.get("metrics")}
+
+
+def ranks() -> Figures:
+    """Check exchanges through NCCL: calibration of ResNet-50 by two ranks, compared with one,
+    or with one GPU the collectives of a single rank.
+    """
+    found: Figures = {"devices": 1 if DEVICE == "cpu" else torch.cuda.device_count()}
+    if found["devices"] < 2 and DEVICE != "cpu":
+        return found | alone_in_nccl()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        command = calibration_command("resnet50", "rtn", work, DEVICE)
+        found["one_rank_s"] = timed(command, work)
+        (work / DEVICE).rename(work / "one")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        found["two_ranks_s"] = timed([command[0], *torchrun, *command[1:]], work)
+        files = [work / place / "weights.safetensors" for place in ("one", DEVICE)]
+        found["weights"] = differences(*files)
+        infos = [work / place / "quant_info.json" for place in ("one", DEVICE)]
+        found["quant_info.json"] = json_differences(*infos)
+    return found
+
+
+def alone_in_nccl() -> Figures:
+    """Sum, gather and broadcast a tensor of the device in a group of one rank, and see what two
+    ranks say that have one GPU.
+    """
+    from quantizer.distributed.process_group import ProcessGroup
+
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        url = f"file://{work / 'store'}?rank=0&world_size=1"
+        group = ProcessGroup(url, "cpu:gloo,cuda:nccl", 30, "cuda:0")
+        values = torch.randn(1000, 1000, device="cuda")
+        equal = torch.equal(group.sum(values, "sum"), values)
+        equal &= torch.equal(group.gather(values, "gather")[0], values)
+        equal &= torch.equal(group.broadcast(values, "broadcast"), values)
+        group.leave()
+        command = calibration_command("resnet50", "rtn", work, DEVICE)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        refused = subprocess.run(
+            [command[0], *torchrun, *command[1:]],
+            cwd=work,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        print(refused.stdout[-1000:], refused.stderr[-3000:])
+    return {"nccl_equal": equal, "two_ranks_on_one_gpu": f"exit {refused.returncode}"}
+
+
+def peer(checkpoint: str) -> Figures:
+    """Measure llm-compressor's GPTQ of a checkpoint: what `calibrate` does with `gptq`, from
+    the files to the compressed files.
+    """
+    if find_spec("llmcompressor") is None:
+        return {"missing": "llmcompressor"}
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from transformers import AutoModelForCausalLM
+
+    data: dict[str, Any] = {}
+    exec(DATA, data)  # The file that calibrations of this program read
+    rows = data["tokens"]()
+    loader: DataLoader[Any] = DataLoader(rows, batch_size=None)
+    started = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="bfloat16")
+    loaded_s = time.perf_counter() - started
+    recipe = GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+    settings = {"num_calibration_samples": len(rows), "pipeline": "sequential"}
+    # No processor is looked for
+    oneshot(model=model, processor=object(), dataset=loader, recipe=recipe, **settings)
+    rounded_s = time.perf_counter() - started - loaded_s
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, save_compressed=True)
+    found: Figures = {"load_s": loaded_s, "gptq_s": rounded_s}
+    found["total_s"] = time.perf_counter() - started
+    found["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    if DEVICE != "cpu":
+        found["peak_device_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
 
 
 def profile(size: str, algorithm: str) -> Figures:
@@ -407,6 +491,8 @@ PARTS: dict[str, Callable[..., Figures]] = {
     "models": models,
     "calibrate": calibrate,
     "measure": measure,
+    "peer": peer,
+    "ranks": ranks,
     "profile": profile,
 }
 

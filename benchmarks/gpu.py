@@ -83,28 +83,30 @@ def require_device(environment: dict[str, str]) -> None:
 
 def parts(models: Path) -> list[Part]:
     """Return what is run, in order."""
-    rows = [
+    big, small = str(models / "3b"), str(models / "1b")
+    return [
         Part("tests", TESTS, 100),
+        Part("ranks", [*BENCH, "ranks"], 60),
         Part("rates", [*BENCH, "rates"], 40),
         Part("make 3b", [*BENCH, "models", "3b", str(models)], 60),
-        Part("gptq 3b", [*BENCH, "calibrate", str(models / "3b"), "gptq"], 112),
+        Part("rtn 3b", [*BENCH, "calibrate", big, "rtn"], 60),
+        Part("gptq 3b", [*BENCH, "calibrate", big, "gptq"], 112),
+        Part("vit_b", [*BENCH, "static", "vit_b"], 60),
         Part("resnet50", [*BENCH, "static", "resnet50"], 60),
+        Part("make 1b", [*BENCH, "models", "1b", str(models)], 30),
+        Part("test 1b", [*BENCH, "measure", small], 60),
+        Part("peer 3b", [*BENCH, "peer", big], 180),
+        Part("awq 3b", [*BENCH, "calibrate", big, "awq"], 180),
+        Part("qronos 3b", [*BENCH, "calibrate", big, "qronos"], 180),
         Part("codes of resnet50", [*BENCH, "same", "resnet50"], 60),
         Part("make slice", [*BENCH, "models", "slice", str(models)], 30),
         Part("codes of a llama", [*BENCH, "same", str(models / "slice")], 60),
-        Part("rtn 3b", [*BENCH, "calibrate", str(models / "3b"), "rtn"], 60),
-        Part("vit_b", [*BENCH, "static", "vit_b"], 60),
         Part("kernels", [*BENCH, "profile", "layer", "gptq"], 60),
-        Part("make 1b", [*BENCH, "models", "1b", str(models)], 30),
-        Part("test 1b", [*BENCH, "measure", str(models / "1b")], 60),
+        *(
+            Part(f"{name} 1b", [*BENCH, "calibrate", small, name], 120)
+            for name in ("gptq", "qronos", "awq", "rtn")
+        ),
     ]
-    for algorithm in ("gptq", "qronos", "awq", "rtn"):
-        command = [*BENCH, "calibrate", str(models / "1b"), algorithm]
-        rows.append(Part(f"{algorithm} 1b", command, 120))
-    for algorithm in ("awq", "qronos"):
-        command = [*BENCH, "calibrate", str(models / "3b"), algorithm]
-        rows.append(Part(f"{algorithm} 3b", command, 180))
-    return rows
 
 
 def run(part: Part, limit_s: float, environment: dict[str, str]) -> tuple[dict[str, Any], str]:
