@@ -29,6 +29,8 @@ from quantizer.storage.opened_files import json_digest
 
 SAVE_INTERVAL_S = 30.0
 """Seconds between two checkpoints, which is the work that a kill may cost."""
+_SAVE_SHARE = 0.05
+"""The share of a run's time that saving at boundaries may take."""
 # 3: says which tensors were deferred. 4: files are named by digest, and there is a checksum.
 # 5: the histograms of samples have weights.
 _FORMAT = 5
@@ -196,8 +198,9 @@ def _move_to_device(
 
 
 class Checkpoints(Events):
-    """Saves checkpoints of the stages of a run: at their boundaries, every `SAVE_INTERVAL_S`
-    seconds, and when the run stops with an error.
+    """Saves checkpoints of the stages of a run: every `SAVE_INTERVAL_S` seconds, when the run
+    stops with an error, and at boundaries unless these follow each other so fast that saving
+    would take a large share of the time.
 
     Args:
         folder: the result folder.
@@ -209,6 +212,7 @@ class Checkpoints(Events):
         self.resume = resume
         self._open: dict[str, Checkpoint] = {}
         self._last_save = time.monotonic()
+        self._save_seconds = 0.0
         self._is_unsaved = False
 
     def restore(
@@ -253,10 +257,12 @@ class Checkpoints(Events):
         self._is_unsaved = False
 
     def advanced(self, stage: RunStage) -> None:
-        """Save at a boundary, or if the last save is long enough ago."""
+        """Save if the last save is long enough ago; at a boundary it may be more recent."""
         self._is_unsaved = stage.snapshot is not None
-        is_due = time.monotonic() - self._last_save >= SAVE_INTERVAL_S
-        if self._is_unsaved and (stage.at_boundary or is_due):
+        interval = SAVE_INTERVAL_S
+        if stage.at_boundary:
+            interval = min(interval, self._save_seconds / _SAVE_SHARE)
+        if self._is_unsaved and time.monotonic() - self._last_save >= interval:
             self._save(stage)
 
     def stopped(
@@ -291,9 +297,11 @@ class Checkpoints(Events):
 
     def _save(self, stage: RunStage) -> Snapshot:
         assert stage.snapshot is not None
+        started = time.monotonic()
         snapshot = stage.snapshot()
         self._open[stage.saved_as].save(snapshot)
         self._last_save = time.monotonic()
+        self._save_seconds = self._last_save - started
         return snapshot
 
 

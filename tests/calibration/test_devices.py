@@ -48,7 +48,7 @@ GIVE_TO_THE_CPU = {
     "algorithms/bias_correction.py:_correct",
     "algorithms/bias_correction.py:observe",
     "algorithms/fast_finetune.py:solve",
-    "algorithms/gptq/rows.py:round_columns",
+    "algorithms/gptq/block_rounder.py:__init__",
     "comparison/output_comparison.py:see",
     "comparison/output_figures.py:_ends_along",
     "graph/passes/equalization.py:__init__",

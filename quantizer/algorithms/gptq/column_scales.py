@@ -8,7 +8,7 @@ from torch import (
     nn,
 )
 
-from quantizer.algorithms.gptq.rows import ColumnScales
+from quantizer.algorithms.gptq.block_rounder import ColumnScales
 from quantizer.algorithms.patches import (
     is_linear,
     matrix_shape,

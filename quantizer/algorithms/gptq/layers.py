@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Remark, RoundedWeight
+from quantizer.algorithms.gptq.block_rounder import ColumnScales
 from quantizer.algorithms.gptq.column_scales import (
     column_scales,
     group_size,
     scale_index,
 )
-from quantizer.algorithms.gptq.rows import ColumnScales, round_columns
+from quantizer.algorithms.gptq.rows import round_columns
 from quantizer.algorithms.gptq.target import (
     GptqTarget,
     Hessian,

@@ -10,35 +10,16 @@ Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP"
 """
 
 # ruff: noqa: N803, N806 - the paper's letters
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import Kernel
-
-# Errors reach this many columns one by one, and the columns after them in one product.
-INNER_COLUMNS = 32
+from quantizer.algorithms.gptq.block_rounder import ColumnScales, ColumnValues, block_rounder
 
 BeginBlock = Callable[[int, Tensor], None]
 """Called with the first column of a block and the block, [at most block_size, rows]."""
-
-
-@dataclass(frozen=True)
-class ColumnScales:
-    """Holds the scale and zero point of each column of W.
-
-    Attributes:
-        kernel: makes codes of values divided by their scale, as in `numerics.blocks.fill`.
-        scale, zero_point: float32 [scales, rows].
-        index: the scale that each column has, int64 [depth].
-    """
-
-    kernel: Kernel
-    scale: Tensor
-    zero_point: Tensor
-    index: Tensor
 
 
 @dataclass(frozen=True)
@@ -104,8 +85,7 @@ def round_columns(
     M, D = factor.M, factor.D
     Q = torch.empty_like(W)
     E = torch.empty_like(W)
-    # Copied to the CPU once, as every copy waits for the device
-    index = columns.index.tolist()
+    rounder = block_rounder(W, columns)
     error = torch.zeros(W.shape[1], dtype=torch.float64, device=W.device)
     for start in range(0, len(W), block_size):
         block = slice(start, min(start + block_size, len(W)))
@@ -114,15 +94,8 @@ def round_columns(
             begin(start, _updated_by_paper(W[block], current, M[block, block]))
         if first is not None and start == 0:
             current[0] = first
-        _round_block(
-            current,
-            M[block, block],
-            columns,
-            index[block],
-            W=W[block],
-            Q=Q[block],
-            E=E[block],
-        )
+        values = ColumnValues(current, W[block], Q[block], E[block])
+        rounder.round_block(start, values, M[block, block])
         if start == 0:
             # The error is that to W, whatever was rounded for the first column
             current[0] = W[0]
@@ -142,45 +115,3 @@ def _updated_by_paper(
         M.T, current - W, upper=False, unitriangular=True
     )
     return update + W
-
-
-# In operations this small, a fifth of the time goes to finding out that there is no gradient
-@torch.inference_mode()
-def _round_block(
-    current: Tensor,
-    M: Tensor,
-    columns: ColumnScales,
-    index: Sequence[int],
-    *,
-    W: Tensor,
-    Q: Tensor,
-    E: Tensor,
-) -> None:
-    """Write Q and E = W - Q of one block, and to `current` what each column was before it was
-    rounded. The errors of earlier blocks are in `current` already.
-    """
-    zero_points: Sequence[Tensor | int] = [0] * len(columns.scale)
-    if columns.zero_point.any():
-        zero_points = columns.zero_point.unbind()
-    scales = columns.scale.unbind()
-    codings = [columns.kernel(zero_point) for zero_point in zero_points]
-    for start in range(0, len(current), INNER_COLUMNS):
-        inner = slice(start, start + INNER_COLUMNS)
-        if start:
-            current[inner].addmm_(M[:start, inner].T, E[:start])
-        M_rows = M[inner, inner].T.contiguous().unbind()
-        E_columns = E[inner].T
-        views = (
-            current[inner].unbind(),
-            W[inner].unbind(),
-            Q[inner].unbind(),
-            E[inner].unbind(),
-        )
-        for j, (column, w, q, e) in enumerate(zip(*views, strict=True)):
-            if j:
-                column.addmv_(E_columns[:, :j], M_rows[j][:j])
-            number = index[start + j]
-            scale = scales[number]
-            code = codings[number]
-            code(torch.div(column, scale, out=q)).mul_(scale)
-            torch.sub(w, q, out=e)

@@ -1,0 +1,51 @@
+"""Columns rounded by replaying a recorded graph, as on a GPU, are those rounded one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantizer.algorithms.gptq import block_rounder, rows
+from quantizer.algorithms.gptq.block_rounder import ColumnScales, ReplayedRounder
+from quantizer.numerics.fake_quantize import integer_kernel
+
+DEPTH, ROWS, GROUP = 300, 24, 60
+
+
+def rounded(largest_zero_point: int) -> tuple[Tensor, Tensor]:
+    """Round a weight whose groups have scales of their own, in blocks of 128 columns."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(DEPTH, ROWS, generator=generator)
+    inputs = torch.randn(2 * DEPTH, DEPTH, generator=generator)
+    factor = rows.factorize(inputs.T @ inputs)
+    assert factor is not None
+    low = 0 if largest_zero_point else -8
+    groups = (DEPTH // GROUP, ROWS)
+    zero_point = torch.randint(0, largest_zero_point + 1, groups, generator=generator)
+    columns = ColumnScales(
+        integer_kernel(low, low + 15, "half_even"),
+        torch.rand(groups, generator=generator) * 0.1 + 0.1,
+        zero_point.float(),
+        torch.arange(DEPTH) // GROUP,
+    )
+    return rows.round_columns(weight, factor, columns, block_size=128)
+
+
+@pytest.mark.parametrize("largest_zero_point", [0, 15])
+def test_a_replay_repeats_the_operations(
+    largest_zero_point: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_by_one = rounded(largest_zero_point)
+    recordings = []
+
+    def record(operations):  # type: ignore[no-untyped-def]
+        recordings.append(operations)
+        return operations
+
+    monkeypatch.setattr(block_rounder, "record_graph", record)
+    monkeypatch.setattr(rows, "block_rounder", lambda _, columns: ReplayedRounder(columns))
+    replayed = rounded(largest_zero_point)
+    assert len(recordings) == 1
+    for values, wanted in zip(replayed, one_by_one, strict=True):
+        assert torch.equal(values, wanted)
