@@ -52,7 +52,10 @@ class ColumnValues:
     def part(self, columns: slice) -> "ColumnValues":
         """Return views of some of the columns."""
         return ColumnValues(
-            self.current[columns], self.W[columns], self.Q[columns], self.E[columns]
+            self.current[columns],
+            self.W[columns],
+            self.Q[columns],
+            self.E[columns],
         )
 
 
@@ -88,12 +91,15 @@ class BlockRounder:
             M: of the block, [columns, columns].
         """
         self._read_scales()
-        for start in range(0, len(values.current), INNER_COLUMNS):
+        count = len(values.current)
+        for start in range(0, count, INNER_COLUMNS):
             inner = slice(start, start + INNER_COLUMNS)
             part = values.part(inner)
             if start:
-                part.current.addmm_(M[:start, inner].T, values.E[:start])
-            self._round_part(first + start, part, M[inner, inner].T.contiguous())
+                earlier_errors = values.E[:start]
+                part.current.addmm_(M[:start, inner].T, earlier_errors)
+            M_rows = M[inner, inner].T.contiguous()
+            self._round_part(first + start, part, M_rows)
 
     def _read_scales(self) -> None:
         columns = self._columns
@@ -105,9 +111,12 @@ class BlockRounder:
         self._codings = [columns.kernel(zero_point) for zero_point in zero_points]
 
     def _round_part(self, first: int, values: ColumnValues, M_rows: Tensor) -> None:
-        numbers = self._index[first : first + len(M_rows)]
-        scales = [self._scales[number] for number in numbers]
-        codings = [self._codings[number] for number in numbers]
+        end = first + len(M_rows)
+        scales = []
+        codings = []
+        for number in self._index[first:end]:
+            scales.append(self._scales[number])
+            codings.append(self._codings[number])
         _round_one_by_one(values, M_rows, scales, codings)
 
 
@@ -120,23 +129,26 @@ class ReplayedRounder(BlockRounder):
         super().__init__(columns)
         self._replay: Callable[[], None] | None = None
         self._is_warm = False
-        shape = (INNER_COLUMNS, columns.scale.shape[1])
+        rows = columns.scale.shape[1]
+        shape = (INNER_COLUMNS, rows)
         self._M_rows = columns.scale.new_empty(INNER_COLUMNS, INNER_COLUMNS)
         self._scale = columns.scale.new_ones(shape)
         self._zero_point = columns.zero_point.new_zeros(shape)
-        self._values = ColumnValues(*(columns.scale.new_zeros(shape) for _ in range(4)))
+        current, W, Q, E = columns.scale.new_zeros(4, *shape)
+        self._values = ColumnValues(current, W, Q, E)
 
     def _read_scales(self) -> None:
-        """Do nothing: scales are read when columns are rounded."""
+        """Leave the scales, which are read when columns are rounded."""
 
     def _round_part(self, first: int, values: ColumnValues, M_rows: Tensor) -> None:
         columns = self._columns
-        numbers = columns.index[first : first + len(M_rows)]
         count = len(M_rows)
+        end = first + count
+        numbers = columns.index[first:end]
         # Columns beyond the last one change nothing that is read
         inner = slice(0, count)
-        torch.index_select(columns.scale, 0, numbers, out=self._scale[inner])
-        torch.index_select(columns.zero_point, 0, numbers, out=self._zero_point[inner])
+        self._scale[inner] = columns.scale[numbers]
+        self._zero_point[inner] = columns.zero_point[numbers]
         self._M_rows[inner, inner] = M_rows
         fixed = self._values.part(inner)
         fixed.current.copy_(values.current)
@@ -158,9 +170,12 @@ class ReplayedRounder(BlockRounder):
             self._is_warm = True
 
     def _round_fixed(self) -> None:
-        zero_points = self._zero_point.unbind()
-        codings = [self._columns.kernel(zero_point) for zero_point in zero_points]
-        _round_one_by_one(self._values, self._M_rows, self._scale.unbind(), codings)
+        scales = self._scale.unbind()
+        codings = []
+        for zero_point in self._zero_point.unbind():
+            coding = self._columns.kernel(zero_point)
+            codings.append(coding)
+        _round_one_by_one(self._values, self._M_rows, scales, codings)
 
 
 def record_graph(operations: Callable[[], None]) -> Callable[[], None]:
@@ -196,11 +211,22 @@ def _round_one_by_one(
         scales, codings: of each column.
     """
     E_columns = values.E.T
-    tensors = (values.current, values.W, values.Q, values.E, M_rows)
-    views = [tensor.unbind() for tensor in tensors]
-    steps = zip(*views, scales, codings, strict=True)
-    for j, (column, w, q, e, M_row, scale, code) in enumerate(steps):
+    steps = zip(
+        values.current.unbind(),
+        values.W.unbind(),
+        values.Q.unbind(),
+        values.E.unbind(),
+        M_rows.unbind(),
+        scales,
+        codings,
+        strict=True,
+    )
+    for j, step in enumerate(steps):
+        column, w, q, e, M_row, scale, code = step
         if j:
-            column.addmv_(E_columns[:, :j], M_row[:j])
-        code(torch.div(column, scale, out=q)).mul_(scale)
+            earlier_errors = E_columns[:, :j]
+            column.addmv_(earlier_errors, M_row[:j])
+        torch.div(column, scale, out=q)
+        code(q)
+        q.mul_(scale)
         torch.sub(w, q, out=e)

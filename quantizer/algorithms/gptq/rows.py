@@ -87,19 +87,27 @@ def round_columns(
     E = torch.empty_like(W)
     rounder = block_rounder(W, columns)
     error = torch.zeros(W.shape[1], dtype=torch.float64, device=W.device)
-    for start in range(0, len(W), block_size):
-        block = slice(start, min(start + block_size, len(W)))
-        current = torch.addmm(W[block], M[:start, block].T, E[:start])
+    depth = len(W)
+    for start in range(0, depth, block_size):
+        end = min(start + block_size, depth)
+        block = slice(start, end)
+        M_block = M[block, block]
+        earlier_errors = E[:start]
+        current = torch.addmm(W[block], M[:start, block].T, earlier_errors)
         if begin is not None:
-            begin(start, _updated_by_paper(W[block], current, M[block, block]))
+            updated = _updated_by_paper(W[block], current, M_block)
+            begin(start, updated)
         if first is not None and start == 0:
             current[0] = first
         values = ColumnValues(current, W[block], Q[block], E[block])
-        rounder.round_block(start, values, M[block, block])
+        rounder.round_block(start, values, M_block)
         if start == 0:
             # The error is that to W, whatever was rounded for the first column
             current[0] = W[0]
-        error += (D[block] @ current.sub_(Q[block]).square_()).double()
+        current.sub_(Q[block])
+        current.square_()
+        block_error = D[block] @ current
+        error += block_error.double()
     return Q, error
 
 
