@@ -5,7 +5,7 @@ They are of contents, not of files.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config, QuantizationSpec
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, Plan
-from quantizer.storage.deferred_tensor import bytes_of
+from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of
 
 
 def model_digests(graph: Graph) -> dict[str, dict[str, str]]:
@@ -136,8 +136,17 @@ def tensor_digest(tensor: Tensor) -> str:
     """Return a digest of dtype, shape and bytes."""
     header = f"{tensor.dtype} {tuple(tensor.shape)} "
     sha256 = hashlib.sha256(header.encode())
-    sha256.update(bytes_of(tensor))
+    for block in _byte_blocks(tensor):
+        sha256.update(block)
     return sha256.hexdigest()[:16]
+
+
+def _byte_blocks(tensor: Tensor) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a tensor. Those in a file are read block by block."""
+    if isinstance(tensor, DeferredTensor) and tensor.place is not None:
+        yield from tensor.place.blocks()
+    else:
+        yield bytes_of(tensor)
 
 
 def value_digest(value: Any) -> str:

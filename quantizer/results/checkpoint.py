@@ -29,8 +29,8 @@ from quantizer.storage.opened_files import json_digest
 
 SAVE_INTERVAL_S = 30.0
 """Seconds between two checkpoints, which is the work that a kill may cost."""
-_SAVE_SHARE = 0.05
-"""The share of a run's time that saving at boundaries may take."""
+_BOUNDARY_INTERVAL = 0.5
+"""The share of that time after which a checkpoint is saved at a boundary."""
 # 3: says which tensors were deferred. 4: files are named by digest, and there is a checksum.
 # 5: the histograms of samples have weights.
 _FORMAT = 5
@@ -198,9 +198,8 @@ def _move_to_device(
 
 
 class Checkpoints(Events):
-    """Saves checkpoints of the stages of a run: every `SAVE_INTERVAL_S` seconds, when the run
-    stops with an error, and at boundaries unless these follow each other so fast that saving
-    would take a large share of the time.
+    """Saves checkpoints of the stages of a run: every `SAVE_INTERVAL_S` seconds, at a boundary
+    after half of that time, and when the run stops with an error.
 
     Args:
         folder: the result folder.
@@ -212,7 +211,6 @@ class Checkpoints(Events):
         self.resume = resume
         self._open: dict[str, Checkpoint] = {}
         self._last_save = time.monotonic()
-        self._save_seconds = 0.0
         self._is_unsaved = False
 
     def restore(
@@ -261,7 +259,7 @@ class Checkpoints(Events):
         self._is_unsaved = stage.snapshot is not None
         interval = SAVE_INTERVAL_S
         if stage.at_boundary:
-            interval = min(interval, self._save_seconds / _SAVE_SHARE)
+            interval *= _BOUNDARY_INTERVAL
         if self._is_unsaved and time.monotonic() - self._last_save >= interval:
             self._save(stage)
 
@@ -297,11 +295,9 @@ class Checkpoints(Events):
 
     def _save(self, stage: RunStage) -> Snapshot:
         assert stage.snapshot is not None
-        started = time.monotonic()
         snapshot = stage.snapshot()
         self._open[stage.saved_as].save(snapshot)
         self._last_save = time.monotonic()
-        self._save_seconds = self._last_save - started
         return snapshot
 
 

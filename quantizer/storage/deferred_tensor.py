@@ -5,7 +5,6 @@ are read from a file or computed from other tensors, such as codes.
 from __future__ import annotations
 
 import ctypes
-import errno
 import tempfile
 import threading
 import weakref
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
 from quantizer.storage.allocator import trim_heap
-from quantizer.storage.positioned_io import read_into, write_at
+from quantizer.storage.positioned_io import BytesInFile, read_some, write_at
 
 CPU = torch.device("cpu")
 _reader = ThreadPoolExecutor(1, "prefetch")
@@ -66,6 +65,7 @@ class DeferredTensor(Tensor):
         load: returns the same values each time, on the CPU.
         device: the device of the tensor; the values are moved there each time.
         stride: of what `load` returns, if that is not contiguous.
+        place: of the bytes of the values, if these are in a file as they are in memory.
 
     >>> ones = DeferredTensor((2, 3), torch.float32, lambda: torch.ones(2, 3))
     >>> ones.shape, (ones + 1).sum()
@@ -73,6 +73,7 @@ class DeferredTensor(Tensor):
     """
 
     _read: Callable[[], Tensor]
+    place: BytesInFile | None
     _prefetched: Future[Tensor] | None = None
     _loaded: _LoadedValues
 
@@ -85,6 +86,7 @@ class DeferredTensor(Tensor):
         device: torch.device = CPU,
         *,
         stride: Sequence[int] | None = None,
+        place: BytesInFile | None = None,
     ) -> DeferredTensor:
         tensor: DeferredTensor = Tensor._make_wrapper_subclass(
             cls,
@@ -94,6 +96,7 @@ class DeferredTensor(Tensor):
             device=device,
         )
         tensor._read = load
+        tensor.place = place
         tensor._loaded = _LoadedValues()
         return tensor
 
@@ -142,6 +145,7 @@ class DeferredTensor(Tensor):
             self._read,
             device,
             stride=self.stride(),
+            place=self.place,
         )
         if device == self.device:
             other._loaded = self._loaded
@@ -374,9 +378,7 @@ def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype)
     tensor = torch.empty(shape, dtype=dtype, pin_memory=_thread_state.is_pinned)
     content = memoryview(bytes_of(tensor))
     while content:
-        count = read_into(file, content, start)
-        if not count:
-            raise OSError(errno.EIO, "the file was cut off while it was read")
+        count = read_some(file, content, start)
         content = content[count:]
         start += count
     return tensor

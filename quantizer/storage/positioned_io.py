@@ -2,13 +2,19 @@
 and its like.
 """
 
+import errno
 import os
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 REPLACES_OPEN_FILES = hasattr(os, "pread")
 """Whether a file can be replaced while it is open. Windows cannot do this, and lacks
 `os.pread`.
 """
+_BLOCK_BYTES = 1 << 20
+"""The bytes that are read at once where not all are needed at the same time."""
 # Without `os.pread`, reading changes the position of the open file, which several threads share
 _lock = threading.Lock()
 
@@ -46,6 +52,18 @@ def read_into(descriptor: int, buffer: memoryview, position: int) -> int:
     return length
 
 
+def read_some(descriptor: int, buffer: memoryview, position: int) -> int:
+    """Read as `read_into`, but raise an error at the end of the file.
+
+    Raises:
+        OSError: there is nothing to read.
+    """
+    count = read_into(descriptor, buffer, position)
+    if not count:
+        raise OSError(errno.EIO, "the file was cut off while it was read")
+    return count
+
+
 def read_at(descriptor: int, count: int, position: int) -> bytes:
     """Return at most `count` bytes from a position of a file, and none at its end."""
     content = bytearray(count)
@@ -61,3 +79,34 @@ def write_at(descriptor: int, content: memoryview, position: int) -> int:
     with _lock:
         os.lseek(descriptor, position, os.SEEK_SET)
         return os.write(descriptor, content)
+
+
+class OpenDescriptor(Protocol):
+    """A file that is open as long as this object exists."""
+
+    descriptor: int
+
+
+@dataclass(frozen=True)
+class BytesInFile:
+    """The place of bytes in an open file: the position of the first one, and their number."""
+
+    file: OpenDescriptor
+    start: int
+    size: int
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield the bytes in blocks, which share their memory.
+
+        Raises:
+            OSError: they cannot be read, or the file ends before they do.
+        """
+        block_size = min(_BLOCK_BYTES, self.size)
+        block = memoryview(bytearray(block_size))
+        position = self.start
+        end = self.start + self.size
+        while position < end:
+            part = block[: end - position]
+            count = read_some(self.file.descriptor, part, position)
+            yield part[:count]
+            position += count

@@ -11,8 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
-from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
+from quantizer.storage.deferred_tensor import (
+    DeferredTensor,
+    bytes_of,
+    read_tensor,
+)
 from quantizer.storage.opened_files import OpenFile
+from quantizer.storage.positioned_io import BytesInFile
 
 DTYPES_BY_NAME: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -98,7 +103,8 @@ def _deferred(
     def load() -> Tensor:
         return read_tensor(file.descriptor, start, shape, dtype)
 
-    return DeferredTensor(shape, dtype, load)
+    place = BytesInFile(file, start, shape.numel() * dtype.itemsize)
+    return DeferredTensor(shape, dtype, load, place=place)
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
