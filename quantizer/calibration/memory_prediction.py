@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from quantizer.algorithms.activation_store import half_of_what_is_free
@@ -42,6 +43,14 @@ PLANE = 2
 """The spatial axes of a convolution of images."""
 SURE = 1.2
 """A run is refused only if it needs this many times the memory of the machine."""
+
+
+MOST_BATCHES_IN_STEP = 16
+"""Batches that test mode runs in step, if weights are in files."""
+MOST_BYTES_IN_STEP = 1 << 28
+"""Bytes of the values of these batches on the CPU. It reads weights from the system's cache of
+files, so that more memory saves little time.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,10 +106,12 @@ def comparison_bytes(
     graph: Graph,
     specs: Mapping[Key, QuantizationSpec],
     size: int,
+    batches: int = 1,
 ) -> int:
     """Return what test mode adds to a process that has the model and its graph.
 
-    It runs two networks in step, on batches of `size` samples.
+    It runs two networks in step, on batches of `size` samples. If weights are in files, several
+    batches run in step, too.
     """
     layers = _quantized_layers(specs)
     alive = alive_bytes(graph, size)
@@ -116,9 +127,23 @@ def comparison_bytes(
         comparing = _resident(graph, 2 * after + 3 * value, value, copies=5)
         peak = max(peak, running, comparing)
     if graph.is_deferred:
-        return peak
+        others = min(batches, MOST_BATCHES_IN_STEP) - 1
+        return peak + min(others * bytes_in_step(graph, size), MOST_BYTES_IN_STEP)
     # Codes, and the values that they stand for
     return peak + 5 * _parameter_count(graph, layers)
+
+
+def bytes_in_step(graph: Graph, size: int) -> int:
+    """Return the most bytes that test mode keeps of a batch while other batches run the layers
+    before, in both networks.
+    """
+    alive = alive_bytes(graph, size)
+    largest = 0
+    for before, node in pairwise(graph.nodes):
+        if node.params:
+            _, after = alive[before.name]
+            largest = max(largest, after)
+    return 2 * largest
 
 
 class ProcessMemory(NamedTuple):

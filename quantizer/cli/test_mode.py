@@ -161,7 +161,9 @@ class _TestRun:
         graph = calibrated.graph
         options = self.options
         size = session.batch_size(options, self.batches)
-        needed = memory_prediction.comparison_bytes(graph, self.info.solution.specs, size)
+        needed = memory_prediction.comparison_bytes(
+            graph, self.info.solution.specs, size, self.batches.total or 1
+        )
         memory_prediction.require_room("test mode", needed, memory_prediction.remedies(graph))
 
         def check(metrics: Collection[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +17,15 @@ from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.output_parts import output_parts, parts_named_as
 from quantizer.graph.parameters import set_parameter
+from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
+from quantizer.nn.segments import finish_together
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch, prefix_batch_errors
+
+_MOST_BRANCHES = 8
+"""Executions that run together."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +133,8 @@ def ablate(
     Raises:
         DataError: no batch, or an output of the float network that is not finite.
     """
-    alone: dict[Key, list[float]] = {}
-    without: dict[Key, list[float]] = {}
-    for name, role, _ in quantized.quantizers():
-        if keys is None or (name, role) in keys:
-            alone[name, role] = []
-            without[name, role] = []
+    alone = _without_noises(quantized, keys)
+    without = _without_noises(quantized, keys)
     signal: list[float] = []
     noise: list[float] = []
     compared = reference if user is None else user
@@ -142,27 +143,29 @@ def ablate(
     reference_measure = measure
     if user is not None:
         reference_measure = measure.of(parts_named_as(reference.graph, user.graph))
+    float_branches = _Branches(reference, quantized, reference_measure, alone)
+    quantized_branches = _Branches(quantized, reference, measure, without)
+    measured = [quantized_branches]
+    if is_alone_measured:
+        measured.insert(0, float_branches)
     for batch in batches:
         with prefix_batch_errors(len(signal)):
-            float_run = reference.start(batch.args, batch.kwargs)
-            quantized_run = quantized.start(batch.args, batch.kwargs)
+            float_run = float_branches.start(batch)
+            quantized_run = quantized_branches.start(batch)
             signal.append(reference_measure.expect(float_run.branch()))
             if user is not None:
                 signal[-1] = measure.expect(user.start(batch.args, batch.kwargs))
             for node in quantized.graph.nodes:
                 for role in list(quantized.layers[node.name].quantizers):
-                    key = (node.name, role)
-                    if key not in without:
+                    if (node.name, role) not in without:
                         continue
-                    if is_alone_measured:
-                        with _borrowed_tensor(reference, quantized, key):
-                            alone[key].append(reference_measure.noise(float_run.branch()))
-                    with _borrowed_tensor(quantized, reference, key):
-                        without[key].append(measure.noise(quantized_run.branch()))
+                    for branches in measured:
+                        branches.add((node.name, role))
                     after_tensor()
-                if is_alone_measured:
-                    float_run.step()
-                quantized_run.step()
+                for branches in measured:
+                    branches.execution.step()
+            for branches in measured:
+                branches.finish()
             noise.append(measure.noise(quantized_run, is_counted=True))
     if not signal:
         raise no_batches()
@@ -170,6 +173,77 @@ def ablate(
     for key, noises in alone.items():
         effects.append(Effect(key, noises, without[key]))
     return Ablation(effects, signal, noise, measure.sqnr_db)
+
+
+def _without_noises(quantized: Network, keys: Collection[Key] | None) -> dict[Key, list[float]]:
+    """Return an empty list for each tensor that is measured."""
+    noises: dict[Key, list[float]] = {}
+    for name, role, _ in quantized.quantizers():
+        if keys is None or (name, role) in keys:
+            noises[name, role] = []
+    return noises
+
+
+class _Branches:
+    """Executions of a network that use one tensor of another network, and measures their noise.
+
+    If weights are in files, several executions run together, so that each weight is read once
+    for all of them.
+
+    Args:
+        network: what runs.
+        owner: the other network.
+        measure: of noise.
+        noises: the noise of each batch, by the tensor. It is added there.
+
+    Attributes:
+        execution: of a batch without tensors of the other network.
+    """
+
+    execution: Execution
+
+    def __init__(
+        self,
+        network: Network,
+        owner: Network,
+        measure: OutputMeasure,
+        noises: Mapping[Key, list[float]],
+    ) -> None:
+        self._network = network
+        self._owner = owner
+        self._measure = measure
+        self._noises = noises
+        self._most = _MOST_BRANCHES if network.graph.is_deferred else 1
+        self._keys: list[Key] = []
+        self._executions: list[Execution] = []
+
+    def start(self, batch: Batch) -> Execution:
+        """Start and return the execution of a batch."""
+        self.execution = self._network.start(batch.args, batch.kwargs)
+        return self.execution
+
+    def add(self, key: Key) -> None:
+        """Add a branch of the execution whose next node uses a tensor of the other network."""
+        branch = self.execution.branch()
+        with _borrowed_tensor(self._network, self._owner, key):
+            branch.step()
+        self._keys.append(key)
+        self._executions.append(branch)
+        if len(self._keys) >= self._most:
+            self.finish()
+
+    def finish(self) -> None:
+        """Run the branches to the end, and measure their noise."""
+        keys = self._keys
+        executions = self._executions
+        self._keys = []
+        self._executions = []
+
+        def finished(index: int, execution: Execution) -> None:
+            noise = self._measure.noise(execution)
+            self._noises[keys[index]].append(noise)
+
+        finish_together(self._network, executions, finished)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from quantizer.nn.execution import Execution, layer_arguments
 from quantizer.nn.network import Network
 from quantizer.numerics.integer import requantize
 from quantizer.plan.model import Key
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 
 
 @dataclass
@@ -114,8 +114,13 @@ def compare_exact(
             position = network.positions[name, role]
             rows[name] = LayerCodes(name, role, position)
 
-    def run(batch: Batch) -> None:
+    def run(number: int, batch: Batch) -> None:
         """Run one batch in step in integers and in simulation, and compare the codes."""
+        network.batch = number
+        with prefix_batch_errors(number):
+            compare_codes(batch)
+
+    def compare_codes(batch: Batch) -> None:
         inputs = network.simulation.inputs(batch.args, batch.kwargs)
         integer_run = Execution(network, inputs)
         simulated_run = Execution(network.simulation, inputs)
@@ -127,7 +132,6 @@ def compare_exact(
             if isinstance(value, FixedPoint):
                 expected = FixedPoint.of(simulated, value.position)
                 rows[name].add(value.codes, expected.codes)
-        network.batch += 1
 
     over_batches(batches, run)
     network.result.layers = list(rows.values())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from quantizer.comparison.output_figures import leaves, worst
 from quantizer.evaluation.ablation import ablate
-from quantizer.evaluation.compare import LayerNoise, NetworkComparison
+from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.evaluation.pass_loss import PassLoss
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.nn.network import Network

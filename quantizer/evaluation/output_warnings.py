@@ -14,7 +14,7 @@ from quantizer.comparison.output_figures import OutputFigures, PartFigures
 from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.config.wording import first_names
 from quantizer.evaluation.ablation import ablate
-from quantizer.evaluation.compare import NetworkComparison
+from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output

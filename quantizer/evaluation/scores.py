@@ -17,7 +17,9 @@ from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation import low_sqnr
-from quantizer.evaluation.compare import NetworkComparison, compare, target_metrics
+from quantizer.evaluation.batch_groups import keep_on_device
+from quantizer.evaluation.compare import compare, target_metrics
+from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.output_warnings import OutputWarning, output_warnings
 from quantizer.evaluation.pass_loss import PassLoss, pass_loss
 from quantizer.evaluation.tested_networks import Networks
@@ -187,43 +189,94 @@ def score(
     Raises:
         DataError: no batch, or an output that is not finite.
     """
-    device = calibrated.original.device
     quantized = calibrated.network()
-    before: Mapping[str, float] = {}
-    if not ranks.is_first:
-        function = None
-    if function is not None:
-        before = measure(
-            module, batches, device, events, label="evaluate float", function=function
-        )
-        check(before.keys())
-        _warn_of_unknown(function.directions, before)
     reference = Network(calibrated.float_graph)
     user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
-    with RunStage(events, "test", batches.total) as stage:
-        on_device = stage.counted(batch.to(device) for batch in batches)
-        outputs = calibrated.outputs
-        compared = compare(reference, quantized, on_device, ranks, user=user, outputs=outputs)
-    batches.require_same(ranks)
-    passes = None
-    if ranks.is_first:
-        passes = pass_loss(calibrated, quantized, batches.first().to(device))
-    pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
-    directions = BY_NAME
-    if function is not None:
-        directions = function.directions
-        after = measure(
-            quantized, batches, device, events, label="evaluate quantized", function=function
+    networks = Networks(
+        reference,
+        quantized,
+        user,
+        batches,
+        calibrated.original.device,
+        calibrated.outputs,
+    )
+    test = _Test(calibrated, module, networks, events, ranks)
+    if not ranks.is_first:
+        function = None
+    with keep_on_device(networks.all):
+        return test.scores(function, check, explained=explained)
+
+
+@dataclass(frozen=True)
+class _Test:
+    """A test whose networks are built. The arguments are those of `score`."""
+
+    calibrated: Calibrated
+    module: nn.Module
+    networks: Networks
+    events: Events
+    ranks: Ranks
+
+    def scores(
+        self,
+        function: Evaluate | None,
+        check: Callable[[Collection[str]], None],
+        *,
+        explained: bool,
+    ) -> Scores:
+        """Run the networks."""
+        batches = self.networks.batches
+        quantized = self.networks.quantized
+        before: Mapping[str, float] = {}
+        if function is not None:
+            before = self._measured(self.module, "evaluate float", function)
+            check(before.keys())
+            _warn_of_unknown(function.directions, before)
+        compared = self._compared()
+        batches.require_same(self.ranks)
+        passes = None
+        if self.ranks.is_first:
+            first = batches.first().to(self.networks.device)
+            passes = pass_loss(self.calibrated, quantized, first)
+        pairs: Mapping[str, Mapping[str, float]] = compared.pairs()
+        directions = BY_NAME
+        if function is not None:
+            directions = function.directions
+            after = self._measured(quantized, "evaluate quantized", function)
+            pairs = {}
+            for name, value in before.items():
+                if name in after:
+                    pairs[name] = {"float": value, "quantized": after[name]}
+        scores = Scores(compared, pairs, directions, passes)
+        if not explained or not self.ranks.is_first:
+            return scores
+        return replace(scores, warnings=_explained(scores, self.networks))
+
+    def _measured(self, model: nn.Module, label: str, function: Evaluate) -> dict[str, float]:
+        """Return the user's metrics of one model."""
+        networks = self.networks
+        return measure(
+            model,
+            networks.batches,
+            networks.device,
+            self.events,
+            label=label,
+            function=function,
         )
-        pairs = {}
-        for name, value in before.items():
-            if name in after:
-                pairs[name] = {"float": value, "quantized": after[name]}
-    scores = Scores(compared, pairs, directions, passes)
-    if not explained or not ranks.is_first:
-        return scores
-    networks = Networks(reference, quantized, user, batches, device, outputs)
-    return replace(scores, warnings=_explained(scores, networks))
+
+    def _compared(self) -> NetworkComparison:
+        """Compare the networks on all batches."""
+        networks = self.networks
+        with RunStage(self.events, "test", networks.batches.total) as stage:
+            moved = (batch.to(networks.device) for batch in networks.batches)
+            return compare(
+                networks.reference,
+                networks.quantized,
+                stage.counted(moved),
+                self.ranks,
+                user=networks.user,
+                outputs=networks.outputs,
+            )
 
 
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:

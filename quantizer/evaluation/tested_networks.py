@@ -32,6 +32,14 @@ class Networks:
     device: torch.device
     outputs: Sequence[Output]
 
+    @property
+    def all(self) -> list[Network]:
+        """Return the networks."""
+        networks = [self.reference, self.quantized]
+        if self.user is not None:
+            networks.append(self.user)
+        return networks
+
     @cached_property
     def float_outputs(self) -> Sequence[Output]:
         """Return the outputs of `reference`, with the names of the user's model."""

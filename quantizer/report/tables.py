@@ -13,7 +13,7 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
-from quantizer.evaluation.compare import LayerNoise, NetworkComparison
+from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_figures import metric_names
 from quantizer.config.model import QuantizationSpec
-from quantizer.evaluation.compare import NetworkComparison, compare
+from quantizer.evaluation.compare import compare
+from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.output_warnings import output_warnings
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph

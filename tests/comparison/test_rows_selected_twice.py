@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import QuantizationSpec
-from quantizer.evaluation.compare import NetworkComparison, compare
+from quantizer.evaluation.compare import compare
+from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.output_warnings import output_warnings
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph

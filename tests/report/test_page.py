@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.evaluation.compare import NetworkComparison
+from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.scores import Scores
 from quantizer.report import tables
 from quantizer.report.files import make_report
