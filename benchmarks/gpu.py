@@ -94,7 +94,7 @@ def parts(models: Path) -> list[Part]:
         Part("vit_b", [*BENCH, "static", "vit_b"], 60),
         Part("resnet50", [*BENCH, "static", "resnet50"], 60),
         Part("make 1b", [*BENCH, "models", "1b", str(models)], 30),
-        Part("test 1b", [*BENCH, "measure", small], 60),
+        Part("test 1b", [*BENCH, "measure", small], 150),
         Part("peer 3b", [*BENCH, "peer", big], 180),
         Part("awq 3b", [*BENCH, "calibrate", big, "awq"], 180),
         Part("qronos 3b", [*BENCH, "calibrate", big, "qronos"], 180),
