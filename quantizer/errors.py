@@ -24,7 +24,7 @@ DAMAGE_ERRORS = (
     ArithmeticError,
     AssertionError,
 )
-"""What code raises that reads results which were changed or cut off."""
+"""The errors of code that reads changed or incomplete results."""
 
 
 class QuantizerError(Exception):

@@ -79,7 +79,7 @@ class Adjustment:
         rounded: layer -> its rounded weight, for the (rescaled) float weight in `parameters`.
         qparams: layer -> scale and zero point that a rounding algorithm must use instead of
             those of the float weight.
-        remarks: what the user should know.
+        remarks: sentences for the user.
     """
 
     parameters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Adjustment:
         )
 
     def with_remarks(self, *remarks: Remark) -> Adjustment:
-        """Return it with more remarks."""
+        """Return it with more notes for the user."""
         return replace(self, remarks=(*self.remarks, *remarks))
 
 
@@ -150,7 +150,7 @@ class Task:
         after_group: called with the adjustment so far and the number of groups done, for
             progress and checkpoints.
         done: how many groups an interrupted run of this algorithm had done. Their results are
-            in the adjustment that the algorithm gets; it uses them and goes on after them.
+            in the adjustment that the algorithm gets; it uses them and continues after them.
         before: the adjustment that the interrupted run got.
         ranks: who may share the batches. An algorithm that does not share them finds the same
             on each rank.

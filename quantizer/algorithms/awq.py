@@ -90,7 +90,7 @@ def awq(
     """Rescale the input channels of each group of layers, and find the scales of its weights.
 
     Weights are rounded to nearest with these scales. A rounding algorithm that runs later uses
-    `qparams`. The inputs are those of the network before AWQ, whatever is folded since.
+    `qparams`. The inputs are those of the network before AWQ, without later folds.
 
     Raises:
         DataError: a value in the network, or a weight, is not finite; it is named.

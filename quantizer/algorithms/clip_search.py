@@ -177,7 +177,7 @@ def scale_errors(
     """Return the squared error of the outputs that the weights of each scale cause by
     themselves, of `scale_shape`.
 
-    Exact for scales of rows, of parts of rows, and of a whole tensor. For scales that lie
+    Exact for scales of rows, of parts of rows, and of a whole tensor. For scales that are
     across rows, inputs count as uncorrelated.
     """
     matrix = weight_matrix(layer, difference)

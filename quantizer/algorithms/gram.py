@@ -334,7 +334,7 @@ def _zeros(layer: nn.Module) -> Tensor:
 
 
 def _without_tiny(matrix: Tensor) -> Tensor:
-    """Set inputs to zero, in place, whose squares float32 cannot tell apart."""
+    """Set inputs to zero, in place, whose squares float32 cannot distinguish."""
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     is_tiny = (diagonal > 0) & (diagonal < _MIN_SQUARE_SUM)
     if bool(is_tiny.any()):

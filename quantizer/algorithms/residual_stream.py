@@ -1,7 +1,7 @@
 """Find what a rotation passes through: the values between linear layers, embeddings, additions
 and norms.
 
-The search starts at what a norm reads, and takes in whatever must be rotated with it. It needs
+The search starts at what a norm reads, and takes in all that must be rotated with it. It needs
 no names and no table of architectures.
 """
 
@@ -106,7 +106,7 @@ def _is_square(node: Node) -> bool:
 
 def _leaf(graph: Graph, node: Node) -> Node | None:
     """Return the tensor of one axis that a chain of operators with one input begins with, if
-    nobody else reads any of it.
+    no other operator reads any of it.
     """
     while node.op not in _LEAVES:
         sources = list(node.refs())
@@ -166,7 +166,7 @@ class _Search:
         return self.residual
 
     def take(self, node: Node, axis: int) -> None:
-        """Take in a value whose channels lie along `axis`, and first all that it is made of."""
+        """Take in a value whose channels are along `axis`, and first all that it is made of."""
         known_axis = self.residual.members.setdefault(node.name, axis)
         if known_axis != axis or (node.shape or ())[axis] != self.residual.channels:
             raise _ObstacleError(node)

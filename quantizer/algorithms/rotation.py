@@ -258,8 +258,9 @@ class _Heads:
 
 
 def _heads(graph: Graph, group: InputGroup) -> _Heads | None:
-    """Return the heads of the value that a group reads, if it comes from one attention, and
-    only moves are between that, its values and the layer that makes them.
+    """Return the heads of the value that a group reads, if it comes from one attention.
+
+    Between the attention, its values and the layer that makes them there are only moves.
 
     Any other operator, such as a gate, works on single channels, which a rotation would mix.
     """

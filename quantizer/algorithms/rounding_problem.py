@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 DAMPING = 1.0
-"""Share of the inputs' mean square. Calibration photos are few and alike, and new ones lie in
+"""Share of the inputs' mean square. Calibration photos are few and alike, and new ones have
 other directions.
 """
 _MAX_SWEEPS = 10
@@ -35,9 +35,9 @@ class RoundingProblem:
     the targets, group by group.
 
     Each output channel is a row of `weight`, and independent of the others except for scales
-    they share. The error is that of AdaRound before its relaxation (its equation 13), with
-    inputs of the quantized network and targets of the float network, plus `DAMPING` times the
-    distance from the float weights.
+    they share. The error is that of AdaRound before its relaxation (its equation 13). Inputs
+    are those of the quantized network, and targets those of the float network. `DAMPING` times
+    the distance from the float weights is added.
 
     Attributes:
         weight: float weights [groups, rows, depth], float32, as are all but `unit`.

@@ -1,5 +1,5 @@
 """Run a network over all batches segment by segment or node by node, so that layers can change
-before values go on.
+before values continue.
 
 Between segments, the values that later nodes read are stored, of every batch. Within a segment
 it runs batch by batch, as a plain pass does.
@@ -51,7 +51,7 @@ _NumberedInputs = tuple[int, list[Any]]
 class _Run(NamedTuple):
     """Holds batches that run as one, and how far they are.
 
-    The inputs of several batches are kept, as they are small. Those of a single one are not.
+    The inputs of several batches are small, and are kept. Those of a single one are not.
     """
 
     parts: list[_NumberedInputs]
@@ -64,9 +64,10 @@ class SequentialRunner:
 
     Segment by segment: `advance` up to a node, change layers that come after it, advance again.
     Node by node, in order: `compute(node)` yields its value for each batch, `store` stores
-    them, `release` goes on to the next node; `finish` does all three. Memory holds the batches'
-    inputs and the values that are still read. Between two blocks, these are their common value
-    and what all blocks read. Of several ranks, each runs its own share of the batches.
+    them, `release` continues with the next node; `finish` does all three. Memory holds the
+    batches' inputs and the values that are still read. Between two blocks, these are their
+    common value and what all blocks read. Of several ranks, each runs its own share of the
+    batches.
 
     Args:
         network: what runs.
@@ -125,7 +126,7 @@ class SequentialRunner:
         return [run.execution.values[name] for run in self._runs]
 
     def branch(self) -> SequentialRunner:
-        """Return another runner that goes on from here with the same network, while this one
+        """Return another runner that continues from here with the same network, while this one
         stays where it is.
         """
         other = copy.copy(self)
@@ -165,7 +166,7 @@ class SequentialRunner:
         return [layer_arguments(node, run.execution.values) for run in self._runs]
 
     def compute(self, node: Node) -> Iterator[Any]:
-        """Yield the next node's value of each batch, as its layer is now.
+        """Yield the next node's value of each batch, computed with the present layer.
 
         Raises:
             DataError: its layer cannot run on a batch; both are named.
@@ -192,7 +193,7 @@ class SequentialRunner:
                 stored[number] = self._store.keep(new)
 
     def release(self, stored: Iterable[Any]) -> None:
-        """Go on to the next node with these stored values, and free what nothing reads any
+        """Continue with the next node with these stored values, and free what nothing reads any
         more.
         """
         for run, value in zip(self._runs, stored, strict=True):
@@ -202,7 +203,7 @@ class SequentialRunner:
         trim_heap(TRIM_AFTER_GROWTH)
 
     def finish(self, node: Node) -> None:
-        """Compute the next node, store its values, and go on to the one after it."""
+        """Compute the next node, store its values, and continue with the one after it."""
         self.release(self.store(self.compute(node)))
 
     def outputs(self) -> Iterator[Any]:
@@ -314,8 +315,8 @@ def watching(
     layer: str,
     take: Callable[..., None],
 ) -> tuple[str, Watchers]:
-    """Return the node up to which a network has to run for what a layer reads, and watchers
-    that call `take` with it once for each batch.
+    """Return the node up to which a network has to run for the inputs of a layer, and watchers
+    that call `take` with these inputs once for each batch.
     """
     sources = network.graph.by_name[layer].operands
     last = max(sources.values(), key=network.graph.index.__getitem__)

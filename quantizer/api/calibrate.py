@@ -111,7 +111,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """The arguments of `calibrate` beside the model, the config and the data.
+    """The arguments of `calibrate` except the model, the config and the data.
 
     Attributes:
         confirm: is called with the request and the plan before calibration, and may raise.

@@ -75,8 +75,8 @@ class Comparison:
     Attributes:
         metrics: by name. `sqnr_db` and `cosine` are those of the worst output or part,
             `sqnr_db_pooled` is that of all together. A metric X of the task has the value of
-            the float network, `X_float`, beside it. If it is known whether more or less of X is
-            better, it also has the loss of quality, `X_drop`.
+            the float network, `X_float`, next to it. If it is known whether more or less of X
+            is better, it also has the loss of quality, `X_drop`.
         outputs: a row of figures for each output, and for each part of an output that is joined
             from several.
         warnings: about outputs that lose much more than the others, with the causes.
@@ -236,7 +236,7 @@ class Result:
             evaluate: `evaluate(model, data)` returns a dict of metrics. Without it, top-1
                 accuracy or perplexity is measured if the data has targets.
             lower_is_better: metrics of `evaluate` of which less is better, if their names do
-                not tell.
+                not say so.
             higher_is_better: metrics of which more is better.
 
         Raises:

@@ -50,17 +50,17 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     stored as its codes, those of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has
 
     - `structure`: what a float model must have in common with this one, in words.
-    - `layers`: by path the quantized layers: the spec of each tensor by role, the dtype of a
-      parameter that is stored as codes, the layers inserted before it, and whether it quantizes
-      its output after a ReLU.
+    - `layers`: the quantized layers by path. Each has the spec of each tensor by role, the
+      dtype of a parameter that is stored as codes, and the layers inserted before it. It also
+      says whether its output is quantized after a ReLU.
     - `ties`: the first name of a tensor by each further one.
     - `biases`: the layers to which an algorithm gave one.
     - `files` and `checksum`: the checksums of model.safetensors and of the rest of this file.
 
     Raises:
-        ModelError: the model is not quantized, or has state that is no tensor.
+        ModelError: the model is not quantized, or has state that is not a tensor.
         ResultError: the folder cannot be written.
-        UsageError: `folder` is no path.
+        UsageError: `folder` is not a path.
     """
     place = path_of(folder, "folder")
     if not isinstance(model, nn.Module):
@@ -132,9 +132,9 @@ def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     or on the meta device.
 
     Raises:
-        ModelError: `model` is no float module.
+        ModelError: `model` is not a float module.
         ResultError: the files are missing or damaged, or are of another model.
-        UsageError: `folder` is no path. The model is as it was after all of these.
+        UsageError: `folder` is not a path. The model is as it was after all of these.
     """
     place = path_of(folder, "folder")
     check_float(model)

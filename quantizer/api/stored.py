@@ -183,7 +183,7 @@ class SavedModel:
         """Yield the path of a module and a layer that algorithms inserted before it.
 
         Raises:
-            ResultError: the layer cannot stand there.
+            ResultError: the layer cannot be there.
         """
         for path, layer in self.layers.items():
             operator = operator_of(modules[path])
@@ -261,8 +261,8 @@ def _with_remedy() -> Iterator[None]:
 def structure_of(model: nn.Module) -> dict[str, str]:
     """Return what a model must have in common with another one to take up its state, in words.
 
-    A quantized model has the structure of its float model, but for the biases that algorithms
-    added.
+    A quantized model has the structure of its float model, except for the biases that
+    algorithms added.
     """
     structure = {}
     added_prefixes = []
@@ -357,10 +357,10 @@ def _decoded(
     tensor: QuantizedTensor,
     stored: Tensor,
 ) -> Tensor:
-    """Return the values of a parameter whose codes a file stores, as the module has it.
+    """Return the values of a parameter whose codes a file stores, in the form of the module.
 
     Raises:
-        ValueError: they are no codes of this parameter.
+        ValueError: they are not codes of this parameter.
     """
     parameter = _planned(module, role)
     if parameter is None:

@@ -64,7 +64,7 @@ class _Energies:
 
 
 def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Record:
-    """Return which layers absorb high biases, and what that changes on the first batches.
+    """Return the layers that absorb high biases, and their effect on the first batches.
 
     Args:
         original: the model as traced.

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 COMPARED_SAMPLES = 3
 """Samples that are compared if the batch is open: one more than a trace is made with."""
 _COMPARED_LENGTH = 32
-"""The length of open axes that is compared."""
+"""The length of dynamic axes in the comparison."""
 _TOLERANCE = 0.01
 """A difference of more than this share of the output is an error; less is a warning."""
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -133,7 +133,7 @@ def output_distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the largest relative difference of any tensor from its counterpart.
 
     Of floating-point values it is the root of the squared error as a share of that of the
-    values, of others the root of the share that differs. An output of nothing but the rounding
+    values, of others the root of the share that differs. An output of only the rounding
     errors of the largest one counts as that large.
 
     >>> boxes, scores = torch.tensor([300.0, 400.0]), torch.tensor([3.0, 4.0])
@@ -255,8 +255,9 @@ def _sums(graph: Graph, call: _Call, seed: int) -> dict[str, float]:
 
 
 def _first_difference(module: nn.Module, graph: Graph, call: _Call) -> str:
-    """Return the first layer, of those that are called once, whose value differs from that of
-    the module; "" if there is none.
+    """Return the first layer with another value than in the module; "" if there is none.
+
+    Layers that are called more than once are left out.
     """
     outputs: dict[str, list[Tensor]] = defaultdict(list)
 

@@ -61,7 +61,7 @@ def _inputs(graph: Graph) -> list[Node]:
 def input_shapes(graph: Graph) -> list[list[int | None] | None]:
     """Return the shape of each input, in the order of the call.
 
-    The size of the batch is None, and so is the shape of what is no tensor.
+    The size of the batch is None, and so is the shape of what is not a tensor.
     """
     shapes: list[list[int | None] | None] = []
     for node in _inputs(graph):

@@ -191,7 +191,7 @@ def _few_bits(plan: Plan, join: JoinPlan, smallest: str, bits: str) -> str:
 def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, float]:
     """Return the width of the range of each tensor of a join: scale * 2^bit_width.
 
-    The scale is the largest one of the tensor. Tensors of zeros alone have no width.
+    The scale is the largest one of the tensor. A tensor of zeros has no width.
     """
     widths = {}
     whole = join.single or join.inputs[0]

@@ -1,10 +1,10 @@
 """Levels the channels of a value that one scale cannot serve.
 
-If each output of a layer reads one channel alone, as in a depthwise convolution, a channel
-whose range is a thousandth of the widest has no bits left, and no other channel makes up for
-it. Such a channel is multiplied with a power of two in the layer that computes it, and divided
-by it in the layer that reads it. Powers of two change no float value. The ranges are those of
-the first calibration batches, and the factors are recorded in the results.
+In a depthwise convolution each output reads one channel. A channel whose range is a thousandth
+of the widest has no bits left then, and no other channel makes up for it. Such a channel is
+multiplied with a power of two in the layer that computes it, and divided by it in the layer
+that reads it. Powers of two change no float value. The ranges are those of the first
+calibration batches, and the factors are recorded in the results.
 """
 
 from __future__ import annotations

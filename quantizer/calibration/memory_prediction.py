@@ -29,9 +29,9 @@ COPIES = 4
 SEARCHED = 8
 """Copies in float32 while the scales of a weight are searched."""
 IN_COLUMNS = 14
-"""Copies in float32 while a weight is rounded column by column: float, rounded, transposed and
-ordered, with errors, the scale and the zero point of each value, and a second solution. All
-layers with one input are solved together.
+"""Copies in float32 while a weight is rounded column by column. They are float, rounded,
+transposed and ordered, with errors, scales and zero points, and a second solution. All layers
+with one input are solved together.
 """
 HOLES = 1.65
 """The ratio of resident to used memory for blocks that are not mapped, due to fragmentation of
@@ -82,7 +82,7 @@ def calibration_bytes(
 ) -> int:
     """Return what calibration adds to a process that has the model, its graph and its plan.
 
-    That is what its largest step needs, and what stays of the steps before.
+    It is the memory of its largest step, and of the results of the steps before.
     """
     graph = plan.graph
     algorithms = config.algorithms

@@ -82,7 +82,7 @@ class ModuleTarget(Target):
         """Return the target of a model.
 
         Raises:
-            ModelError: it is no module, compiled, quantized already, or has layers without
+            ModelError: it is not a module, compiled, quantized already, or has layers without
                 weights.
         """
         check_float(model)

@@ -41,7 +41,7 @@ Watch = Callable[[Tensor], None]
 
 
 DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
-"""The spec of the histogram of all values of a tensor, whatever the tensor's own spec."""
+"""The spec of the histogram of all values of a tensor, for any spec of the tensor."""
 Observable = Network | ModuleTree
 """A model that shows the values of its nodes to watchers."""
 _RESTART = "run without --resume"
@@ -224,7 +224,7 @@ def create_observers(plan: Plan) -> Calibration:
     The observers of weights and biases have already observed the values.
 
     Raises:
-        ModelError: NaN or Inf in a weight or a bias, whatever its format (layer and tensor are
+        ModelError: NaN or Inf in a weight or a bias, in any format (layer and tensor are
             named).
     """
     _warn_of_saturation(plan)

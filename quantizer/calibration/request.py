@@ -1,4 +1,4 @@
-"""What a calibration is asked to do, and what its steps have made of that so far."""
+"""The request of a calibration, and the state that its steps have reached."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class StoredStatistics:
 class CalibrationState:
     """What the steps of a calibration have made so far. Each step returns a new state.
 
-    The fields are immutable, with two exceptions: the target of modules in place
-    (`ModuleTarget`) holds the model that it changes, and `calibration` holds observers, which
-    no step changes after it has returned them.
+    The fields are immutable, with two exceptions. The target of modules in place
+    (`ModuleTarget`) holds the model that it changes. `calibration` holds observers, but no step
+    changes them after it has returned them.
 
     Args:
         target: what is quantized, with the changes so far.

@@ -272,7 +272,7 @@ def _check_weights(graph: Graph) -> None:
 def _summary_lines(
     algorithm: Algorithm, before: Adjustment, after: Adjustment
 ) -> Iterator[tuple[int, str]]:
-    """Yield what an algorithm did, then each of its remarks once, with levels of `logging`."""
+    """Yield what an algorithm did, then each of its notes once, with levels of `logging`."""
     parts = [*_effects(algorithm, before, after)]
     yield logging.INFO, f"{algorithm.name}: {'; '.join(parts) or 'nothing to quantize'}"
     texts: dict[tuple[str, bool], list[str]] = defaultdict(list)

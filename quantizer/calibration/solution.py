@@ -103,8 +103,8 @@ class Solution:
         return positions
 
     def parameters(self) -> dict[str, dict[str, Tensor]]:
-        """Return the parameters that are not the model's, by layer and name: those that are
-        replaced, and those that have codes.
+        """Return the parameters that are not the model's, by layer and name: replaced ones, and
+        those with codes.
         """
         parameters = {}
         for layer, values in self.weights.items():

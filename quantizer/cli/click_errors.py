@@ -11,7 +11,7 @@ import click
 from quantizer.config.wording import closest_word, listed
 
 _REFUSED_CHOICE = re.compile(r"'(.*)' is not (one of )?'")
-"""The beginning of click's message about a value that is no choice."""
+"""The beginning of click's message about a value that is not a choice."""
 _NUMBERS = {
     "a valid integer range": "a whole number",
     "a valid integer": "a whole number",

@@ -31,7 +31,7 @@ EXACT_EQUAL = "exact_equal"
 INT8_SHARE = "onnx_int8_share"
 """Measured by `--deploy onnx`."""
 _MIN_DIGITS = 3
-"""Significant digits of a metric beside its gate."""
+"""Significant digits of a metric next to its gate."""
 _MAX_DIGITS = 17
 """Significant digits that identify a float."""
 _GATE = re.compile(
@@ -59,7 +59,7 @@ class Gate:
 
     @property
     def is_of_outputs(self) -> bool:
-        """Return whether only the network's outputs tell if the metric exists, as for
+        """Return whether only the network's outputs show if the metric exists, as for
         `sqnr_db[0.boxes]`.
         """
         return "[" in self.metric or self.metric == ROWS_KEPT

@@ -112,7 +112,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
 
 
 def _stamp(infos: list[QuantInfo]) -> str | None:
-    """Return the first remark on data that is not real."""
+    """Return the first note on data that is not real."""
     for info in infos:
         stamp: str | None = info.header["stamp"]
         if stamp:

@@ -1,4 +1,4 @@
-"""Holds what `-q`, `-v` and `--color` say of one command, wherever they stand in its line.
+"""Holds the values of `-q`, `-v` and `--color` for one command, from any place in its line.
 
 It imports no torch.
 """
@@ -116,7 +116,7 @@ class _OneLine(logging.Formatter):
 
 
 class _Detailed(_OneLine):
-    """Formats a record with its part of the package, to tell details from notes."""
+    """Formats a record with its part of the package, to distinguish details from notes."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)

@@ -20,7 +20,7 @@ class TracedModel:
         graph: the trace on the first batch.
         size: samples in a batch of calibration.
         batches: the number of batches, None if that is unknown.
-        tested: samples in a batch of test mode, None if nobody asked.
+        tested: samples in a batch of test mode, None if it was not asked for.
         base: memory of the process that traced.
         filled: the arguments of `forward` that batches fill, as JSON.
     """

@@ -22,7 +22,7 @@ def memory_size(text: str) -> int:
     """Return the value of `--memory` and `--max_unpacked` in bytes.
 
     Raises:
-        BadParameter: it is no size.
+        BadParameter: it is not a size.
     """
     try:
         return parse_size(text)

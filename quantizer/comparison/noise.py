@@ -69,7 +69,7 @@ class Noise:
 
 
 def beside_far_values(x: Tensor) -> Tensor | None:
-    """Return a mask of the values that are not far from zero, if a gap lies between them and
+    """Return a mask of the values that are not far from zero, if a gap is between them and
     far values; None if there is no gap.
 
     Far values, such as sentinels, have nearly all the energy, so that they hide the error of

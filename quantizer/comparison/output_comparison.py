@@ -1,5 +1,5 @@
 """Compares the outputs of two networks for one batch: part by part, and rows by what they are,
-wherever they are.
+not by their places.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
 def metric_names(outputs: Sequence[Output]) -> set[str]:
     """Return the names of metrics that a network's outputs and parts will have.
 
-    Integers and values that follow from constants alone have only a share of equal values.
+    Integers and values computed from constants have only a share of equal values.
     """
     names = set()
     for output in outputs:

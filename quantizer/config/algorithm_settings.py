@@ -62,7 +62,7 @@ class Setting:
         unread: why nothing reads it, if nothing does.
         is_part: whether it switches a part of the algorithm. An algorithm whose parts are all
             off does nothing.
-        is_searched: whether a value that is no number starts a search for the value with the
+        is_searched: whether a value that is not a number starts a search for the value with the
             smallest error of outputs. The error of weights is part of that.
         keywords: of its entry in the schema, such as `minimum`.
     """

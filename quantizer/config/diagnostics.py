@@ -12,7 +12,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a key or value stands: `line` and `column` count from 1, `length` is the caret's
+    """Where a key or value is: `line` and `column` count from 1, `length` is the caret's
     width in characters.
 
     In a config without text `file` is the path of the value (`Config.exclude[0]`), and `line`
@@ -56,7 +56,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A finding. `related` are the other places of the same conflict, each with a remark.
+    """A finding. `related` are the other places of the same conflict, each with a note.
 
     `fixes` are candidates, the best first. In a loaded file they have been tried: a known fix
     that leaves fewer errors is left, and `help` offers it, or such an example.

@@ -1,4 +1,4 @@
-"""Reduce a spec to what has an effect, so that specs can be compared by what they do."""
+"""Reduce a spec to the fields that have an effect, so that specs can be compared by effect."""
 
 from dataclasses import replace
 

@@ -188,7 +188,7 @@ def _check_meaning(
 
 
 def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
-    """Yield a finding for each selector that is no regular expression and should be one."""
+    """Yield a finding for each selector that is not a regular expression and should be one."""
     for rule in rules:
         selector = rule.selector
         if selector.kind not in ("name", "exclude") or not selector.text.startswith("re:"):

@@ -39,7 +39,7 @@ else:
     _Statistic = Literal[tuple(_SPEC_FIELDS["statistic"]["enum"])]
 
 AUTO_METHOD: Literal["auto"] = "auto"
-"""The method that reads one histogram of all batches, whatever the statistic."""
+"""The method that reads one histogram of all batches, with any statistic."""
 
 POOLED: Literal["pooled"] = "pooled"
 """The statistic that finds one range over the values of all batches."""
@@ -66,10 +66,10 @@ class QuantizationSpec:
     the auto method always does. The range of a tensor that `is_dynamic` is found each time the
     tensor is made.
 
-    Granularity: `ch_axis` goes with `qscheme`. It is the axis whose indices have a scale each
-    ("per_channel"), the axis that groups of `group_size` values run along ("per_group"; the
-    last group may be shorter in block formats only), or the axis that one row of values runs
-    along ("per_token"). A weight may be a stack of weights: those of experts, or of the groups
+    Granularity: the meaning of `ch_axis` depends on `qscheme`. With "per_channel" each index of
+    the axis has a scale. With "per_group" groups of `group_size` values run along it; only in
+    block formats may the last group be shorter. With "per_token" each row of values runs along
+    it. A weight may be a stack of weights: those of experts, or of the groups
     of a transposed convolution. Each is `group_size` long in the first axis. "per_tensor" then
     gives each of them a scale, and "per_channel" each of their channels.
 
@@ -203,8 +203,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Selector:
-    """The layers that a rule is about: all, those with weights of their own, those of a type,
-    those that a name pattern matches, or those that it excludes.
+    """The layers of a rule: all, those with weights of their own, those of a type, those with a
+    name of a pattern, or those that it excludes.
 
     A selector that is not `required` may match no layer.
     """
@@ -266,9 +266,9 @@ class StructureNames:
     """The parts of a model that an algorithm's settings name; None means that they are found on
     the graph.
 
-    `blocks` is the module that holds the decoder's blocks, `inside` the layers of a block in
-    the order in which they are processed, `scaling` the groups that are scaled together.
-    `embeddings` only have to exist. `places` has the file's place of each field that is set.
+    `blocks` is the module with the decoder's blocks, `inside` the layers of a block in their
+    order, `scaling` the groups that are scaled together. `embeddings` only have to exist.
+    `places` has the file's place of each field that is set.
     """
 
     blocks: str | None = None

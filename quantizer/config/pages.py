@@ -33,7 +33,7 @@ _PLACES: Mapping[Form, Mapping[str, str]] = {
         "a tensor's specification": "spec",
     },
 }
-"""Where keys stand: the block in words, and its definition in the schema ("" is the file
+"""The places of keys: the block in words, and its definition in the schema ("" is the file
 itself).
 """
 
@@ -60,7 +60,7 @@ def key_names() -> tuple[str, ...]:
 
 
 def setting_names() -> tuple[str, ...]:
-    """Return every setting of an algorithm that is no key elsewhere."""
+    """Return every setting of an algorithm that is not a key elsewhere."""
     keys = key_names()
     names: dict[str, None] = {}
     for algorithm in entry_kinds("hierarchical"):
@@ -272,7 +272,7 @@ def _rules_of(
     key: str,
     form: Form,
 ) -> Mapping[str, JsonMapping]:
-    """Return the rules that are about a key; a rule beside another is about no device."""
+    """Return the rules that are about a key; a rule next to another is about no device."""
     field = _FIELDS[form].get(key, key)
     rules: dict[str, JsonMapping] = {}
     for code, rule in spec_rules().items():

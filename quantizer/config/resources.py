@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[1]
 def resource(folder: str, name: str) -> Path:
     """Return the path of a shipped file; folders are "schemas", "configs" and "examples".
 
-    A wheel has them inside the package; in a checkout they lie beside it, where editors and
+    A wheel has them inside the package; in a checkout they are next to it, where editors and
     readers look for them.
 
     Raises:

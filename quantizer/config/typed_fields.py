@@ -95,7 +95,7 @@ def fits(
     """Return whether a value is of an annotated type; `within` checks the fields of
     dataclasses, too.
 
-    True and False are no numbers, an int is a float.
+    True and False are not numbers, an int is a float.
 
     >>> fits(1, float), fits(True, int), fits(["a"], list[str])
     (True, False, True)

@@ -89,7 +89,7 @@ def closest_word(
     word: str,
     known: Iterable[str],
 ) -> str | None:
-    """Return the known word nearest to a misspelt one, whatever its case; None if none is near.
+    """Return the known word nearest to a misspelt one, in any case; None if none is near.
 
     >>> closest_word("bit_widht", ["method", "bit_width"])
     'bit_width'

@@ -41,7 +41,7 @@ class _Pickler(pickle.Pickler):
         self,
         value: Any,
     ) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
-        """Return what is pickled in place of a tensor, or None for other objects."""
+        """Return what is pickled instead of a tensor, or None for other objects."""
         if type(value) not in (Tensor, nn.Parameter):
             return None
         tensor = value.detach().cpu().contiguous()

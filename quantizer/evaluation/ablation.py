@@ -1,5 +1,5 @@
-"""Measures the output noise of each quantized tensor: with it alone quantized, and with
-everything quantized but it.
+"""Measures the output noise of each quantized tensor: with only it quantized, and with
+everything quantized except it.
 """
 
 from __future__ import annotations

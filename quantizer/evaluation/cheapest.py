@@ -12,8 +12,8 @@ from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 
 MAX_PRUNED = 12
-"""Up to so many chosen parts, each is tried in its quantized form again: it may only have stood
-in front of those that matter.
+"""Up to so many chosen parts, each is tried in its quantized form again: it may only have
+come before those that matter.
 """
 
 

@@ -118,7 +118,7 @@ def compare(
 
 class _GroupedRuns:
     """Runs batches in groups. All batches of a group run a segment of the networks before any
-    batch runs the next segment, so that each weight in a file is read once for the group.
+    batch runs the next segment. So each weight in a file is read once for the group.
 
     Attributes:
         results: the comparisons of the batches that have run.

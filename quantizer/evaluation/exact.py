@@ -257,7 +257,7 @@ class _IntegerNetwork:
         return wide
 
     def _reason_for_float(self, node: Node) -> str:
-        """Return why the layer cannot run in integers, whatever it reads; "" if it can."""
+        """Return why the layer cannot run in integers with any input; "" if it can."""
         if integer_rule(node) is None:
             return f"{node.op} has no integer form here"
         if node.row.weight:

@@ -11,7 +11,7 @@ Reasons = dict[str, str]
 
 
 def never_measured_metrics(graph: Graph) -> Reasons:
-    """Return the metrics that no test of a model measures, whatever its data."""
+    """Return the metrics that no test of a model measures, with any data."""
     outputs = [graph.by_name[name] for name in dict.fromkeys(references(graph.output))]
     if any(node.dtype is None for node in outputs):
         return {}

@@ -160,6 +160,6 @@ def export(
 
 
 def size_on_disk(path: Path) -> int:
-    """Return the bytes of a file with the tensors beside it, or of the files in a folder."""
+    """Return the bytes of a file with the tensors next to it, or of the files in a folder."""
     files = path.iterdir() if path.is_dir() else files_of(path)
     return sum(file.stat().st_size for file in files if file.exists())

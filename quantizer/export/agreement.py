@@ -79,7 +79,7 @@ class Verification:
             optimizations.
         layers: the codes of layers, each computed from the same codes as in test mode.
         speed: in comparison with the float network; None if it was not measured.
-        remarks: about the file, for the user.
+        remarks: notes about the file, for the user.
         engines: the checks by other engines that are installed.
     """
 
@@ -287,7 +287,7 @@ class Agreement:
 
     def recorder(self) -> Recorder:
         """Return a recorder for the expected network. With its record, the parts of tensors are
-        told apart.
+        distinguished.
         """
         return Recorder(self.outputs)
 

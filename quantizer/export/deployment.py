@@ -262,5 +262,5 @@ class _FollowedBatches:
 
 
 def tensor_leaves(output: Any) -> list[Tensor]:
-    """Return the tensors in a nested output; constants are no part of a file."""
+    """Return the tensors in a nested output; constants are not part of a file."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -89,5 +89,5 @@ class Exporter(ABC, Generic[Written]):
 
 
 def files_of(path: Path) -> tuple[Path, Path]:
-    """Return a file and the one beside it that holds its tensors if they are too large."""
+    """Return a file, and the one next to it for tensors that are too large."""
     return path, path.with_name(f"{path.name}.data")

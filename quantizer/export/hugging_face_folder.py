@@ -85,7 +85,7 @@ def write_folder(
         quantization: the field `quantization_config`.
 
     Returns:
-        Remarks for the user.
+        Notes for the user.
 
     Raises:
         UsageError: the model has no config of transformers.

@@ -17,7 +17,7 @@ def model_of(deployment: Deployment, target: str) -> nn.Module:
     """Return the float model.
 
     Raises:
-        UsageError: there is none, or it is no model of transformers.
+        UsageError: there is none, or it is not a model of transformers.
     """
     if deployment.model is None:
         raise UsageError(

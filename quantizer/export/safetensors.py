@@ -33,15 +33,15 @@ _METADATA_KEY = "quantizer"
 class SafetensorsExporter(Exporter[Path]):
     """Writes every parameter under `<layer>.<parameter>`, a quantized one as codes.
 
-    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each. Beside them
+    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each. With them
     are `.scale`, in the shape of `granularity.scale_shape`, and `.zero_point`. Activations have
     `<layer>.<role>.scale` and `.zero_point` only. Dynamic activations have neither, and
     floating-point formats have no zero point. `<layer>.bias_correction` is added to the layer's
     bias, or is the bias where there is none.
 
-    The metadata's `quantizer` is JSON with five keys: `format`, `model`, `specs` (the
-    `QuantizationSpec` of each quantized tensor by its name), `dtypes` (in which test mode
-    computes with each parameter that is stored as codes) and `origin` (what made the file).
+    The metadata's `quantizer` is JSON with five keys. `format`, `model` and `origin` describe
+    the file. `specs` has the `QuantizationSpec` of each quantized tensor by its name. `dtypes`
+    has the dtype in which test mode computes with each parameter that is stored as codes.
     """
 
     @contextmanager

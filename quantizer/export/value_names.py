@@ -18,8 +18,9 @@ _Path = tuple[Any, ...]
 
 
 def input_names(model: nn.Module | None, graph: Graph) -> list[str]:
-    """Return a name for each tensor of a call, in the order of the graph's inputs: the
-    parameter of `forward` that takes it, and the keys of containers in it, joined by dots.
+    """Return a name for each tensor of a call, in the order of the graph's inputs.
+
+    It has the parameter of `forward` and the keys of containers in it, joined by dots.
 
     Without a model, positional arguments are called `input_0`, `input_1`, ….
     """
@@ -106,8 +107,8 @@ def chosen_names(
     """Return the names of an option, separated by commas; the given ones if it is empty.
 
     Raises:
-        UsageError: there are more or fewer than there are tensors, or one is empty or stands
-            there twice.
+        UsageError: there are more or fewer than there are tensors, or one is empty or
+            is there twice.
     """
     if not value:
         return list(names)

@@ -1,7 +1,7 @@
 """Rules for how channels go through an operator: the values of the columns `axes` and
 `commutes` of the table of operators.
 
-A rule receives a call on labels, numbers of channels that lie where the values do. It returns
+A rule receives a call on labels, numbers of channels that are where the values do. It returns
 the labels of what the operator makes. It knows one call, and no graph.
 """
 
@@ -35,7 +35,7 @@ class LabelledCall:
     """One call of an operator on labels.
 
     Args:
-        labels: arguments that other nodes make, nested as in the call; None in place of one
+        labels: arguments that other nodes make, nested as in the call; None instead of one
             without labels.
         arguments: all arguments, with tensors without memory for what other nodes make.
         shape: of what the operator makes, of the first of several results.

@@ -85,8 +85,9 @@ class ChannelLabels:
         node: Node,
         axis: int,
     ) -> int | None:
-        """Return the output's axis that holds an axis of the first input, whole and in order;
-        None if there is none, or if a rotation does not commute with the operator.
+        """Return the output's axis that holds an axis of the first input, whole and in order.
+
+        It is None without such an axis, or if a rotation does not commute with the operator.
         """
         source = self.graph.source(node)
         if source is None or source.name not in paths(node, Commutes.ROTATIONS):

@@ -1,4 +1,4 @@
-"""Where the parts of a join lie in values that are computed from it: element by element, window
+"""Where the parts of a join are in values that are computed from it: element by element, window
 by window, or moved after that.
 
 Part numbers are followed through operators that keep channels apart. This file knows no config
@@ -23,7 +23,7 @@ from quantizer.graph.origins import Origins
 
 @dataclass(frozen=True)
 class Runs:
-    """Parts that lie one after the other along one axis of a value.
+    """Parts that are one after the other along one axis of a value.
 
     Attributes:
         axis: counted from the first.
@@ -34,7 +34,7 @@ class Runs:
     numbers: tuple[int, ...]
 
     def spans(self) -> dict[int, tuple[int, int]]:
-        """Return the start and the length of each part, by number; nothing if a part lies in
+        """Return the start and the length of each part, by number; nothing if a part is in
         several places.
         """
         spans: dict[int, tuple[int, int]] = {}
@@ -52,7 +52,7 @@ def computed_parts(
     graph: Graph,
     origins: Mapping[str, Origins],
 ) -> dict[str, Runs]:
-    """Return where the parts of joins lie in values that are computed from them, by the node
+    """Return where the parts of joins are in values that are computed from them, by the node
     that makes such a value.
 
     Args:
@@ -79,7 +79,7 @@ def computed_parts(
 
 
 def _keeps_channels_apart(node: Node) -> bool:
-    """Return whether channels may lie in what an operator makes as they do in its input."""
+    """Return whether channels may be in what an operator makes as they are in its input."""
     if not node.is_float or node.row.weight:
         return False
     return node.row.axes is not None or is_pointwise(node)
@@ -112,7 +112,7 @@ class _PartNumbers:
             self.known[node.name] = compress_labels(labels)
 
     def follow(self, node: Node) -> Runs | None:
-        """Return where the parts lie in what a node makes, None if it has none or they are
+        """Return where the parts are in what a node makes, None if it has none or they are
         mixed.
         """
         if self.known.keys().isdisjoint(node.refs()):

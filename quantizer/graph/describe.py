@@ -95,13 +95,13 @@ _PACKAGE_LAYERS: dict[str, str] = {
     "rescale.input_scale": "InputScale",
     "rescale.rotation": "InputRotation",
 }
-"""Classes by target, for layers that torch does not have: those that compute as a device does,
-and those that algorithms insert, which take a weight's size.
+"""Classes by target, for layers that torch does not have. Some compute as a device does. Others
+are inserted by algorithms, and take a weight's size.
 """
 _CLASS_OF_TARGET = {target: name for name, target in reversed(FUNCTION_LAYERS.items())}
 _STRUCTURE = {"input": "Input", "quant_stub": "QuantStub", "dequant_stub": "DeQuantStub"}
 _INPLACE = ("relu", "relu6", "leaky_relu", "hardtanh", "silu", "hardswish")
-"""Activations that may overwrite their input if nobody else reads it."""
+"""Activations that may overwrite their input if no other node reads it."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def describe(graph: Graph, node: Node) -> LayerCall:
 def overwritten(graph: Graph, node: Node) -> str | None:
     """Return the node whose value this one's layer overwrites, None if it overwrites none.
 
-    Nobody else may read that value, and its layer must have allocated the memory.
+    No other node may read that value, and its layer must have allocated the memory.
     """
     if node.op not in _INPLACE or node.params:
         return None

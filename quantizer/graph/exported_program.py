@@ -93,7 +93,7 @@ class Converter:
         """Return the graph of the program.
 
         Args:
-            input_paths: where each input stands in the call.
+            input_paths: where each input is in the call.
             shapes: of the tensors in the example call. Dynamic sizes have these values in the
                 graph.
 
@@ -315,7 +315,7 @@ class Converter:
     ) -> Ref:
         """Add a matmul, and an add if there is a bias, for `F.linear` with a vector as weight.
 
-        Such a product has no output channels, so it is no linear layer.
+        Such a product has no output channels, so it is not a linear layer.
         """
         operands = {"input": arguments["input"], "other": arguments["weight"]}
         product = self._add(scope, "aten.matmul.default", operands, value)

@@ -226,7 +226,7 @@ class Folds:
         path: str,
         name: str,
     ) -> str:
-        """Return the first node beside `name` that uses a tensor."""
+        """Return the first node except `name` that uses a tensor."""
         users = (node for node in self.graph.nodes if path in node.params.values())
         return next(user.name for user in users if user.name != name)
 

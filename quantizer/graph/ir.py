@@ -95,7 +95,7 @@ class Node:
     def is_join(self) -> bool:
         """Return whether the node puts values of several tensors into one.
 
-        A write that adds to what is there computes, and is no join.
+        A write that adds to what is there computes, and is not a join.
         """
         if self.attrs.get("accumulate") or self.attrs.get("reduce"):
             return False
@@ -112,7 +112,7 @@ class Node:
     def operands(self) -> dict[str, str]:
         """Return the nodes that a multiplying layer reads, by argument.
 
-        These are its input, and for experts what says which rows belong to which expert.
+        These are its input, and for experts the assignment of rows to experts.
         """
         names: dict[str, str] = {}
         for key, value in self.inputs.items():
@@ -173,7 +173,7 @@ class Graph:
         nodes: in execution order.
         output: the returned structure, with `Ref`s for tensors.
         tensors: parameters, buffers and constants by path.
-        input_paths: where each input stands in the call, as access paths into (args, kwargs).
+        input_paths: where each input is in the call, as access paths into (args, kwargs).
         lengths: the sizes of inputs, besides the batch, that each call may choose.
         absorbed: for each layer that a pass folded away the layer that took it over.
         normal: mean and standard deviation of each output channel of a layer, as folded batch
@@ -241,7 +241,7 @@ class Graph:
     def consumers(self) -> dict[str, tuple[str, ...]]:
         """Return the readers of each node's values; "" stands for the network's output.
 
-        Who reads only the shape is no reader.
+        Who reads only the shape is not a reader.
         """
         table: dict[str, tuple[str, ...]] = dict.fromkeys(self.index, ())
         for node in self.nodes:
@@ -289,7 +289,7 @@ class Graph:
         return self.replaced(tensors=tensors)
 
     def source(self, node: Node) -> Node | None:
-        """Return the node whose value is the first argument, None if that is no reference."""
+        """Return the node whose value is the first argument; None if it is not a reference."""
         for first in node.inputs.values():
             return self.by_name[first.name] if isinstance(first, Ref) else None
         return None

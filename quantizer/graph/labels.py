@@ -1,4 +1,4 @@
-"""Tensors of labels: numbers that stand where the values of a node do, and say where each value
+"""Tensors of labels: numbers in the places of a node's values, which say where each value
 comes from.
 """
 
@@ -63,7 +63,7 @@ def along_axis(
     Args:
         vector: the labels along that axis.
         shape: of the result.
-        axis: along which they lie.
+        axis: along which they are.
     """
     sizes = [1] * len(shape)
     sizes[axis] = len(vector)

@@ -28,7 +28,7 @@ _MAX_FLOAT_RANK = 3
 
 @dataclass(frozen=True)
 class Length:
-    """A size beside the batch that each call may choose.
+    """A size, other than the batch's, that each call may choose.
 
     Args:
         name: "sequence", that of a second one "sequence_1".
@@ -167,7 +167,7 @@ def symbol_sizes(
 
 
 def _axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]]]:
-    """Return where each symbol for a size of an input stands, as (leaf, axis); the batch is not
+    """Return where each symbol for a size of an input is, as (leaf, axis); the batch is not
     among them.
     """
     axes: dict[Any, list[tuple[int, int]]] = {}

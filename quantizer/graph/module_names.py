@@ -105,7 +105,7 @@ def last_part(name: str) -> str:
 class BlockNames:
     """Resolves names relative to the block at `path`.
 
-    A name that is no path in the block stands for all layers whose path ends with it. So one
+    A name that is not a path in the block stands for all layers whose path ends with it. So one
     name stands for the same layer of all experts.
     """
 

@@ -30,7 +30,7 @@ for _row in OPS.values():
 # Its projection of query, key and value
 MODULE_OPERATORS[nn.MultiheadAttention] = MODULE_OPERATORS[nn.Linear]
 _EXPERTS = next(row.name for row in OPS.values() if row.experts)
-"""The operator of a module of experts, whatever its class."""
+"""The operator of a module of experts, of any class."""
 
 _PROJECTIONS = {
     "weight_q": "q_proj_weight",

@@ -18,19 +18,19 @@ Kind = Literal[
 ]
 """How an operator behaves towards quantization.
 
-- mac: multiplies and accumulates. On integer hardware its inputs must be integers as well as
+- `mac`: multiplies and accumulates. On integer hardware its inputs must be integers as well as
   its output.
-- compute: makes new values, which are quantized.
-- fusable: an activation that hardware applies before it writes the producer's output, so that
+- `compute`: makes new values, which are quantized.
+- `fusable`: an activation that hardware applies before it writes the producer's output, so that
   both have one quantization.
-- nonlinear: another activation. Its output is quantized unless the network returns it.
-- join: puts values of several tensors into one and computes nothing. Each keeps its
+- `nonlinear`: another activation. Its output is quantized unless the network returns it.
+- `join`: puts values of several tensors into one and computes nothing. Each keeps its
   quantization.
-- passthrough: moves or selects values, which keep the scale of its input.
-- structural: inputs, parameters, constants, sizes and integers, which are not quantized.
-- float: computed in float on purpose, because few bits of its output would not be enough
+- `passthrough`: moves or selects values, which keep the scale of its input.
+- `structural`: inputs, parameters, constants, sizes and integers, which are not quantized.
+- `float`: computed in float on purpose, because few bits of its output would not be enough
   (roots, exponentials).
-- unknown: not in the table.
+- `unknown`: not in the table.
 """
 
 
@@ -129,5 +129,5 @@ class Op:
 
     @property
     def only_moves(self) -> bool:
-        """Return whether it moves values whatever they are; a maximum chooses among them."""
+        """Return whether it moves any values; a maximum chooses among them."""
         return self.kind == "passthrough" and Commutes.ROTATIONS in self.commutes

@@ -1,7 +1,6 @@
-"""From which layers the values of a join come: what is left after later writes, and what a
-slice of a join contains.
+"""From which layers the values of a join come, after later writes and in slices of the join.
 
-Moves and joins are followed on labels that lie where the values do. This file knows no config
+Moves and joins are followed on labels that are where the values do. This file knows no config
 and no scale.
 """
 
@@ -37,7 +36,7 @@ _ZEROS = (
 )
 _FULL = ("full", "full_like", "new_full", "scalar_tensor")
 _NO_CONSTANTS = ("input", "parameter", "module_input", "dequant_stub")
-"""Structural operators whose values are no constants."""
+"""Structural operators whose values are not constants."""
 
 
 @dataclass(frozen=True)

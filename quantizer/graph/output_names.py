@@ -105,8 +105,8 @@ def short_names(node: Node) -> list[str]:
 
 
 def unique_names(makers: Sequence[Node | None]) -> list[str]:
-    """Return a name for each part of an output: the shortest that tells its maker from the
-    others.
+    """Return a name for each part of an output: the shortest that distinguishes its maker from
+    the others.
 
     Parts of one maker, or of several calls of one, have the same name.
 

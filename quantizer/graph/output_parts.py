@@ -1,5 +1,5 @@
-"""The outputs of a network and the parts of each that different layers make: their names, and
-which value belongs to which part.
+"""The outputs of a network, and their parts, which different layers make: names, and the part
+of each value.
 
 A part ends where something is computed from several values at once: a product, a sum, a choice
 by `topk`.
@@ -175,7 +175,7 @@ def _with_parts(
 ) -> Output:
     """Return an output with its parts, itself if there is one part.
 
-    If all parts lie along one axis, that is its `channel_axis`.
+    If all parts are along one axis, that is its `channel_axis`.
 
     Args:
         provenance: of the graph.
@@ -301,7 +301,7 @@ def _places(
     graph: Graph, replay: Replay, labels: Mapping[str, int]
 ) -> dict[int, PartRange | None] | None:
     """Return the labels that an output has, each with its range; None if only a run can
-    tell.
+    show it.
     """
     node = graph.by_name[replay.end]
     shapes = _shapes(graph, replay)

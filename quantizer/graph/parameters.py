@@ -1,4 +1,4 @@
-"""Replace the parameters of a module wherever they stand, and move them to a device."""
+"""Replace the parameters of a module in all of their places, and move them to a device."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -75,7 +75,7 @@ def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
     """Replace a module's deferred parameters for a while by zeros without memory, and yield
     them.
 
-    A trace reads nothing but the shapes.
+    A trace reads only the shapes.
     """
     deferred: dict[str, DeferredTensor] = {}
     blank: dict[str, Tensor] = {}

@@ -17,7 +17,7 @@ STUB_OPERATORS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}
 Stubs compute nothing, so torch.export drops them unless they leave a mark.
 """
 MARK = "aten.alias.default"
-"""Returns its input. The module in which it runs says for which stub it stands."""
+"""Returns its input. Its module says which stub it is."""
 
 
 @contextlib.contextmanager

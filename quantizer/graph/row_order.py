@@ -40,7 +40,7 @@ class RowOrder:
 
     Attributes:
         node: the operator. Its last result has the indices of the selected rows.
-        axis: the axis of that result along which rows lie.
+        axis: the axis of that result along which rows are.
         operand: the value that the operator orders.
         replay: the nodes from the operator's results to the output.
         is_pair: whether the operator returns values and indices.
@@ -80,7 +80,7 @@ class RowOrder:
     ) -> Tensor:
         """Return for each value of the output the number of its row; -1 for values in no row.
 
-        Rows have numbers in the order in which the operator's results lie in memory. The nodes
+        Rows have numbers in the order in which the operator's results are in memory. The nodes
         after it run on these numbers instead of values.
 
         Args:
@@ -118,8 +118,8 @@ class RowOrder:
     ) -> tuple[Tensor, int]:
         """Return the numbers of `places`, and the first number above all that are possible.
 
-        If another operator ordered the operand before, a value of the operand has the number of
-        its row there, times the values in a row, plus its place in the row.
+        If another operator ordered the operand before, a value's number follows from its row
+        there: that number times the values in a row, plus its place in the row.
         """
         is_seen = self.node in seen.values and self.operand in seen.shapes
         if not self.is_traced or not is_seen:
@@ -431,7 +431,7 @@ def matched_rows(
     Args:
         reference: the place of each row before it was ordered, as `RowOrder.places` returns it.
         other: the places in another network.
-        axis: along which the rows lie.
+        axis: along which the rows are.
 
     >>> matched_rows(torch.tensor([[5, 2, 9]]), torch.tensor([[2, 5, 7]]), 1)
     tensor([[ 1,  0, -1]])

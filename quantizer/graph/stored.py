@@ -40,7 +40,7 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class StoredGraph:
-    """A graph as it lies in a file.
+    """A graph as it is in a file.
 
     Attributes:
         graph: the graph without tensors; its output is the list of the leaves.
@@ -74,7 +74,7 @@ class StoredGraph:
 
 
 def _moved(graph: Graph, device: torch.device) -> Graph:
-    """Return the graph with `device` in place of the devices that its nodes name."""
+    """Return the graph with `device` instead of the devices that its nodes name."""
     nodes: list[Node] = []
     for node in graph.nodes:
         attrs = dict(node.attrs)

@@ -37,9 +37,9 @@ class Fold:
     exactly.
 
     Args:
-        kind: "norm" divides the parameters `weight` and, where there is one, `bias` of a
-            normalization (or the factor of a decomposed one, a "parameter" or "constant" node);
-            "layer" the rows of a linear or convolution layer and its bias.
+        kind: "norm" divides the parameters `weight` and `bias` of a normalization, or the
+            factor of a decomposed one (a "parameter" or "constant" node). "layer" divides the
+            rows of a linear or convolution layer, and its bias.
         node: whose parameters are divided.
         channels: for each channel of the group's input the output channel of `node` that it
             comes from; None where they are the same. Channels with one origin must have one
@@ -65,7 +65,7 @@ class InputGroup:
         source: the node whose value they read.
         layers: linear and convolution layers in execution order. An algorithm rounds those that
             the plan quantizes.
-        axis: of the value, along which its channels lie (-1 for linear layers).
+        axis: of the value, along which its channels are (-1 for linear layers).
         channels: how many there are.
         block: index into `Structure.blocks`; None outside.
         fold: None where only an explicit multiplication is exact.

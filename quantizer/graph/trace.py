@@ -112,7 +112,7 @@ def _step(key: Any) -> Any:
 
 
 def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, ExportedProgram]:
-    """Export with an open batch if the model allows it, else with the batch of `call`.
+    """Export with a dynamic batch if the model allows it, else with the batch of `call`.
 
     Returns:
         the call that was traced, and its program.

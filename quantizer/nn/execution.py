@@ -1,5 +1,5 @@
-"""One forward pass of a network over one batch. It can stop before any node, go on, branch off,
-or be given a node's value.
+"""One forward pass of a network over one batch. It can stop before any node, continue, branch
+off, or be given a node's value.
 
 Values are freed after their last use.
 """
@@ -44,8 +44,7 @@ class Runnable(Protocol):
 
 
 class Execution:
-    """The values that are alive between the nodes that have run and those that will. `position`
-    is the next node's index.
+    """The values that are alive between two nodes. `position` is the next node's index.
 
     Args:
         network: the network that runs.
@@ -63,7 +62,7 @@ class Execution:
         self.values: dict[str, Any] = dict(zip(names, inputs, strict=True))
 
     def branch(self) -> Execution:
-        """Return another execution that goes on from here. This one stays where it is."""
+        """Return another execution that continues from here. This one stays where it is."""
         other = copy.copy(self)
         other.values = dict(self.values)
         for name in self.network.overwritten:

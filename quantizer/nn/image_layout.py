@@ -51,7 +51,7 @@ def weights_last(network: Module) -> Module:
 
 def channels_first(value: Any) -> Any:
     """Return the same nested value, in which the pixels of a row of an image, or of a part of
-    one, lie next to each other.
+    one, are next to each other.
     """
     if isinstance(value, Tensor):
         if value.dim() != _IMAGE_DIMS:

@@ -108,7 +108,7 @@ def check_float(model: Any, *, traced: bool = False) -> None:
         traced: whether the model is only traced. Then it may have compiled parts.
 
     Raises:
-        ModelError: it is no module, compiled by torch.jit, or quantized already.
+        ModelError: it is not a module, compiled by torch.jit, or quantized already.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -137,8 +137,8 @@ def check_quantizable(
 
     Raises:
         ModelError: the module has an attribute with a name that we need, or changes its weight
-            in calls, or its `forward` was replaced on the object, so that the class's forward,
-            which calls the quantizers, would not run.
+            in calls. Or its `forward` was replaced on the object: then the class's forward
+            would not run, and quantizers are called there.
     """
     taken = [name for name in sorted(_RESERVED_NAMES) if hasattr(module, name)]
     if taken:

@@ -13,8 +13,8 @@ from quantizer.numerics.hadamard import factors, rotate_rows
 
 
 class InputScale(Layer):
-    """A layer that computes x * weight along `axis`: it divides the channels by what the
-    weights that read them were multiplied with.
+    """A layer that computes x * weight along `axis`: it divides the channels by the
+    factors of the weights after it.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class InputScale(Layer):
 
 
 class InputRotation(Layer):
-    """A layer that multiplies the channels of the last axis with an orthogonal matrix, which
-    the weights that read them undo.
+    """A layer that multiplies the channels of the last axis with an orthogonal matrix. The
+    weights after it undo this.
 
     `weight` holds the signs [channels]. The matrix follows from their number
     (`numerics.hadamard`).

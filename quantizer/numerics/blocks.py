@@ -130,8 +130,8 @@ def fill(
 
 
 def _is_zero(zero_point: Tensor) -> bool:
-    """Return whether no zero point has to be added. On a GPU the answer is no: waiting for the
-    values costs more than adding them.
+    """Return whether no zero point has to be added. On a GPU it is always false: waiting for
+    the values costs more than adding them.
     """
     if zero_point.numel() == 0:
         return True
@@ -186,8 +186,8 @@ def blocks(
     """Yield views of about BLOCK_SIZE values (GPU_BLOCK_SIZE on a GPU) that cover `x`, each
     with the same view of `twin`, its scale and its zero point.
 
-    `twin` has the shape and the layout of `x`. The last block in memory comes first: whoever
-    computed the scales has read `x` from its beginning, so that its end is in the cache.
+    `twin` has the shape and the layout of `x`. The last block in memory comes first: the
+    scales were computed from the beginning of `x` on, so that its end is in the cache.
     """
     size = BLOCK_SIZE if x.is_cpu else GPU_BLOCK_SIZE
     scale = scale.to(x)

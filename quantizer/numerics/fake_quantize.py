@@ -2,7 +2,7 @@
 gradients.
 
 q = clip(round(x / scale) + zero_point, quant_min, quant_max) and x' = (q - zero_point) * scale,
-as QuantizeLinear and DequantizeLinear of ONNX define them: a division, because x * (1 / scale)
+as QuantizeLinear and DequantizeLinear of ONNX define them. It is a division: x * (1 / scale)
 gives other codes at half-way points.
 """
 
@@ -205,7 +205,7 @@ def float_kernel(name: str) -> Kernel:
 
 
 def work_dtype(quant_min: int, quant_max: int) -> torch.dtype:
-    """Return the narrowest dtype that holds every code and half-way point: float64 from 2^24
-    codes on.
+    """Return the narrowest dtype that holds every code and half-way point. With 2^24 codes or
+    more this is float64.
     """
     return torch.float64 if quant_max - quant_min >= 1 << 24 else torch.float32

@@ -99,9 +99,9 @@ def _round_(x: Tensor, row: FloatFormat, memory: Tensor | None) -> Tensor:
     """Round float32 or float64 in the format's range to `mantissa` bits after the binary point
     of each value.
 
-    With p the power of two below |x|, adding 1.5 * 2^(bits - mantissa) * p leaves a sum whose
-    last bit is worth 2^-mantissa * p, so the processor's own rounding, ties to even, is the one
-    wanted; subtracting it is exact.
+    Let p be the power of two below |x|. Adding 1.5 * 2^(bits - mantissa) * p leaves a sum whose
+    last bit is worth 2^-mantissa * p. So the processor's own rounding, ties to even, is the
+    right one. Subtracting the same number is exact.
     """
     assert row.mantissa is not None
     integers, exponent_mask, bits = _EXPONENT_BITS[x.dtype]

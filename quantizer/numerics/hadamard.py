@@ -51,7 +51,7 @@ def factors(channels: int) -> tuple[Tensor, Tensor]:
     size, for `rotate_rows`.
 
     The second is Sylvester's Hadamard matrix. The first is the Kronecker product of another
-    one and `odd_factor`, which is needed if the number of channels is no power of two.
+    one and `odd_factor`, which is needed if the number of channels is not a power of two.
     """
     odd = channels
     while odd % 2 == 0:
@@ -99,8 +99,8 @@ def _is_prime(number: int) -> bool:
 def _paley(order: int) -> Tensor:
     """Return Paley's Hadamard matrix, scaled to be orthogonal.
 
-    It is I + S. The skew-symmetric S has +1 at [i, j] if i - j is a quadratic residue modulo
-    the prime order - 1, and else -1, bordered by a row of 1 and a column of -1.
+    It is I + S, with S skew-symmetric. S has +1 at [i, j] if i - j is a quadratic residue
+    modulo the prime order - 1, and -1 otherwise. Around it are a row of 1 and a column of -1.
     """
     prime = order - 1
     # 1 for quadratic residues, -1 for other numbers, and 0 for 0

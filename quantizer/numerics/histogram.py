@@ -1,11 +1,11 @@
 """A histogram that depends on the values alone: bins a power of two wide, merged exactly. It
 knows no range method.
 
-A value x falls into bin trunc(|x| / 2^e) of its sign, where 2^e is the least width for which
-BINS bins hold the largest magnitude seen. Bins twice as wide are pairs of bins, to the last
-value. So any order of the values, any cut into batches and any merging give the same histogram.
-It keeps 2 * BINS counts of 8 bytes for each row, 32 kB. Its width is 1/2048 to 1/1024 of the
-largest magnitude, which is how far an edge read from it may be off.
+A value x falls into bin trunc(|x| / 2^e) of its sign, where 2^e is the least width with which
+`BINS` of them hold the largest magnitude seen. Bins twice as wide are pairs of bins, to the
+last value. So any order of the values, any cut into batches and any merging give the same
+histogram. It keeps 2 * BINS counts of 8 bytes for each row, 32 kB. Its width is 1/2048 to
+1/1024 of the largest magnitude, which is how far an edge read from it may be off.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Histogram:
         self,
         exponent: Tensor,
     ) -> Tensor:
-        """Return the counts in bins of 2^exponent (R,), which are no narrower."""
+        """Return the counts in bins of 2^exponent (R,), which are not narrower."""
         halvings = (exponent - self.exponent).clamp(max=_LOG2_BINS)
         counts = self.counts
         for halving in sorted(set(halvings.tolist()) - {0}):

@@ -261,7 +261,7 @@ def qparams_from_step(
 ) -> QParams:
     """Return the scale for `step` and the zero point that puts `low` on quant_min.
 
-    A scale is the step itself, or if it must be a power of two, the smallest that is no less.
+    A scale is the step itself, or if it must be a power of two, the smallest that is not less.
     Scales are in [2^-126, largest float32 / largest code], so that neither 1 / scale nor a code
     times the scale is infinite. Shared exponents are at least -127. A step of 0 means that all
     values are 0. It gives the scale 1, or the finest power of two if a device limits that.

@@ -1,6 +1,6 @@
 """Rounding to integers, one function per mode, in place and exact at every half-way point.
 
-All modes but floor differ at the half-way points alone (0.49999997 is no half-way point):
+All modes but floor differ at the half-way points alone (0.49999997 is not a half-way point):
 
 >>> import torch
 >>> points = torch.tensor([-2.5, -1.5, -0.5, 0.49999997, 0.5, 1.5, 2.5])
@@ -34,7 +34,7 @@ def _by_one_thread(
     function: Callable[[Tensor], Tensor],
     x: Tensor,
 ) -> Tensor:
-    """Apply a function that changes `x` in place. One thread alone does few values.
+    """Apply a function that changes `x` in place. Few values are left to one thread.
 
     Where other processes run, waiting for a second thread takes a thousand times as long as
     rounding a column.
@@ -62,8 +62,8 @@ def round_half_even(x: Tensor) -> Tensor:
 def round_half_up(x: Tensor) -> Tensor:
     """Round the floating-point tensor `x` in place, ties toward plus infinity, and return it.
 
-    Doubling is exact below half of the dtype's largest value, so ceil(floor(2x) / 2) sees ties
-    as they are, where floor(x + 0.5) rounds the sum first and takes 0.49999997 for a tie.
+    Doubling is exact below half of the dtype's largest value, so ceil(floor(2x) / 2) is exact
+    at ties. floor(x + 0.5) rounds the sum first, and treats 0.49999997 as a tie.
     """
     x.mul_(2)
     _by_one_thread(Tensor.floor_, x)

@@ -134,8 +134,8 @@ def pack_scales(
     """Return the tensors that files store for scales, by name: as many bytes as `scale_bytes`
     says, or float32 if the scales do not fit.
 
-    Exponents have 127 added. After that of a block comes a byte with a bit for each of its
-    pairs, the first in the lowest one, which is set if the pair's exponent is one less.
+    Exponents have 127 added. After the exponent of a block comes a byte with a bit for each of
+    its pairs, the first in the lowest bit. It is set if the pair's exponent is one less.
     """
     if scale_type == "e8m0":
         return {"scale": _exponents(scale)}

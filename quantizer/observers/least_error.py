@@ -75,13 +75,13 @@ def auto(
 
     The ranges of maxmin, percentile and mse have ends nearer to zero than the extremes, or
     equal to them. All pairs of ends are tried, in steps of half an octave and then of down to a
-    sixteenth: a one-sided tensor has one end to cut, and a tail on one side costs the other
+    sixteenth. A one-sided tensor has one end to cut. A tail on one side costs the other
     nothing. The ends of a symmetric range are cut alike. If scales are powers of two, mse tries
     every range there is.
 
-    For the data of a calibration an end may also lie up to half an octave beyond the extreme.
-    New values will lie outside, on average as many as were seen once, as far as the outermost
-    ones lie apart. Among the few values of a pooled tensor one value that is cut off counts
+    For the data of a calibration an end may also be up to half an octave beyond the extreme.
+    New values will be outside, on average as many as were seen once, as far as the outermost
+    ones are apart. Among the few values of a pooled tensor one value that is cut off counts
     more than wider steps. All values of a weight are known.
 
     Errors of a layer's inputs are about independent, so the least error of one range is the
@@ -173,7 +173,7 @@ def _excess(
     *,
     symmetric: bool,
 ) -> Tensor:
-    """Return how far a new value beyond either extreme lies from it on average, (2,). A
+    """Return how far a new value beyond either extreme is from it on average, (2,). A
     symmetric range has one extreme.
     """
     if symmetric:
@@ -186,7 +186,7 @@ def _mean_excess(
     values: Tensor,
     counts: Tensor,
 ) -> Tensor:
-    """Return how far the greatest values lie above the last of them on average. Values below 0
+    """Return how far the greatest values are above the last of them on average. Values below 0
     count as 0.
 
     >>> _mean_excess(torch.tensor([5.0, 9.0, 8.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 7.0]))
@@ -207,7 +207,7 @@ def _error_beyond(
     """Return the error (N,) of new values beyond ranges `ends` (2, N), one at either end among
     as many values as were seen.
 
-    Such a value lies exponentially far beyond the extreme, and the power p of an exponential
+    Such a value is exponentially far beyond the extreme, and the power p of an exponential
     has the mean gamma(p + 1) mean^p.
     """
     widening = (ends.abs() - extremes.abs()).clamp(min=0)
@@ -258,7 +258,7 @@ def _least_power(
     """Return the range times the power of two with the least squared error. Of equal ones it is
     the widest.
 
-    The errors are those of the bins' centres with the very scales that the ranges lead to.
+    The errors are those of the bins' centres with the scales that the ranges lead to.
     """
     # Shared exponents may cut much off, so that a wider range may be better
     powers = (2.0, *_HALVINGS) if spec.scale_type in SHARED_EXPONENTS else _HALVINGS

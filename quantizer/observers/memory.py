@@ -91,7 +91,7 @@ class Memory(ABC):
         """Replace what was seen.
 
         Raises:
-            ValueError: it is no state of this kind of memory.
+            ValueError: it is not a state of this kind of memory.
         """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class RangeMemory(Memory):
     value and the greatest.
 
     They are in one tensor (B, 4, R) with room for more batches. Small tensors for each batch
-    would lie between the large activations of a forward pass and fragment the memory. That took
+    would be between the large activations of a forward pass and fragment the memory. That took
     three times as much memory.
     """
 

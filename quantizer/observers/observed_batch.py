@@ -163,7 +163,7 @@ class ObservedValues(ABC):
     @property
     @abstractmethod
     def histogram(self) -> Tensor:
-        """Return counts in 2 * BINS bins around 0, (R, 2 * BINS) float64 on the CPU."""
+        """Return counts in bins around 0, (R, 2 * BINS) float64 on the CPU."""
 
     @property
     def width(self) -> Tensor:
@@ -177,7 +177,7 @@ class ObservedValues(ABC):
 
     @cached_property
     def magnitudes(self) -> Tensor:
-        """Return counts of magnitudes in BINS bins from 0, (R, BINS) float64 on the CPU."""
+        """Return counts of magnitudes in bins from 0, (R, BINS) float64 on the CPU."""
         return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
 
     def clipped(

@@ -76,9 +76,8 @@ class Observer:
     either end of their ranges, where "max" is the outermost. A statistic of powers of two is
     rounded up to one.
 
-    With the statistic "pooled" all batches are counted in one histogram, which gives the range:
-    any cut of the samples into batches, in any order, and any merging of observers gives the
-    same one.
+    With the statistic "pooled" all batches are counted in one histogram, which gives the range.
+    It does not depend on the batches, on their order, or on merging observers.
 
     Raises:
         ValueError: no range exists for this spec.
@@ -290,7 +289,7 @@ class Observer:
         """Replace what was seen by a state of `state_dict`.
 
         Raises:
-            ValueError: it is no such state.
+            ValueError: it is not such a state.
         """
         self._memory.load_state_dict(state)
         self._qparams = None

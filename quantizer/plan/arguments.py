@@ -23,7 +23,7 @@ def exact_arguments(
 
     They are searched backwards. Other readers of such a value quantize their outputs, and a
     layer that multiplies it quantizes its own input. The output of a kernel of integers, as a
-    layer with weights is, is no argument if the network returns it as well.
+    layer with weights is, is not an argument if the network returns it as well.
     """
     alone: set[str] = set()
     shared: set[str] = set()

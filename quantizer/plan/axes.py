@@ -1,4 +1,4 @@
-"""The axis along which the scales of a tensor lie, and whether its groups fit. Reads only
+"""The axis along which the scales of a tensor are, and whether its groups fit. Reads only
 shapes.
 
 A config may name the axis. By default output channels have a scale each, and groups and rows of
@@ -59,7 +59,7 @@ class PlannedTensor:
     sources: Mapping[str, Sourced]
 
     def place_of(self, *fields: str) -> Place | None:
-        """Return where the first of `fields` that a file sets stands."""
+        """Return the place of the first of `fields` that a file sets."""
         for name in fields:
             if name in self.sources:
                 return self.sources[name].place
@@ -105,7 +105,7 @@ def activation_view(
     node: Node,
     source: str,
 ) -> TensorView:
-    """Return the view that `node` has of the value of `source`. Features of matrices lie last,
+    """Return the view that `node` has of the value of `source`. Features of matrices are last,
     those of convolutions along the channels.
     """
     path = node.params.get("weight")
@@ -157,8 +157,8 @@ def fit_spec(
 
 
 def impossible(tensor: PlannedTensor) -> Iterator[Diagnostic]:
-    """Yield an error for an axis that the tensor does not have, whose size is dynamic, or along
-    which matrices lie that share no scale, and for static scales of a number that varies.
+    """Yield an error for an axis that is missing, has a dynamic size, or has matrices without a
+    common scale along it. Also yield one for static scales whose number varies.
     """
     spec = tensor.spec
     view = tensor.view

@@ -1,5 +1,5 @@
-"""Fit the algorithms of a config to a model: add SmoothQuant where one static scale would serve
-the inputs of linear layers badly, and leave out what finds nothing to do.
+"""Fit the algorithms of a config to a model. Add SmoothQuant where one static scale would serve
+the inputs of linear layers badly, and leave out algorithms without a layer to change.
 """
 
 import copy
@@ -112,8 +112,8 @@ def _can_rescale(group: InputGroup) -> bool:
 
 
 def leave_out_idle_algorithms(fitting: Fitting) -> None:
-    """Leave out algorithms that find nothing to do, or that name parts which the model
-    lacks.
+    """Leave out algorithms without a layer to change, or with names that are not in the
+    model.
     """
     # From the last, as an index counts those before it
     for algorithm in reversed(fitting.config.algorithms):

@@ -1,5 +1,5 @@
-"""Fit the groups and axes of a config to the layers of a model: sizes that divide, a scale for
-each channel where none does, and float where a block format leaves no choice.
+"""Fit the groups and axes of a config to the layers of a model. Choose sizes that divide, a
+scale for each channel where none does, and float where a block format leaves no choice.
 """
 
 import copy
@@ -68,7 +68,7 @@ class _Groups:
 
 def fit_axes(fitting: Fitting) -> None:
     """Give types of layers their own `ch_axis` where that of all layers is the wrong one:
-    outputs of transposed convolutions and inputs of convolutions lie elsewhere.
+    outputs of transposed convolutions and inputs of convolutions are elsewhere.
     """
     if not fitting.is_hierarchical:
         return
@@ -154,7 +154,7 @@ def _choose_size(
 
 
 def leave_out_impossible(fitting: Fitting) -> None:
-    """Leave layers in float that lack the axis which their scales would lie along."""
+    """Leave layers in float that lack the axis which their scales would be along."""
     layers: dict[str, None] = {}
     for tensor in fitting.plan.tensors.values():
         view = fitting.view_of(tensor)

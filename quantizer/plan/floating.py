@@ -1,4 +1,4 @@
-"""Values that stay float whatever a config says, and why. This follows from the graph alone,
+"""Values that stay float with any config, and why. This follows from the graph alone,
 without data.
 """
 
@@ -137,8 +137,8 @@ def before_norms(graph: Graph) -> set[str]:
     the outputs of linear layers that are added to them.
 
     They are the residual stream of a transformer. Some of its channels are a hundred times as
-    large as the others, so that few bits leave nothing of these, and as normalizations compute
-    in float, nothing is gained by rounding their inputs.
+    large as the others, so that few bits leave nothing of these. Normalizations compute in
+    float, so nothing is gained by rounding their inputs.
 
     Source: Bondarenko et al., "Understanding and Overcoming the Challenges of Efficient
     Transformer Quantization", 2021, section 3.
@@ -200,8 +200,8 @@ def _denominators(graph: Graph) -> Iterator[str]:
 def _compared(graph: Graph) -> Iterator[str]:
     """Yield layers whose values are compared to count an index, as in a sparsemax.
 
-    In float one of the comparisons holds, whatever the values are. Of rounded values none may,
-    and the index lies outside.
+    In float one of the comparisons holds for any values. Of rounded values none may,
+    and the index is outside.
     """
     pending: list[str] = []
     for node in graph.nodes:

@@ -295,7 +295,7 @@ class JoinPlanner:
         self,
         product: Multiplication,
     ) -> bool:
-        """Return whether the parts lie along the layer's input channels, so that its weights
+        """Return whether the parts are along the layer's input channels, so that its weights
         can undo factors.
         """
         node = self.graph.by_name[product.layer]

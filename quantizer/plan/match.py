@@ -25,7 +25,7 @@ SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
     "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
 }
-"""Selectors that fit any model, so that a model without such layers is no error. The head is
+"""Selectors that fit any model, so that a model without such layers is valid. The head is
 the last layer that multiplies.
 """
 MATCHING_S = 2
@@ -216,8 +216,10 @@ def _by_name(
     graph: Graph,
     original: Graph,
 ) -> Match:
-    """Return the layers that `text` names. It is an exact name, a kind, a name whose scope has
-    one layer, a module path, a path of the operator, `re:…` or a glob, whatever matches first.
+    """Return the layers that `text` names.
+
+    It is an exact name, a kind, a name whose scope has one layer, a module path, a path of the
+    operator, `re:…` or a glob. The first that matches counts.
     """
     if text in original.by_name:
         return _survivors([text], "name", graph)

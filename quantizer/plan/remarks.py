@@ -83,7 +83,7 @@ def left_parameters(plan: Plan, besides: Container[str] = ()) -> tuple[float, st
 
 
 def group_size_remarks(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each size that groups do not fit, if that is no error."""
+    """Yield a sentence for each size that groups do not fit, if that is not an error."""
     names: dict[str, list[str]] = {}
     for (layer, role), reason in plan.ungrouped.items():
         names.setdefault(reason, []).append(f"{role} of {layer}")

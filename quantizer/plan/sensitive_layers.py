@@ -1,5 +1,5 @@
-"""Find the layers that lose most in few bits: those that make outputs, routers, and those that
-read a normalization. It follows from the graph alone.
+"""Find the layers that lose most in few bits: layers of outputs, routers, and readers of a
+normalization. It follows from the graph alone.
 """
 
 from collections.abc import Iterable
@@ -116,7 +116,7 @@ def _normalizes(
 
 
 def _makers(graph: Graph) -> dict[str, frozenset[str]]:
-    """Return for each node the layers with weights that alone make its value.
+    """Return for each node the layers with weights that make its value without others.
 
     A join has those of its parts. A value that is computed from those of several layers, such
     as the sum of a residual connection, has none, and neither has that of a normalization.

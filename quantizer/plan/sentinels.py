@@ -115,9 +115,9 @@ def chooses(node: Node) -> bool:
 def sentinels(graph: Graph, constants: Set[str]) -> Iterator[str]:
     """Yield layers whose values may be sentinels of either sign, all readers of which end them.
 
-    That end tells a sentinel from a constant that is large because pixels are: each reader
-    saturates, chooses or compares. So few layers can be taken for one by mistake, and none that
-    multiplies. `constants` are the layers whose values follow from constants.
+    That end distinguishes a sentinel from a constant that is large because pixels are: each
+    reader saturates, chooses or compares. So few layers can be taken for one by mistake, and
+    none that multiplies. `constants` are the layers whose values follow from constants.
     """
     ending = _ending(graph)
     far: set[str] = set()
@@ -187,7 +187,7 @@ def _ends(
 
 
 def _fills_lowest(graph: Graph, node: Node) -> bool:
-    """Return whether the node writes or contains very low constants."""
+    """Return whether the node writes or contains constants far below all values."""
     if node.op == "constant":
         far = _far_constant(graph, node)
         return far is not None and far < 0

@@ -148,7 +148,7 @@ def _output_figures(row: JsonMapping) -> Iterator[tuple[str, float | None]]:
 def _output_sqnr_db(row: JsonMapping) -> float | None:
     """Return the SQNR of an output or part, or None if it has none.
 
-    report.json has null in place of infinity. Then the share of equal values shows the sign.
+    report.json has null instead of infinity. Then the share of equal values shows the sign.
     """
     sqnr_db: float | None = row["sqnr_db"]
     if sqnr_db is not None or row["kind"] != "float":

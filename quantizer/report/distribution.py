@@ -60,7 +60,7 @@ class TensorDistribution:
         return low, high
 
     def clipped(self, qparams: QParams) -> float:
-        """Return the share of values that lie more than half a step beyond the limits."""
+        """Return the share of values that are more than half a step beyond the limits."""
         low, high = self.limits(qparams)
         half_step = float(qparams.scale) / 2
         centres, counts = self._occupied
@@ -84,7 +84,7 @@ class TensorDistribution:
         return decibel(signal_energy, noise_energy)
 
     def codes_used(self, qparams: QParams) -> float:
-        """Return the share of the integer codes that lie in a bin with values."""
+        """Return the share of the integer codes that are in a bin with values."""
         low, high = self.limits(qparams)
         scale = float(qparams.scale)
         first_code = round(low / scale)

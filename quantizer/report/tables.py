@@ -96,7 +96,7 @@ def report_values(
 
 
 def finite_row(row: JsonMapping) -> JsonObject:
-    """Return figures by name, with None in place of infinite and undefined numbers."""
+    """Return figures by name, with None instead of infinite and undefined numbers."""
     return {name: finite_or_none(value) for name, value in row.items()}
 
 

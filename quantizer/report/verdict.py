@@ -1,5 +1,5 @@
-"""Writes the verdict of a run: in at most eight lines what was made, how close it is to float,
-how fast it is, what stays float, and what to do next.
+"""Writes the verdict of a run in at most eight lines: the files, the distance from float, the
+speed, the layers that stay float, and the next step.
 """
 
 from __future__ import annotations

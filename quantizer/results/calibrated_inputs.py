@@ -13,7 +13,7 @@ from quantizer.errors import ResultError
 from quantizer.sources.batches import Batch
 
 InputShapes = Sequence[Sequence[int | None] | None]
-"""The shape of each input, with None for the batch size; None for an input that is no tensor.
+"""The shape of each input, with None for the batch size. An input that is not a tensor is None.
 """
 _SAMPLES_OF_EXAMPLE = 2
 """More than one: a trace would take a batch size of 1 for fixed."""
@@ -72,7 +72,7 @@ def _with_batch_size(
     shape: Sequence[int | None],
     batch_size: int,
 ) -> list[int]:
-    """Return a shape with the batch size in place of None."""
+    """Return a shape with the batch size instead of None."""
     sizes: list[int] = []
     for size in shape:
         if size is None:
@@ -83,7 +83,7 @@ def _with_batch_size(
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return nested dicts, with a tuple in place of each dict whose keys are indices."""
+    """Return nested dicts, with a tuple instead of each dict whose keys are indices."""
     if not isinstance(value, dict):
         return value
     items = {}
@@ -99,7 +99,7 @@ def call_with_shapes(
     kwargs: Mapping[str, Any],
     shapes: InputShapes,
 ) -> _Call | None:
-    """Return a call with zeros of other shapes in place of its tensors.
+    """Return a call with zeros of other shapes instead of its tensors.
 
     Return None if there are not as many shapes as inputs.
     """

@@ -244,7 +244,7 @@ class Checkpoints(Events):
         return any(self.folder.glob("checkpoint.*"))
 
     def remove(self) -> None:
-        """Remove all checkpoints, as the run is complete."""
+        """Remove all checkpoints of a complete run."""
         # The JSON files go first: they refer to the others
         for pattern in ("checkpoint.*.json", "checkpoint.*"):
             for path in sorted(self.folder.glob(pattern)):
@@ -271,8 +271,8 @@ class Checkpoints(Events):
         """Save the work since the last checkpoint, if the run stops with an error that a later
         run may not have.
 
-        Nothing is saved if the data have to change, which they also have to after any error of
-        the data if the stage needs the same data: a run could not resume from it.
+        Nothing is saved if the data have to change, because a run could not resume from it.
+        After any error of the data they have to change if the stage needs the same data.
         """
         if not isinstance(error, (KeyboardInterrupt, QuantizerError)):
             return

@@ -183,8 +183,8 @@ def _folders_in(folder: Path) -> Iterator[Path]:
 
 
 def _refuse_folders(folder: Path) -> None:
-    """Check that no folder has the name of a file, which could not be replaced at the end of a
-    run, and no file the name of the folder for exports.
+    """Check that no folder has the name of a file, and no file the name of the folder for
+    exports. They could not be replaced at the end of a run.
 
     Raises:
         ResultError: naming the first.

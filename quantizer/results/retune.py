@@ -32,8 +32,7 @@ from quantizer.results.write import scale_positions
 
 _AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
 _HISTOGRAM = "histogram"
-"""Stands in place of the role in the key of a histogram that calibration stores in addition to
-ranges.
+"""Replaces the role in the key of a histogram that calibration stores in addition to ranges.
 """
 
 

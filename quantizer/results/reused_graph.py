@@ -55,9 +55,9 @@ def reused_graph(
     """Return the stored graph with the tensors of the module, or None if it is not certain that
     a trace of the module would give the same graph.
 
-    It is certain if: the submodules have the classes that were traced; the module and the graph
-    give the same outputs; every node gives a tensor of the dtype and shape in the graph; and
-    its sizes follow the batch size and the input lengths exactly where the graph says so.
+    It is certain if four conditions hold. The submodules have the classes that were traced. The
+    module and the graph give the same outputs. Every node gives a tensor of the dtype and shape
+    in the graph. Its sizes follow the batch size and the input lengths where the graph says so.
 
     A model whose weights stay in files is always traced: running it takes longer.
     """
@@ -77,7 +77,7 @@ def reused_graph(
 
 
 def _with_classes(graph: Graph, module: nn.Module) -> Graph:
-    """Return the graph with the full class names of the modules in place of short ones.
+    """Return the graph with the full class names of the modules instead of short ones.
 
     Raises:
         DifferentError: a node was traced in a module of another class.
@@ -193,7 +193,7 @@ class _Run:
         self.leaves: list[Any] = self._read(graph.output)
 
     def _read(self, value: Any) -> Any:
-        """Return a nested value with the results of nodes in place of references to them."""
+        """Return a nested value with the results of nodes instead of references to them."""
         return map_refs(value, self._values.__getitem__)
 
     def _run(self, node: Node) -> None:

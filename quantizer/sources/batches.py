@@ -124,7 +124,7 @@ class Fingerprint:
     order.
 
     Runs with different fingerprints have used different data. Runs with equal fingerprints have
-    very probably used the same data: the digest is not a cryptographic hash.
+    almost certainly used the same data: the digest is not a cryptographic hash.
     """
 
     def __init__(self) -> None:

@@ -376,7 +376,7 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
 def _prefetched(read: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
     """Yield batches that a thread reads up to two batches ahead.
 
-    If reading a batch raises an error, it is raised here in place of that batch. The thread
+    If reading a batch raises an error, it is raised here instead of that batch. The thread
     ends when the iterator is exhausted or closed.
     """
     batches = read()

@@ -181,8 +181,9 @@ def load_evaluate(spec: str, fallback: Directions = BY_NAME) -> Evaluate:
         fallback: the directions in the model's file, for metrics that this file does not
             declare.
 
-    Raises (also when the function is called): DataError: there is none, it raises, it does not
-    return a dict of numbers, or the file does not declare its metrics as sets of names.
+    Raises (also when the function is called):
+        DataError: there is none, it raises, or it does not return a dict of numbers. Or the
+            file does not declare its metrics as sets of names.
     """
     location, name = split_spec(spec)
     user = import_user_module(location, DataError)

@@ -74,7 +74,7 @@ class _UnreadableError(Exception):
 
 def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None = None) -> Any:
     """Return the content of a tensor file: a dict of tensors, for `.npy` a tensor, for `.pt`
-    and `.pth` whatever was saved.
+    and `.pth` the saved object.
 
     Args:
         path: the file.
@@ -286,7 +286,7 @@ def tensor_batches(
     Dimension 0 of each tensor is that of the samples. The name of a tensor decides what it is:
 
     - y, target, label or labels: the target.
-    - x, input, images or data: the input. A single tensor is the input, whatever its name.
+    - x, input, images or data: the input. A single tensor is the input, with any name.
     - other names: keyword arguments. If there is a tensor with a name of an input, only those
       that `forward` takes.
 

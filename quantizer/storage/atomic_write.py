@@ -158,7 +158,7 @@ def _write_to_device(path: Path, parts: Iterable[bytes]) -> None:
     """Write to a pipe that another process reads, or to a device such as /dev/null.
 
     Raises:
-        OSError: no process reads the pipe. Without O_NONBLOCK, opening it would wait for ever.
+        OSError: no process reads the pipe. Without O_NONBLOCK, opening it would wait forever.
     """
     descriptor = os.open(path, open_flags("O_WRONLY", "O_NONBLOCK"))
     if hasattr(os, "set_blocking"):

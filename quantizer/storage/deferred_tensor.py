@@ -227,7 +227,7 @@ def keep_loaded(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def loaded(value: Any) -> Any:
-    """Return a nested value with ordinary tensors in place of deferred ones."""
+    """Return a nested value with ordinary tensors instead of deferred ones."""
     return pytree.tree_map_only(DeferredTensor, lambda tensor: tensor.load(), value)
 
 

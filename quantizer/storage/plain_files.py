@@ -1,5 +1,5 @@
 """Refuse pipes and devices where a file is expected, and read from pipes with a time limit: a
-run must not wait for ever. All errors are OSErrors. Imports no torch.
+run must not wait forever. All errors are OSErrors. Imports no torch.
 """
 
 import errno

@@ -45,7 +45,7 @@ _METADATA = "__metadata__"
 
 class _Entry(NamedTuple):
     """A tensor as the header describes it. `begin` and `end` are its offsets in the data, and
-    stand first so that sorted entries are in the order of the data.
+    come first so that sorted entries are in the order of the data.
     """
 
     begin: int

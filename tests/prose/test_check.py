@@ -63,9 +63,27 @@ def test_items_cells_and_headings_are_sentences_of_their_own() -> None:
     assert kinds(markdown("page.md", page)) == []
 
 
-def test_of_a_module_printed_strings_are_read() -> None:
+def test_of_a_module_docstrings_and_printed_strings_are_read() -> None:
     source = '"""Nobody reads it."""\n\n\ndef f(x):\n    raise ValueError(f"{x} is no file")\n'
-    assert kinds(strings("module.py", source)) == [("house.plain_words", 5)]
+    found = [("house.plain_words", 1), ("house.plain_words", 5)]
+    assert kinds(strings("module.py", source)) == found
+
+
+def test_of_a_docstring_examples_sources_and_names_are_no_prose() -> None:
+    docstring = """Return it.
+
+    Args:
+        whatever: a value of the file.
+
+    >>> tell("nobody is no file")
+
+    Source: Nobody, "What nobody tells" (2020).
+    """
+    source = f"def f():\n    {docstring!r}\n"
+    assert kinds(strings("module.py", source)) == []
+    docstring = docstring.replace("a value", "whatever is a value")
+    source = f"def f():\n    {docstring!r}\n"
+    assert kinds(strings("module.py", source)) == [("house.plain_words", 2)]
 
 
 def test_the_help_of_a_command_is_read() -> None:

@@ -24,6 +24,10 @@ _HIDDEN = (
 )
 _MARKS = re.compile(r"[\[\]]|\*(?=\S)|(?<=\S)\*")
 """Brackets of links and stars of emphasis. The star of an item of a list stays."""
+_EXAMPLE = re.compile(r"\n *>>>.*?(?=\n\s*\n|$)", re.DOTALL)
+_SOURCE = re.compile(r"\n *(?:Source|Sources): .*?(?=\n\s*\n|$)", re.DOTALL)
+_FIELD = re.compile(r"^( +)`?[A-Za-z_][\w`, *]*: ", re.MULTILINE)
+"""The parts of docstrings that are not prose: examples, sources, and the names of arguments."""
 _TEMPLATE_VALUE = re.compile(r"\{\{.*?\}\}", re.DOTALL)
 _TEMPLATE_TAG = re.compile(r"\{[%#].*?[%#]\}|</?[a-zA-Z][^<>]*>", re.DOTALL)
 _PLACEHOLDERS = itertools.cycle("xyz")
@@ -91,10 +95,9 @@ def html(file: str, source: str) -> Text:
 
 
 def strings(file: str, source: str) -> Text:
-    """Return the string constants of a module that are prose.
+    """Return the string constants of a module that are prose, and its docstrings.
 
-    Of its docstrings only those of commands are printed, as help. The values that an f-string
-    inserts are one word each.
+    The values that an f-string inserts are one word each.
     """
     tree = ast.parse(source)
     docstrings = _docstrings(tree)
@@ -104,10 +107,12 @@ def strings(file: str, source: str) -> Text:
         if isinstance(node, ast.JoinedStr):
             inner.update(id(value) for value in node.values)
             blocks.append((node.lineno, "".join(map(_piece, node.values))))
-        if not isinstance(node, ast.Constant) or id(node) in docstrings | inner:
+        if not isinstance(node, ast.Constant) or id(node) in inner:
             continue
         if isinstance(node.value, str):
-            blocks.append((node.lineno, node.value))
+            is_docstring = id(node) in docstrings
+            text = _without_code(node.value) if is_docstring else node.value
+            blocks.append((node.lineno, text))
     return _joined(file, blocks)
 
 
@@ -155,6 +160,13 @@ def _docstrings(tree: ast.AST) -> set[int]:
         if isinstance(node, ast.FunctionDef) and _is_command(node):
             helps.update(id(inner) for inner in ast.walk(node.body[0]))
     return docstrings - helps
+
+
+def _without_code(docstring: str) -> str:
+    """Return a docstring without examples, sources and names of fields."""
+    for pattern in (_EXAMPLE, _SOURCE):
+        docstring = pattern.sub("\n", docstring)
+    return _FIELD.sub(r"\1", docstring)
 
 
 def _is_command(function: ast.FunctionDef) -> bool:

@@ -78,10 +78,10 @@ def gptq(
     that an earlier algorithm found.
 
     Layers go in execution order, on inputs from a network whose earlier layers are rounded.
-    Inputs are not quantized, whatever the plan says. Without `true_sequential`, the layers of a
-    block are rounded on their inputs in the float block. Columns of zeros stay at
-    round-to-nearest, and so do layers that no token reached or whose outputs on the
-    calibration data would be worse. Remarks name them.
+    Inputs are not quantized, even if the plan quantizes them. Without `true_sequential`, the
+    layers of a block are rounded on their inputs in the float block. Columns of zeros stay at
+    round-to-nearest, and so do layers that no token reached or whose outputs on the calibration
+    data would be worse. Notes name them.
 
     Raises:
         DataError: a value in the network is not finite; layer and batch are named.
@@ -96,7 +96,7 @@ def gptaq(
 ) -> Adjustment:
     """Round like `gptq`, toward the outputs of the float network on its own inputs.
 
-    The float network runs beside the rounded one. The reported errors are those against the
+    The float network runs with the rounded one. The reported errors are those against the
     target weight, which stands for these outputs on the rounded network's inputs.
     """
     return _round_in_order(task, adjustment, GptaqTarget(settings))
@@ -166,7 +166,7 @@ class _GatheredLayers:
 
 
 class _SequentialRounding:
-    """Rounds a network in order, beside the float one if the target needs that."""
+    """Rounds a network in order, together with the float one if the target needs that."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ def column_scales(
     group: int,
 ) -> ColumnScales:
     """Return the scales of one group of channels, of several layers with one spec; their weight
-    matrices stand one below the other.
+    matrices are one below the other.
     """
     is_along_rows = (spec.qscheme, spec.ch_axis) in _ALONG_ROWS
     is_direct = is_along_rows and all(map(is_linear, layers))
@@ -91,7 +91,7 @@ def _by_row(
     layer: nn.Module,
     values: Tensor,
 ) -> Tensor:
-    """Return the scales or zero points of a linear layer, none of which lies across rows, as
+    """Return the scales or zero points of a linear layer, none of which is across rows, as
     [groups, rows, scales of a row].
     """
     groups, rows, _ = matrix_shape(layer)

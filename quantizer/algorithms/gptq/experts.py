@@ -51,7 +51,7 @@ def round_experts(
 ) -> RoundedLayers:
     """Round the weights of layers of experts that read one value.
 
-    An expert without tokens stays at round-to-nearest, as does one that gains nothing. Remarks
+    An expert without tokens stays at round-to-nearest, as does one that gains nothing. Notes
     name them.
 
     Args:

@@ -1,7 +1,7 @@
 """Round the weights of layers that read one value, by GPTQ, GPTAQ or Qronos.
 
 All rows of the layers are solved together. A layer stays at round-to-nearest (RTN) if the data
-say nothing about it, or if the result is not better. Remarks name such layers.
+say nothing about it, or if the result is not better. Notes name such layers.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class GptqSolution:
 
 @dataclass(frozen=True)
 class RoundedLayers:
-    """Holds layers' rounded weights by name, and remarks. A missing layer stays at RTN."""
+    """Holds layers' rounded weights by name, and notes. A missing layer stays at RTN."""
 
     layers: dict[str, RoundedWeight] = field(default_factory=dict)
     remarks: list[Remark] = field(default_factory=list)

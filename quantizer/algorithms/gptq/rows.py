@@ -1,9 +1,9 @@
 """Round a weight column by column; the columns not yet rounded make up for the errors so far.
 
 This is GPTQ (W, H, Q as in its paper) with other factors of H. The paper updates all later
-columns by the inverse of H. Here H = M diag(D) M^T with M unit upper triangular, and column j
-is rounded at W_j + sum over i < j of (W_i - Q_i) M_ij, which gives the same Q (QuIP, theorem
-6). Weights are transposed, [depth, rows], so that a column of W is contiguous in memory.
+columns by the inverse of H. Here H = M diag(D) M^T with M unit upper triangular. Column j is
+rounded at W_j + sum over i < j of (W_i - Q_i) M_ij. This gives the same Q (QuIP, theorem 6).
+Weights are transposed, [depth, rows], so that a column of W is contiguous in memory.
 
 Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP" (arXiv
 2307.13304), theorem 6.
@@ -116,8 +116,9 @@ def _updated_by_paper(
     current: Tensor,
     M: Tensor,
 ) -> Tensor:
-    """Return a block as the paper has it, where all of its columns make up for the errors so
-    far; in `current`, column j takes the columns before it as W has them.
+    """Return a block as the paper has it: all of its columns make up for the errors so far.
+
+    In `current`, column j takes the columns before it as W has them.
     """
     update: Tensor = torch.linalg.solve_triangular(
         M.T, current - W, upper=False, unitriangular=True

@@ -1,4 +1,4 @@
-"""What GPTQ, GPTAQ and Qronos try to match, which is all that they differ in. Rounds nothing.
+"""The outputs that GPTQ, GPTAQ and Qronos try to match: their only difference. Rounds nothing.
 
 GPTQ matches the outputs that the float weight gives on the inputs of the quantized network.
 GPTAQ and Qronos match the outputs of the float network. Each becomes a target weight, which
@@ -181,7 +181,7 @@ class QronosTarget(GptqTarget):
         """Return W + W dXX H^-1 with dXX the drift, and a first column of its own.
 
         The first column is rounded as if the others stayed W. From the second on, the paper
-        refits the columns that are left, which is what GPTQ does to this target.
+        refits the columns that are left, as GPTQ does with this target.
         """
         assert products.drift is not None
         M, D = hessian.factor.M, hessian.factor.D

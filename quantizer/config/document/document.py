@@ -1,4 +1,4 @@
-"""A JSON document that knows where each of its keys and values stands, and which are valid."""
+"""A JSON document that knows where each of its keys and values is, and which are valid."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Document:
         *,
         key: bool = False,
     ) -> Place:
-        """Return where the value (or the key) of `pointer` stands.
+        """Return where the value (or the key) of `pointer` is.
 
         An array's item has no key, so its value is taken.
         """
@@ -140,7 +140,7 @@ class ValidDocument:
         *path: str | int,
         key: bool = False,
     ) -> Place | None:
-        """Return where the value (or the key) at `path` stands, if it is there."""
+        """Return where the value (or the key) at `path` is, if there is one."""
         pointer = pointer_to(*path)
         return self.document.place(pointer, key=key) if pointer in self.document else None
 

@@ -13,7 +13,7 @@ from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.json_types import JsonPath
 
 _MAX_LINE = 72
-"""Characters up to which a new object or list stands on one line."""
+"""Characters up to which a new object or list is on one line."""
 _UNIT = "  "
 """The indentation of files that show none."""
 
@@ -202,7 +202,7 @@ class _Layout:
 
     @property
     def indent(self) -> str | None:
-        """Return the indentation of members; None if they stand on one line."""
+        """Return the indentation of members; None if they are on one line."""
         _, newline, indent = self.usual.rpartition("\n")
         return indent if newline else None
 

@@ -123,11 +123,11 @@ def _parameters(
     level: JsonMapping,
     missing: Sequence[str],
 ) -> JsonObject:
-    """Return what to add to `level`, the file or one of its layer entries, so that its overall
-    block states what is missing.
+    """Return the keys to add to `level`, the file or one of its layer entries, so that its
+    overall block is complete.
 
-    The values are those that hold there anyway: for a layer entry what the top of the file
-    says, for the top what the ready config does. A tensor role that differs gets its own block.
+    The values are those in effect: a layer entry takes them from the top of the file, and the
+    top from the preset. A tensor role with other values gets its own block.
     """
     sources = [_blocks(_preset(value))]
     if level is not value:
@@ -193,8 +193,8 @@ def _tensor_block(
     wide: JsonMapping,
     stated: JsonObject,
 ) -> JsonObject:
-    """Return what a role's block has to state, so that the values of `overall` do not replace
-    what holds for the role.
+    """Return the keys that a role's block needs, so that the values of `overall` do not replace
+    those in effect for the role.
     """
     read = overall if words["datatype"] == "int" else ["datatype"]
     unstated = [word for word in overall if word in read and word not in stated]

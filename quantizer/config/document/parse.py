@@ -1,5 +1,5 @@
-"""Parse JSON (RFC 8259) with positions. The parser goes on after what it understands (comments,
-trailing commas, duplicate keys, NaN), so that one run shows every such fault.
+"""Parse JSON (RFC 8259) with positions. The parser continues after what it understands
+(comments, trailing commas, duplicate keys, NaN), so that one run shows every such fault.
 """
 
 import json
@@ -32,7 +32,7 @@ _NOT_FINITE = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf", "-NaN", "+I
 
 
 class _StopError(Exception):
-    """Parsing cannot go on; the reason is already in `problems`."""
+    """Parsing cannot continue; the reason is already in `problems`."""
 
 
 class Parser:
@@ -82,7 +82,7 @@ class Parser:
         *,
         instead: str | None = None,
     ) -> None:
-        """Note a problem and go on, unless there are so many that the file is something else.
+        """Note a problem, unless there are so many that the file is something else.
 
         `instead` is the text that is meant, where only one can be.
         """
@@ -319,7 +319,7 @@ class Parser:
         return value
 
     def _foreign(self, word: str, span: TextSpan) -> None:
-        """Report what is no JSON; stop if nobody knows where it ends."""
+        """Report what is not JSON; stop if its end is not known."""
         message = f"JSON has no {word}"
         literal = _FOREIGN_LITERALS.get(word)
         if word in _NOT_FINITE:

@@ -127,8 +127,10 @@ def value_fixes(
     path: JsonPath,
     schema: JsonMapping,
 ) -> Iterator[Fix]:
-    """Yield what to write for the value at `path`, whose entry in the schema is `schema`: what
-    it means, then examples.
+    """Yield replacements of the value at `path`: its meaning in another spelling, then
+    examples.
+
+    `schema` is the entry of the value in the schema.
     """
     key = last_key(path)
     pointer = pointer_to(*path)
@@ -231,8 +233,8 @@ def _literals(
     path: JsonPath,
     schema: JsonMapping,
 ) -> Iterator[tuple[str, tuple[Edit, ...]]]:
-    """Yield the literal of the wanted type that a value of another type means, as it is shown
-    and as it is written.
+    """Yield the literal of the wanted type that a value of another type means: the form to
+    show, and the form to write.
     """
     value = value_at(document.value, path)
     types = schema.get("type", ())

@@ -31,7 +31,7 @@ def read_names(
     document: ValidDocument,
     *blocks: str,
 ) -> tuple[tuple[str, Place | None], ...]:
-    """Return the name of every entry of the blocks, in order, and where it stands."""
+    """Return the name of every entry of the blocks, in order, and its place."""
     names: list[tuple[str, Place | None]] = []
     for path in _entries(document, *blocks):
         name = document.get(*path, "name")

@@ -9,15 +9,15 @@ from quantizer.config.json_types import JsonPath
 from quantizer.config.model import Config
 
 _SELECTOR_KEYS = ("layer_name", "layer_type")
-"""What an entry of a list is for; such entries are compared by it, wherever they stand."""
+"""The keys that identify an entry of a list: entries are compared by them, not by place."""
 
 
 def compare_configs(
     first: Config,
     second: Config,
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ once both files are complete, by JSON pointer; None stands
-    for a missing value.
+    """Return the values that differ once both files are complete, by JSON pointer; a
+    missing value is None.
 
     Raises:
         ValueError: the configs are of different forms.

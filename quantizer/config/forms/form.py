@@ -1,4 +1,4 @@
-"""Tell the two file forms apart by their keys, and return the blocks of their schemas."""
+"""Distinguish the two file forms by their keys, and return the blocks of their schemas."""
 
 from functools import lru_cache
 from typing import Literal

@@ -275,7 +275,7 @@ class Words:
     def _range(self) -> dict[str, Sourced]:
         """Return the fields of how the range is found.
 
-        Parameters do not change, so their range is found once, whatever `is_dynamic` says.
+        Parameters do not change, so their range is found once, even if `is_dynamic` is set.
         """
         fields: dict[str, Sourced] = {}
         is_parameter = self.role in PARAMETERS

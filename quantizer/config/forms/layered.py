@@ -265,7 +265,7 @@ def entry(
 def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> JsonObject:
     """Return a copy of the document with these layer entries, by the name of their layer.
 
-    They replace entries of the same names, whose comments ("//" keys) stay, and stand behind
+    They replace entries of the same names, whose comments ("//" keys) stay, and come after
     all others.
     """
     changed = copy.deepcopy(dict(document))
@@ -287,7 +287,7 @@ def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> J
 
 def specified(document: JsonMapping, specs: Mapping[Role, QuantizationSpec]) -> JsonObject:
     """Return what an entry of this document states to give a layer's tensors these specs,
-    whatever wider blocks state.
+    with any values in wider blocks.
     """
     explicit = {"datatype"}
     if "symmetric_scale" in str(document):

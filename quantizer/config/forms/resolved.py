@@ -58,7 +58,7 @@ def _algorithm_lists(
 
 
 def _passes(entries: Any) -> list[JsonObject]:
-    """Return the passes over the graph among the entries of a list, or the one that stands
+    """Return the passes over the graph among the entries of a list, or the one
     without a list.
     """
     if isinstance(entries, Mapping):

@@ -39,7 +39,7 @@ class _Scope(Words):
     wider: Words
 
     def place(self, *keys: str) -> Place | None:
-        """Return where the first of the keys that is stated stands."""
+        """Return the place of the first of the keys that is stated."""
         return next((self.raw[key].place for key in keys if key in self.raw), None)
 
     def places(self, causes: Iterable[Place | None]) -> list[Place]:
@@ -177,8 +177,8 @@ def _read_otherwise(scope: _Scope) -> Diagnostics:
 
 
 def _groups_of_channels(scope: _Scope) -> Diagnostics:
-    """Yield what PerChannelMinMaxObserver means for groups: `ch_axis` is that of the channels
-    which are cut into groups.
+    """Yield a finding if PerChannelMinMaxObserver is set for groups: its `ch_axis` is the axis
+    of channels in groups.
     """
     axis = scope.value("ch_axis")
     instead = '"observer_cls": "PerGroupMinMaxObserver"'

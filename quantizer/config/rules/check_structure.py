@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 MAX_FINDINGS = 1000
-"""A file with more findings is no config with mistakes but something else."""
+"""A file with more findings is not a config with mistakes but something else."""
 
 _CODES = {"enum": "QZ101", "type": "QZ103"}
 """The codes of keywords; the other keywords have QZ104."""

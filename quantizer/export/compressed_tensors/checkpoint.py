@@ -34,7 +34,7 @@ class CompressedCheckpoint:
         layers: those stored as codes, by their paths.
         tensors: the model's, by name.
         linears: the paths of all linear layers, which readers would otherwise quantize.
-        remarks: for the user.
+        remarks: notes for the user.
     """
 
     layers: Mapping[str, CompressedLayer]
@@ -182,7 +182,7 @@ def float_remarks(
     specs: Mapping[Key, QuantizationSpec],
     placement: CodePlacement,
 ) -> tuple[str, ...]:
-    """Return a sentence on layers whose quantized weights are no codes, if there are any."""
+    """Return a sentence on layers whose quantized weights are not codes, if there are any."""
     coded = {*placement.linears, *placement.experts}
     layers: dict[str, bool] = {}
     for (layer, role), spec in specs.items():

@@ -87,7 +87,7 @@ class Mixture:
         return layers
 
     def routers(self) -> tuple[str, ...]:
-        """Return the paths in files of modules with a matrix that are no linear layers here.
+        """Return the paths in files of modules with a matrix that are not linear layers here.
 
         Engines may implement them as linear layers.
         """

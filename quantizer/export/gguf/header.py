@@ -39,7 +39,7 @@ def check_header(path: Path) -> None:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no GGUF file, or its header exceeds the file or the limits.
+        ValueError: it is not a GGUF file, or its header exceeds the file or the limits.
     """
     require_file_or_folder(path)
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Removes from a model what tells where it was made: traces, internal names, stale shapes."""
+"""Removes from a model what shows where it was made: traces, internal names, stale shapes."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ def stored_model(model: ModelProto, path: Path) -> Iterator[bytes | str]:
 
     Raises:
         ResultError: the file cannot be written.
-        VerificationError: it is no valid ONNX.
+        VerificationError: it is not valid ONNX.
     """
     data = path.with_name(f"{path.name}.data")
     if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= LARGEST_MESSAGE:

@@ -55,8 +55,8 @@ def activation_type(
     """Return the type for the codes of an activation, if any, and the offset to add to codes.
 
     Codes take at least 8 bits, as ONNX Runtime's optimizer drops a ReLU before 4-bit types
-    whatever their zero point. UINT8 with an offset of 128 holds signed codes: ONNX Runtime has
-    no convolutions of INT8 activations on x64, and from operator set 21 on it cannot move their
+    with any zero point. UINT8 with an offset of 128 holds signed codes: ONNX Runtime has no
+    convolutions of INT8 activations on x64. From operator set 21 on it also cannot move their
     quantization past a reshape.
 
     >>> activation_type(QuantizationSpec(), 20)[1]

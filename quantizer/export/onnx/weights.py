@@ -27,9 +27,9 @@ def quantize_weights(
 ) -> ir.Value | None:
     """Add codes, scale, zero point and the node that makes `values` of them; return its value.
 
-    Returns None where floats have to stay, which are exact as they are: in floating-point
-    formats, in groups before operator set 21, and where float32 cannot compute the value from
-    the code, as with more than 24 bits.
+    Returns None where floats have to stay, which are exact: in floating-point formats, and in
+    groups before operator set 21. With more than 24 bits, float32 cannot compute the value
+    from the code.
 
     Args:
         values: what the codes stand for.
@@ -106,7 +106,7 @@ def _dequantize_stack(
     *,
     ahead: bool,
 ) -> ir.Value:
-    """Write a transposed convolution's weight with groups, whose scales lie along two axes.
+    """Write a transposed convolution's weight with groups, whose scales are along two axes.
 
     DequantizeLinear has one axis, so its scale is 1 here, and its product with the scales is
     the same float. Without `ahead` it must not be computed when the file is loaded. Runtimes

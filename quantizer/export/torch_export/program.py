@@ -1,4 +1,4 @@
-"""Exports a network as a `torch.export` program with open batch and lengths.
+"""Exports a network as a `torch.export` program with dynamic batch and lengths.
 
 The program keeps no trace of where it was made, and of the code that it was made from.
 """

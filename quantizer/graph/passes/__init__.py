@@ -27,10 +27,10 @@ class PassRow:
         module: the file in this folder that has it.
         setting: the setting that switches it on, None if it always runs.
         device: the device that needs it, None if all do.
-        changes: what it does to the float function: "nothing", "tails" (it changes only values
-            that batch norms have hardly seen), "on purpose" (the config asks for it), or
-            "device" (it computes what the device computes; the float network with which test
-            mode compares layers runs without it).
+        changes: its effect on the float function. "nothing"; "tails" changes only values that
+            batch norms have hardly seen; the config asks for "on purpose". "device" computes as
+            the device does. Test mode compares layers with a float
+            network without the passes of a device.
         tolerance: the largest difference of outputs, as a share of the largest output, of a
             pass that changes nothing or tails.
         summary: a sentence on its `Graph.changes`, with their count and the largest amount.

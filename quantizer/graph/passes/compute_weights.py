@@ -12,8 +12,8 @@ from quantizer.graph.targets import call
 
 
 def compute_weights(graph: Graph) -> Graph:
-    """Return the graph whose layers own the weights and biases that were computed for them,
-    without the nodes that computed them.
+    """Return the graph with computed weights and biases as parameters of their layers, without
+    the nodes that computed them.
     """
     fixed = _fixed(graph)
     tensors = dict(graph.tensors)

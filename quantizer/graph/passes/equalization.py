@@ -1,11 +1,12 @@
-"""Passes that equalize the channels of two layers between which factors pass, so that one scale
-per tensor suits all channels.
+"""Equalize the channels of two layers, so that one scale per tensor suits all channels. Factors
+must pass through everything between the layers.
 
 Channel i is divided by s_i in the first layer of a pair and multiplied by s_i in the second,
-s_i = sqrt(r1_i r2_i) / r2_i with r a channel's range in either, until both are equally wide.
-Then high biases move to the next layer, where a channel lies so far from zero that most of its
-range is never used: relu(x - c) is relu(x) - c where x >= c. With c = max(0, mean - 3 std) of
-what a folded batch norm states, that is all but 0.13 % of normally distributed values.
+until both are equally wide. Here s_i = sqrt(r1_i r2_i) / r2_i, with r a channel's range in
+either layer. Then high biases move to the next layer, if most of a channel's range is never
+used: relu(x - c) is relu(x) - c where x >= c. A folded batch norm states mean and std of a
+channel. With c = max(0, mean - 3 std), x >= c holds for all but 0.13 % of normally distributed
+values.
 Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
 section 4.1 (2019).
 """
@@ -34,7 +35,7 @@ _STDS = 3
 
 @dataclass(frozen=True)
 class LayerPair:
-    """Two layers of which `second` alone reads what `first` makes.
+    """Two layers. Only `second` reads the output of `first`.
 
     Args:
         first: the layer that is divided.

@@ -192,7 +192,7 @@ def _makes_channels(
 
 
 def _channel_scale(norm: Node) -> Node:
-    """Return the layer that scales channels in place of a norm, under the same name."""
+    """Return the layer that scales channels instead of a norm, under the same name."""
     op = "channel_scale"
     params = {key: f"{key}@{norm.name}" for key in ("weight", "bias")}
     inputs = {"input": norm.inputs["input"]}

@@ -154,7 +154,7 @@ def coverage(content: JsonMapping) -> dict[str, list[str]]:
 
 
 def remarks(content: JsonMapping) -> list[str]:
-    """Return the remarks of algorithms about single layers."""
+    """Return the notes of algorithms about single layers."""
     texts = []
     for remark in content["algorithms"]["remarks"]:
         layer = layer_name(content, remark["layer"])

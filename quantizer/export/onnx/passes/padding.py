@@ -1,7 +1,7 @@
 """Pads the codes of values with their zero point, for Pad and for average pools that count it.
 
-OpenVINO pads the codes with 0, whatever that stands for. Padding with the zero point gives the
-same values in all runtimes.
+OpenVINO pads the codes with 0, without regard to the zero point. Padding with the zero point
+gives the same values in all runtimes.
 """
 
 from collections.abc import Sequence
@@ -136,8 +136,8 @@ def _pads_of_windows(
 ) -> list[int]:
     """Return the padding without positions at the end that would make another window.
 
-    A pool that rounds the number of windows up leaves out one that begins in the padding behind
-    the values. If the padding is part of the values, it cannot tell.
+    A pool that rounds the number of windows up leaves out one that begins in the padding after
+    the values. If the padding is part of the values, it cannot see this.
 
     >>> _pads_of_windows([7], [1, 1], [2], [2])  # windows at 0, 2, 4, 6 and not at 8
     [1, 0]
