@@ -193,9 +193,7 @@ class SequentialRunner:
                 stored[number] = self._store.keep(new)
 
     def release(self, stored: Iterable[Any]) -> None:
-        """Continue with the next node with these stored values, and free what nothing reads any
-        more.
-        """
+        """Move to the next node with these stored values, and free values without readers."""
         for run, value in zip(self._runs, stored, strict=True):
             before = dict(run.execution.values)
             run.execution.put(value)
