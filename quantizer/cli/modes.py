@@ -35,6 +35,7 @@ _COMPARED_OPTIONS = (
     "subset_len",
     "seq_len",
     "stride",
+    "shuffle",
     "seed",
     "fast_finetune",
     "dpu_accuracy",

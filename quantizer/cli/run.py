@@ -101,6 +101,7 @@ class RunOptions(Options):
     "tokenizer",
     "seq_len",
     "stride",
+    "shuffle",
     "memory",
     "seed",
     "output_dir",

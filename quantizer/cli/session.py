@@ -19,6 +19,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.render import print_diagnostics, say_note
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
 from quantizer.cli.screen import screen, timed
+from quantizer.cli.text_options import read_windows
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.document.document import Document
 from quantizer.config.document.edited import edited_text
@@ -40,10 +41,8 @@ from quantizer.printable import json_text, one_line
 from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import DEFAULT_BATCH_SIZE, TEXTS, Batches, find_files, load_batches
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, load_batches
 from quantizer.sources.models import LoadedModel, load_model
-from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
-from quantizer.sources.tokenizer import load_tokenizer
 from quantizer.storage import process_memory
 
 _logger = logging.getLogger(__name__)
@@ -235,46 +234,6 @@ def open_data(
         windows=windows,
         max_unpacked=options.max_unpacked,
     )
-
-
-def read_windows(
-    options: Options,
-    loaded: LoadedModel,
-    data: str | None,
-    calibrated: int | None = None,
-) -> Windows:
-    """Return how texts are split into samples.
-
-    Args:
-        options: of the command.
-        loaded: the model, with its own tokenizer if it has one.
-        data: of `--data` or `--eval_data`.
-        calibrated: tokens per sample without `--seq_len`; 512, or the model's maximum, if None.
-
-    Raises:
-        UsageError: the lengths do not fit each other or the model, or the data is not text.
-    """
-    names = [name for name in ("tokenizer", "stride", "seq_len") if getattr(options, name)]
-    has_example = loaded.calibration_data is None and loaded.example is not None
-    if data is None and has_example and "seq_len" in names:
-        # It sets the length of the example input.
-        names.remove("seq_len")
-    if names and (data is None or find_files(data)[0] != TEXTS):
-        raise UsageError(
-            f"--{names[0]} is for texts, but the data is not text",
-            help="give --data FILE.txt, or leave out the option",
-        )
-    longest = longest_window(loaded.module)
-    if options.seq_len and longest and options.seq_len > longest:
-        raise UsageError(
-            f"--seq_len {options.seq_len} is too long: the model has {longest} positions",
-            help=f"use at most --seq_len {longest}",
-        )
-    tokenizer = loaded.tokenizer
-    if options.tokenizer:
-        tokenizer = partial(load_tokenizer, options.tokenizer, trust=options.trust)
-    default = min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
-    return Windows(tokenizer, options.seq_len or calibrated or default, options.stride)
 
 
 def batch_size(options: Options, batches: Batches) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 
 from quantizer.distributed import Ranks
 from quantizer.errors import BatchError, DataError, UsageError
+from quantizer.sources import documents
 from quantizer.sources.arguments import (
     UNKNOWN_ARGUMENTS,
     Arguments,
@@ -48,12 +49,13 @@ _TENSORS = "tensor files"
 _IMAGES = "images"
 _SUFFIXES = {
     _TENSORS: tuple(READERS),
-    TEXTS: (".txt",),
+    TEXTS: tuple(documents.READERS),
     _IMAGES: IMAGE_SUFFIXES,
 }
 _FORMS = (
     "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
-    ".safetensors or .pt tensors or of .txt texts, a folder of images, or random:NxCxHxW"
+    ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, or "
+    "random:NxCxHxW"
 )
 _END: Any = object()
 _logger = logging.getLogger(__name__)

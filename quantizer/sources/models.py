@@ -26,7 +26,7 @@ from quantizer.sources.hugging_face import (
     load_hugging_face,
     prepare_for_windows,
 )
-from quantizer.sources.tokenizer import Encode, as_encode, has_tokenizer, load_tokenizer
+from quantizer.sources.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 from quantizer.sources.user_code import (
     UserModule,
     import_user_module,
@@ -91,7 +91,7 @@ class LoadedModel:
         evaluation_data: the same, for evaluation; by default `calibration_data`.
         evaluate: the user's function.
         directions: of the metrics that the file declares.
-        tokenizer: loads the function from text to token ids.
+        tokenizer: loads what splits texts into tokens.
         example: returns an item with the shapes of the data, for a number of tokens. Its values
             mean nothing.
     """
@@ -102,7 +102,7 @@ class LoadedModel:
     evaluation_data: Callable[[], Any] | None = None
     evaluate: Evaluate | None = None
     directions: Directions = BY_NAME
-    tokenizer: Callable[[], Encode] | None = None
+    tokenizer: Callable[[], TextTokenizer] | None = None
     example: Callable[[int], Any] | None = None
 
 
@@ -263,11 +263,11 @@ def _getter(user: UserModule, name: str) -> Callable[[], Any] | None:
     return lambda: source
 
 
-def _tokenizer_of(user: UserModule) -> Callable[[], Encode] | None:
+def _tokenizer_of(user: UserModule) -> Callable[[], TextTokenizer] | None:
     tokenizer = _getter(user, "tokenizer")
     if tokenizer is None:
         return None
-    return lambda: as_encode(tokenizer(), f"tokenizer() of {user.label}")
+    return lambda: TextTokenizer(tokenizer(), f"tokenizer() of {user.label}")
 
 
 def _example_of(user: UserModule) -> Callable[[int], Any] | None:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from quantizer.errors import DataError, UsageError
 from quantizer.sources.batches import Batch
-from quantizer.sources.tokenizer import Encode
-from quantizer.storage.plain_files import require_file_or_folder
+from quantizer.sources.documents import Document, read_documents
+from quantizer.sources.tokenizer import TextTokenizer
 
 _logger = logging.getLogger(__name__)
 
@@ -23,19 +24,23 @@ UNSCORED = -100
 cross_entropy.
 """
 _INPUT = "input_ids"
-_BETWEEN_FILES = "\n\n"
+_BETWEEN_TEXTS = "\n\n"
 
 
 @dataclass(frozen=True)
 class Windows:
     """Windows of `seq_len` tokens that start every `stride` tokens, by default `seq_len`.
 
-    `tokenizer` loads the function from text to token ids. It is None if there is none.
+    Args:
+        tokenizer: loads what splits texts into tokens; None if there is none.
+        seq_len, stride: of the windows.
+        shuffle_seed: of the random order of documents; None keeps the order of the files.
     """
 
-    tokenizer: Callable[[], Encode] | None = None
+    tokenizer: Callable[[], TextTokenizer] | None = None
     seq_len: int = DEFAULT_SEQ_LEN
     stride: int | None = None
+    shuffle_seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.seq_len < 2:
@@ -119,8 +124,7 @@ class TextData:
                 help="give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to "
                 "the model's file",
             )
-        encode = self.windows.tokenizer()
-        ids = encode(_BETWEEN_FILES.join(map(_read, self.paths)))
+        ids = self._token_ids(self.windows.tokenizer())
         count = len(ids)
         seq_len = self.windows.seq_len
         if count < seq_len:
@@ -141,6 +145,27 @@ class TextData:
             )
         self._check_vocabulary(ids)
         return torch.tensor(ids[: count - dropped])
+
+    def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:
+        """Return the token ids of all documents, one after the other."""
+        documents: list[Document] = []
+        for path in self.paths:
+            documents.extend(read_documents(path))
+        if self.windows.shuffle_seed is not None:
+            random.Random(self.windows.shuffle_seed).shuffle(documents)
+        parts: list[str] = []
+        for document in documents:
+            if isinstance(document.content, str):
+                parts.extend([document.content, _BETWEEN_TEXTS])
+            else:
+                # A template ends each chat with a token of its own
+                parts.append(tokenizer.chat_text(document.content, document.place))
+        if parts[-1] == _BETWEEN_TEXTS:
+            parts.pop()
+        ids = tokenizer.encode("".join(parts))
+        # Some templates write the token with which the tokenizer begins each text
+        is_doubled = isinstance(documents[0].content, list) and ids[:1] == ids[1:2]
+        return ids[1:] if is_doubled else ids
 
     def _check_vocabulary(self, ids: list[int]) -> None:
         config = getattr(self.module, "config", None)
@@ -170,20 +195,3 @@ def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> B
     if target is not None:
         raw["labels"] = target
     return Batch((), {_INPUT: ids}, target, raw)
-
-
-def _read(path: Path) -> str:
-    try:
-        require_file_or_folder(path)
-        text = path.read_text("utf-8-sig")
-    except UnicodeDecodeError as cause:
-        byte = cause.object[cause.start]
-        raise DataError(
-            f"{path} is not UTF-8 text: byte {byte:#04x} at offset {cause.start}",
-            help="save it as UTF-8",
-        ) from cause
-    except OSError as cause:
-        raise DataError(f"{path} cannot be read: {cause.strerror}") from cause
-    if not text.strip():
-        raise DataError(f"{path} is empty")
-    return text

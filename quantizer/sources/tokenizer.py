@@ -1,10 +1,14 @@
-"""Load a tokenizer as a function from text to token ids: from a `tokenizer.json`, a model's
-folder or the user's file.
+"""Load a tokenizer, with its chat template: from a `tokenizer.json`, a model's folder or the
+user's file.
 """
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +16,13 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
 from quantizer.sources.user_code import user_errors
 
-Encode = Callable[[str], list[int]]
 _FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
 _FILES = (_FILE, "tokenizer.model", "vocab.json", "vocab.txt", _SETTINGS)
 _FORMS = "give a tokenizer.json, or the folder of a Hugging Face model"
 
 
-def load_tokenizer(spec: str | Path, *, trust: bool = False) -> Encode:
+def load_tokenizer(spec: str | Path, *, trust: bool = False) -> TextTokenizer:
     """Return the tokenizer of `--tokenizer`: a `tokenizer.json`, or a folder with one or with
     other files that transformers can read.
 
@@ -36,7 +39,7 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> Encode:
             raise DataError(f"the folder {path} holds no tokenizer", help=_FORMS)
         file = path / _FILE
         if not file.is_file():
-            return _load_with_transformers(path, trust)
+            return TextTokenizer(_load_from_folder(path, trust), str(path))
     if not file.is_file():
         raise DataError(f"there is no file or folder {path}", help=_FORMS)
     tokenizers = _package("tokenizers", file)
@@ -45,10 +48,12 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> Encode:
     except Exception as cause:
         message = f"{file} cannot be read as a tokenizer: {cause}"
         raise DataError(message, help=_FORMS) from cause
-    return as_encode(tokenizer, str(file))
+    load_template = partial(_load_from_folder, file.parent, trust)
+    return TextTokenizer(tokenizer, str(file), load_template)
 
 
-def _load_with_transformers(folder: Path, trust: bool) -> Encode:
+def _load_from_folder(folder: Path, trust: bool) -> Any:
+    """Return the tokenizer of a folder, loaded by transformers."""
     transformers = _package("transformers", folder)
     if not trust and _is_code(folder):
         raise DataError(
@@ -56,10 +61,9 @@ def _load_with_transformers(folder: Path, trust: bool) -> Encode:
             help="read its Python files, and add --trust to run them; or give a tokenizer.json",
         )
     with user_errors(f"transformers, loading the tokenizer of {folder},", DataError):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust
         )
-        return as_encode(tokenizer, str(folder))
 
 
 def _is_code(folder: Path) -> bool:
@@ -73,32 +77,76 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _FILES)
 
 
-def as_encode(tokenizer: Any, label: str) -> Encode:
-    """Return a function from text to ids, from any object with `encode(text)`, such as the
-    tokenizers of `tokenizers` and transformers.
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Splits text into tokens, and writes the messages of a chat as text.
+
+    Args:
+        tokenizer: an object with `encode(text)`, such as the tokenizers of `tokenizers` and
+            transformers.
+        label: names it in messages.
+        load_template: returns an object with transformers' `apply_chat_template`; without it,
+            `tokenizer` itself is asked.
 
     Raises:
-        DataError: it has no `encode`. The function raises it if the ids are not a list of
-            integers.
+        DataError: the tokenizer has no `encode`.
     """
-    if not callable(getattr(tokenizer, "encode", None)):
-        raise DataError(f"{label} is {a_kind(tokenizer)} without encode(text)", help=_FORMS)
-    # A stored limit would cut the text silently
-    for name in ("no_truncation", "no_padding"):
-        if hasattr(tokenizer, name):
-            getattr(tokenizer, name)()
 
-    def encode(text: str) -> list[int]:
-        with user_errors(f"encode() of {label}", DataError):
-            encoding = tokenizer.encode(text)
+    tokenizer: Any
+    label: str
+    load_template: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.tokenizer, "encode", None)):
+            kind = a_kind(self.tokenizer)
+            raise DataError(f"{self.label} is {kind} without encode(text)", help=_FORMS)
+        # A stored limit would cut the text silently
+        for name in ("no_truncation", "no_padding"):
+            if hasattr(self.tokenizer, name):
+                getattr(self.tokenizer, name)()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, with the special tokens that the tokenizer adds.
+
+        Raises:
+            DataError: it raises an error, or the ids are not a list of integers.
+        """
+        with user_errors(f"encode() of {self.label}", DataError):
+            encoding = self.tokenizer.encode(text)
         ids = getattr(encoding, "ids", encoding)
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise DataError(
-                f"encode() of {label} returns {a_kind(encoding)}, not a list of token ids"
+                f"encode() of {self.label} returns {a_kind(encoding)}, not a list of token ids"
             )
         return ids
 
-    return encode
+    def chat_text(self, messages: list[Any], place: str) -> str:
+        """Return the messages of a chat as the text that the model was trained on.
+
+        Args:
+            messages: dicts with `role` and `content`.
+            place: of the messages, for an error.
+
+        Raises:
+            DataError: there is no chat template, or it refuses these messages.
+        """
+        template = self._template
+        with user_errors(f"the chat template of {self.label}, on {place},", DataError):
+            return str(template.apply_chat_template(messages, tokenize=False))
+
+    @cached_property
+    def _template(self) -> Any:
+        template = self.tokenizer
+        if self.load_template is not None:
+            template = self.load_template()
+        has_template = getattr(template, "chat_template", None) is not None
+        if not has_template or not hasattr(template, "apply_chat_template"):
+            raise DataError(
+                f"{self.label} has no chat template, which messages need",
+                help="give rows with text instead of messages, or --tokenizer FOLDER of a "
+                "chat model",
+            )
+        return template
 
 
 def _package(name: str, path: Path) -> Any:

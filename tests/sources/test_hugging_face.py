@@ -76,7 +76,7 @@ def test_code_of_a_folder_runs_only_where_it_is_trusted(folder: Path) -> None:
     assert not (folder.parent / "ran").exists()
     assert load_model(str(folder), trust=True).name == "Own"
     assert (folder.parent / "ran").exists()
-    assert load_tokenizer(folder, trust=True)("a b a") == [0, 1, 0]
+    assert load_tokenizer(folder, trust=True).encode("a b a") == [0, 1, 0]
 
 
 def test_a_known_class_is_made_without_the_code_beside_it(folder: Path) -> None:

@@ -4,6 +4,7 @@ cannot be used.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from quantizer.errors import DataError, QuantizerError, UsageError
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import load_batches
 from quantizer.sources.text import TextData, Windows
-from quantizer.sources.tokenizer import as_encode, load_tokenizer
+from quantizer.sources.tokenizer import TextTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -45,7 +46,7 @@ class LanguageModel(nn.Module):
 
 
 def by_bytes(seq_len: int, stride: int | None = None) -> Windows:
-    return Windows(lambda: as_encode(Bytes(), "bytes"), seq_len, stride)
+    return Windows(lambda: TextTokenizer(Bytes(), "bytes"), seq_len, stride)
 
 
 def batches(spec: str, seq_len: int, stride: int | None = None, **options: Any) -> list[Batch]:
@@ -92,7 +93,8 @@ def test_every_token_but_the_first_counts_once_where_windows_overlap(
     text = [chr(97 + index) for index in range(length)]
     path = Path("text.txt")
     path.write_text("".join(text))
-    windows = Windows(lambda: lambda text: [ord(letter) for letter in text], seq_len, stride)
+    letters = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
+    windows = Windows(lambda: TextTokenizer(letters, "letters"), seq_len, stride)
     found = list(TextData([path], "text", windows).batches(data.draw(st.integers(1, 4))))
     # The first has nothing before it
     targets = torch.cat([batch.target[:, 1:] for batch in found]).flatten()
@@ -162,11 +164,12 @@ def test_what_is_no_tokenizer() -> None:
         with pytest.raises(DataError, match=said):
             load_tokenizer(spec)
     with pytest.raises(DataError, match="without encode"):
-        as_encode(len, "tokenizer() of net.py")
+        TextTokenizer(len, "tokenizer() of net.py")
     with pytest.raises(DataError, match="returns a str, not a list of token ids"):
-        as_encode(SimpleNamespace(encode=str.upper), "tokenizer() of net.py")("abc")
+        TextTokenizer(SimpleNamespace(encode=str.upper), "tokenizer() of net.py").encode("abc")
     with pytest.raises(DataError, match=r"encode\(\) of net raised UnicodeEncodeError"):
-        as_encode(SimpleNamespace(encode=lambda text: list(text.encode("ascii"))), "net")("é")
+        ascii_only = SimpleNamespace(encode=lambda text: list(text.encode("ascii")))
+        TextTokenizer(ascii_only, "net").encode("é")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +192,126 @@ def test_a_tokenizers_stored_limit_does_not_cut_the_text() -> None:
     words_only.enable_padding(length=8)
     words_only.save("tokenizer.json")
     assert (
-        load_tokenizer(".")("a b a b a")
-        == load_tokenizer("tokenizer.json")("a b a b a")
+        load_tokenizer(".").encode("a b a b a")
+        == load_tokenizer("tokenizer.json").encode("a b a b a")
         == [0, 1, 0, 1, 0]
     )
     Path("tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be read as a tokenizer"):
         load_tokenizer(".")
+
+
+class Chat(Bytes):
+    """A tokenizer that begins each text with <, and whose template writes <role:content>."""
+
+    chat_template = "…"
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode("<" + text)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
+        assert not tokenize
+        if messages[0]["role"] == "system":
+            raise ValueError("no system messages")
+        return "".join(f"<{message['role'][0]}:{message['content']}>" for message in messages)
+
+
+def chat(seq_len: int, shuffle_seed: int | None = None) -> Windows:
+    load = lambda: TextTokenizer(Chat(), "chat")  # noqa: E731
+    return Windows(load, seq_len, shuffle_seed=shuffle_seed)
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": [message("user", "ab"), message("assistant", "c")]},
+    {"text": "de", "id": 1},
+    {"text": "fg", "messages": None},
+]
+
+
+def write_rows(file: str, rows: list[dict[str, Any]]) -> None:
+    if file.endswith(".jsonl"):
+        lines = [json.dumps(row) for row in rows]
+        Path(file).write_text("\n".join([lines[0], "", *lines[1:]]) + "\n")
+    else:
+        arrow = pytest.importorskip("pyarrow", reason="Parquet needs quantizer-torch[parquet]")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(rows), file)
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
+def test_rows_are_texts_or_chats(file: str) -> None:
+    rows = ROWS if file.endswith(".jsonl") else [{"text": None, **row} for row in ROWS]
+    write_rows(file, rows)
+    (batch,) = load_batches(file, windows=chat(17))
+    # The tokenizer's own < is not written twice
+    assert words(batch.args[0]) == ["<u:ab><a:c>de\n\nfg"]
+
+
+def test_rows_and_files_are_one_text() -> None:
+    Path("data").mkdir()
+    Path("data/a.txt").write_text("abc")
+    write_rows("data/b.jsonl", ROWS[1:])
+    (batch,) = batches("data", 11)
+    assert words(batch.args[0]) == ["abc\n\nde\n\nfg"]
+
+
+def test_documents_are_shuffled_by_the_seed() -> None:
+    write_rows("rows.jsonl", [{"text": letter * 2} for letter in "abcdef"])
+    orders = []
+    for seed in (0, 0, 1):
+        windows = Windows(lambda: TextTokenizer(Bytes(), "bytes"), 22, shuffle_seed=seed)
+        (batch,) = load_batches("rows.jsonl", windows=windows)
+        (text,) = words(batch.args[0])
+        orders.append(text.split("\n\n"))
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2]) == ["aa", "bb", "cc", "dd", "ee", "ff"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "rows.jsonl:3 is not JSON: Expecting property name"),
+        ("[1]", "rows.jsonl:3 is a list"),
+        ('{"content": 1}', "rows.jsonl:3 has neither text nor messages, but content"),
+        ("{}", "rows.jsonl:3 has neither text nor messages, but no value"),
+        ('{"text": 1}', "text of rows.jsonl:3 is an int"),
+        ('{"messages": "hello"}', "messages of rows.jsonl:3 is a str"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            "messages of rows.jsonl:3 is not a list of dicts with role and content",
+        ),
+        (
+            '{"messages": [{"role": "system", "content": ""}]}',
+            "the chat template of chat, on rows.jsonl:3, raised ValueError: no system messages",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(row: str, said: str) -> None:
+    Path("rows.jsonl").write_text('{"text": "abc"}\n\n' + row)
+    assert said in refusal("rows.jsonl", chat(2))
+
+
+def test_messages_need_a_chat_template() -> None:
+    write_rows("rows.jsonl", ROWS)
+    assert refusal("rows.jsonl") == (
+        "bytes has no chat template, which messages need | give rows with text instead of "
+        "messages, or --tokenizer FOLDER of a chat model"
+    )
+
+
+def test_parquet_files_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows("rows.parquet", [{"content": "abc", "id": 1}])
+    assert refusal("rows.parquet").startswith(
+        "rows.parquet has no column text or messages, but content, id | rename the column"
+    )
+    Path("rows.parquet").write_text("no Parquet")
+    assert "rows.parquet cannot be read as Parquet" in refusal("rows.parquet")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert refusal("rows.parquet") == (
+        "rows.parquet needs the package pyarrow, which is missing | "
+        "pip install 'quantizer-torch[parquet]'"
+    )

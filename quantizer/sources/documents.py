@@ -1,0 +1,153 @@
+"""Read documents from text files. A `.txt` file is one. In `.jsonl` and `.parquet` files, each
+row is one, with its text or its messages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizer.config.wording import a_kind
+from quantizer.errors import DataError, pip_line
+from quantizer.storage.plain_files import require_file_or_folder
+
+TEXT = "text"
+MESSAGES = "messages"
+_ROWS = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
+_MESSAGE_KEYS = ("role", "content")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, or the messages of a chat.
+
+    Attributes:
+        place: the file, and the row in it, for messages of errors.
+        content: the text, or a list of dicts with `role` and `content`.
+    """
+
+    place: str
+    content: str | list[Any]
+
+
+def read_documents(path: Path) -> Iterator[Document]:
+    """Yield the documents of a file.
+
+    Raises:
+        DataError: the file cannot be read or is empty, a row has neither text nor messages, or
+            the package that reads the file is missing.
+    """
+    read = READERS[path.suffix.lower()]
+    try:
+        require_file_or_folder(path)
+        yield from read(path)
+    except OSError as cause:
+        raise DataError(f"{path} cannot be read: {cause.strerror or cause}") from cause
+
+
+def _read_text(path: Path) -> Iterator[Document]:
+    text = _decoded(path)
+    if not text.strip():
+        raise DataError(f"{path} is empty")
+    yield Document(str(path), text)
+
+
+def _read_json_lines(path: Path) -> Iterator[Document]:
+    is_empty = True
+    for number, line in enumerate(_decoded(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        is_empty = False
+        place = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as cause:
+            raise DataError(
+                f"{place} is not JSON: {cause}", help=f"each line must be {_ROWS}"
+            ) from cause
+        if not isinstance(row, dict):
+            raise DataError(f"{place} is {a_kind(row)}", help=f"each line must be {_ROWS}")
+        yield _document(place, row)
+    if is_empty:
+        raise DataError(f"{path} is empty")
+
+
+def _read_parquet(path: Path) -> Iterator[Document]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise DataError(
+            f"{path} needs the package pyarrow, which is missing", help=pip_line("parquet")
+        )
+    arrow = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            columns = [name for name in (TEXT, MESSAGES) if name in names]
+            if not columns:
+                raise DataError(
+                    f"{path} has no column text or messages, but {', '.join(names)}",
+                    help="rename the column of the texts to text",
+                )
+            number = 0
+            for batch in file.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _document(f"{path}, row {number}", row)
+    except arrow.ArrowException as cause:
+        message = f"{path} cannot be read as Parquet: {cause}"
+        raise DataError(message) from cause
+    if not number:
+        raise DataError(f"{path} is empty")
+
+
+READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
+    ".txt": _read_text,
+    ".jsonl": _read_json_lines,
+    ".parquet": _read_parquet,
+}
+"""The function that reads the documents of a file, by its suffix."""
+
+
+def _decoded(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        byte = cause.object[cause.start]
+        raise DataError(
+            f"{path} is not UTF-8 text: byte {byte:#04x} at offset {cause.start}",
+            help="save it as UTF-8",
+        ) from cause
+
+
+def _document(place: str, row: Mapping[str, Any]) -> Document:
+    """Return the document of a row.
+
+    Raises:
+        DataError: it has neither text nor messages.
+    """
+    text = row.get(TEXT)
+    if isinstance(text, str):
+        return Document(place, text)
+    messages = row.get(MESSAGES)
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return Document(place, messages)
+    for name, value in ((TEXT, text), (MESSAGES, messages)):
+        if value is not None:
+            message = f"{name} of {place} is {a_kind(value)}"
+            if isinstance(value, list):
+                message = f"{name} of {place} is not a list of dicts with role and content"
+            raise DataError(message, help=f"each row must be {_ROWS}")
+    keys = [key for key, value in row.items() if value is not None]
+    raise DataError(
+        f"{place} has neither text nor messages, but {', '.join(keys) or 'no value'}",
+        help=f"each row must be {_ROWS}",
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(key in value for key in _MESSAGE_KEYS)
