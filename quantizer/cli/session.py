@@ -118,11 +118,13 @@ class OpenedRun:
         options: of the run.
         loaded: the model.
         batches: of its calibration.
+        improvement: what would lose less than this run; empty if that is not known.
     """
 
     options: Options
     loaded: LoadedModel
     batches: Batches
+    improvement: str = ""
 
     @cached_property
     def graph(self) -> Graph:
@@ -402,6 +404,7 @@ class Outcome:
         report: the values of report.json, if there is one.
         plan: of a calibration.
         deployed: each written file with its comparison.
+        exports: the same files, as report.json has them.
     """
 
     metrics: Mapping[str, float]
@@ -411,6 +414,7 @@ class Outcome:
     report: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     deployed: Mapping[Path, Verification] = field(default_factory=dict)
+    exports: Sequence[JsonMapping] = ()
 
 
 def show(outcome: Outcome, options: Options) -> None:

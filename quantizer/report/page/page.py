@@ -6,9 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.report.page import figures, sections
-from quantizer.report.page.charts import number
-from quantizer.report.page.html import Markup, page_file
+from quantizer.report.page import figures, sections, summary
+from quantizer.report.page.axes import number
+from quantizer.report.page.html import Markup, page_file, with_code
 from quantizer.report.page.rows import layer_name, rows_in_order, severity, value_text
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "outputs": "Outputs",
+    "exports": "Exported files",
     "layers": "Layers by damage",
     "depth": "Error along the network",
     "activations": "Activations: values and ranges",
@@ -72,12 +73,16 @@ def _environment() -> Environment:
         "percent": lambda share: _scale_number(share, 100),
         "kilobytes": lambda size: _scale_number(size, 1e-3),
         "severity": severity,
+        "short_names": pass_context(_with_short_names),
+        "with_code": with_code,
+        "error_share": sections.error_share,
         "value_text": value_text,
     }
     environment.tests["still_changes"] = sections.still_changes
     environment.globals |= {
         "figures": figures,
         "sections": sections,
+        "summary": summary,
         "rows_in_order": rows_in_order,
         "drawn_at_most": _MAX_DRAWN,
     }
@@ -86,6 +91,10 @@ def _environment() -> Environment:
 
 def _module_path(context: JsonMapping, layer: str) -> str:
     return layer_name(context["content"], layer)
+
+
+def _with_short_names(context: JsonMapping, text: str) -> str:
+    return summary.with_short_names(context["content"], text)
 
 
 def _scale_number(value: Any, factor: float) -> float | None:

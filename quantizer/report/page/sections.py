@@ -3,59 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.wording import counted
-from quantizer.evaluation.pass_loss import pass_loss_line
-from quantizer.report.page.charts import number
-from quantizer.report.page.figures import measured_rows
-from quantizer.report.page.rows import layer_name, most_damaged, tensor_name
-from quantizer.report.tables import number_text
-from quantizer.report.verdict import measured_lines
+from quantizer.report.page.axes import number
+from quantizer.report.page.figures import ACCUMULATED, LOCAL, measured_rows
+from quantizer.report.page.rows import (
+    LOW,
+    VERY_LOW,
+    Bounds,
+    bounds_of,
+    is_lossless,
+    layer_name,
+    tensor_name,
+)
 
 MAX_CLIPPED = 0.01
 """A tensor with a larger share of clipped values is listed under coverage."""
 STEEP_DB = 3.0
 """A larger loss from one tensor to the next is mentioned below the drawing of SQNR by depth."""
-
-
-def verdict(content: JsonMapping) -> list[str]:
-    """Return the sentences that the page begins with."""
-    rows = content["layers"]
-    sentences = list(measured_lines(content))
-    for gate, is_met in content["gates"].items():
-        outcome = "met" if is_met else "not met"
-        sentences.append(f"Gate {gate}: {outcome}.")
-    layers = {row["layer"] for row in rows}
-    text = f"{counted(len(rows), 'tensor')} of {counted(len(layers), 'layer')} quantized"
-    worst = most_damaged(rows)
-    if worst is not None:
-        name = tensor_name(content, worst)
-        text += f"; {name} has the largest loss ({worst['local_sqnr_db']:.1f} dB)"
-    sentences.append(f"{text}.")
-    if content.get("passes"):
-        sentences.append(f"{pass_loss_line(content['passes'])}.")
-    return sentences
-
-
-def key_figures(content: JsonMapping) -> dict[str, str]:
-    """Return the figures below the verdict: metrics, and the size of the weights."""
-    shown: dict[str, str] = {}
-    for name, value in content["metrics"].items():
-        if value is not None:
-            shown[name] = number(value)
-    for name, pair in content["pairs"].items():
-        before = number_text(pair["float"], ".4g", missing="not finite")
-        after = number_text(pair["quantized"], ".4g", missing="not finite")
-        shown[name] = f"{before} → {after}"
-    weight_bytes = content["weight_bytes"]
-    float_bytes = weight_bytes["float"]
-    quantized_bytes = weight_bytes["quantized"]
-    shown["weights"] = f"{float_bytes / 1e6:.2f} → {quantized_bytes / 1e6:.2f} MB"
-    compression = float_bytes / max(1, quantized_bytes)
-    shown["compression"] = f"{compression:.2f}"
-    return shown
 
 
 def warned_outputs(content: JsonMapping) -> set[str]:
@@ -90,6 +57,61 @@ def steepest_fall(content: JsonMapping) -> Fall | None:
             largest_loss_db = loss_db
             steepest = Fall(loss_db, tensor_name(content, after))
     return steepest
+
+
+def damaged_rows(content: JsonMapping) -> list[JsonObject]:
+    """Return the tensors that lose something, or that no test has measured."""
+    return [row for row in content["layers"] if not is_lossless(content, row)]
+
+
+def lossless_rows(content: JsonMapping) -> list[JsonObject]:
+    """Return the tensors without loss."""
+    return [row for row in content["layers"] if is_lossless(content, row)]
+
+
+def layers_legend(content: JsonMapping) -> dict[str, str]:
+    """Return what the columns of the table of layers mean."""
+    legend = {}
+    if content["metrics"]:
+        _, _, local = LOCAL.partition(": ")
+        _, _, accumulated = ACCUMULATED.partition(": ")
+        marks = "; ".join(_marks(content))
+        legend["local SQNR"] = (
+            f"{local}, and its inputs are float. A low value is a cause of loss. In dB; higher "
+            f"is better. Marked as {LOW} or {VERY_LOW}: {marks}"
+        )
+        legend["accumulated SQNR"] = (
+            f"{accumulated}. A low value may come from the layers before. In dB; higher is "
+            "better"
+        )
+    legend["clipped"] = "share of values beyond the range of codes; lower is better"
+    legend["codes used"] = "share of the codes that occur; higher is better"
+    return legend
+
+
+def _marks(content: JsonMapping) -> list[str]:
+    """Return a phrase for each width in the table: the bounds below which rows are marked."""
+    widths_by_bounds: dict[Bounds, set[int]] = {}
+    for row in damaged_rows(content):
+        if row["local_sqnr_db"] is not None:
+            widths_by_bounds.setdefault(bounds_of(row["bits"]), set()).add(row["bits"])
+    phrases = []
+    for bounds, widths in widths_by_bounds.items():
+        names = ", ".join(map(str, sorted(widths)))
+        phrases.append(
+            f"below {bounds.low_db:g} or {bounds.very_low_db:g} dB where values have {names} "
+            "bits"
+        )
+    return phrases
+
+
+def error_share(sqnr_db: float | None) -> float | None:
+    """Return the amplitude of the error in percent of that of the values.
+
+    >>> error_share(20.0)
+    10.0
+    """
+    return None if sqnr_db is None else 100 * 10 ** (-sqnr_db / 20)
 
 
 def channel_facts(row: JsonMapping) -> str:
@@ -153,6 +175,17 @@ def coverage(content: JsonMapping) -> dict[str, list[str]]:
     return lists
 
 
+def absent_kinds(lists: Mapping[str, Sequence[str]]) -> str:
+    """Return the reasons of `coverage` for which there are no tensors, as a sentence's part.
+
+    >>> absent_kinds({"always zero": [], "constant": ["a"], "in float": []})
+    'always zero or in float'
+    """
+    absent = [reason for reason, names in lists.items() if not names]
+    head = ", ".join(absent[:-1])
+    return " or ".join(filter(None, [head, *absent[-1:]]))
+
+
 def remarks(content: JsonMapping) -> list[str]:
     """Return the remarks of algorithms about single layers."""
     texts = []
@@ -164,4 +197,4 @@ def remarks(content: JsonMapping) -> list[str]:
 
 def width_titles(widths: list[str]) -> list[str]:
     """Return the titles of the columns of a table of widths."""
-    return [f"{width}: noise" for width in widths]
+    return [f"{width} bits" if width.isdigit() else width for width in widths]
