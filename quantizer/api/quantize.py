@@ -141,23 +141,31 @@ def quantize(
     comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     path = _new_path(place, result, target)
     verification = result.export(target, path, evaluation_data, **options)
-    improvement = destination.improvement(has_data=has_data)
     tested = comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
-    tested["improvement"] = improvement
+    tested["improvement"] = destination.improvement(has_data=has_data)
     _write_findings(place, comparison, tested, path=path, verification=verification)
+    facts = _verdict_facts(
+        result.plan.plan, tested, path=path, verification=verification, config=_name_of(config)
+    )
+    return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _verdict_facts(
+    plan: Plan, tested: JsonMapping, *, path: Path, verification: Verification, config: str
+) -> VerdictFacts:
+    """Return what the verdict is about."""
     runtime, floating = verification.in_runtime
-    facts = VerdictFacts.of(
-        result.plan.plan,
+    return VerdictFacts.of(
+        plan,
         floating=floating,
         runtime=runtime,
         path=str(path),
         size=size_on_disk(path),
         tested=tested,
-        config=_name_of(config),
-        improvement=improvement,
+        config=config,
+        improvement=tested["improvement"],
     )
-    return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
 
 
 def _batches(

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.export import EXPORTERS, size_on_disk
-from quantizer.export.agreement import Verification
+from quantizer.export.agreement import Kernels, Verification
+from quantizer.export.speed import Speed
 
 
 def export_summary(target: str, path: Path, verified: Verification) -> dict[str, Any]:
@@ -25,18 +26,31 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
         "remarks": list(verified.remarks),
     }
     session = verified.default_session
-    if session is None:
-        return summary
-    if session.kernels is not None:
-        summary["kernels"] = {
-            "integer": len(session.kernels.integer),
-            "count": session.kernels.count,
-            "share": session.kernels.share,
-            "floating": session.kernels.floating,
-        }
-    if session.speed is not None:
-        summary["speed"] = {**vars(session.speed), "text": session.speed.text}
+    if session is not None and session.kernels is not None:
+        summary["kernels"] = _kernels(session.kernels)
+    if session is not None and session.speed is not None:
+        summary["speed"] = _speed(session.speed)
     return summary
+
+
+def _kernels(kernels: Kernels) -> dict[str, Any]:
+    return {
+        "integer": len(kernels.integer),
+        "count": kernels.count,
+        "share": kernels.share,
+        "floating": kernels.floating,
+    }
+
+
+def _speed(speed: Speed) -> dict[str, Any]:
+    return {
+        "ratio": speed.ratio,
+        "low": speed.low,
+        "high": speed.high,
+        "rounds": speed.rounds,
+        "is_clear": speed.is_clear,
+        "text": speed.text,
+    }
 
 
 def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
@@ -44,19 +58,23 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
     the figures in words.
     """
     reader = EXPORTERS[target].reader
-    rows: list[dict[str, Any]] = []
     session = verified.default_session
-    if session is None:
-        rows.append({"engine": reader, "agrees": True, "text": verified.figures()})
-    else:
+    rows: list[dict[str, Any]] = []
+    if session is not None:
         sentences = [session.figures()]
         if session.kernels is not None:
             # The page has the lines on kernels and speed elsewhere
-            sentences += session.summary_lines[len(session.kernels.summary_lines) :]
-        by_default = f"{reader}, default settings"
-        unchanged = f"{reader}, without optimizations"
-        rows.append({"engine": by_default, "agrees": True, "text": "; ".join(sentences)})
-        rows.append({"engine": unchanged, "agrees": True, "text": verified.figures()})
+            first = len(session.kernels.summary_lines)
+            sentences += session.summary_lines[first:]
+        rows.append(_agreeing(f"{reader}, default settings", "; ".join(sentences)))
+        reader = f"{reader}, without optimizations"
+    rows.append(_agreeing(reader, verified.figures()))
     for check in verified.engines:
-        rows.append({"engine": check.engine, "agrees": check.agrees, "text": check.line})
+        row = {"engine": check.engine, "agrees": check.agrees, "text": check.line}
+        rows.append(row)
     return rows
+
+
+def _agreeing(engine: str, text: str) -> dict[str, Any]:
+    """Return the row of an engine without whose agreement no file is written."""
+    return {"engine": engine, "agrees": True, "text": text}

@@ -155,7 +155,7 @@ def _proposed_gate(tested: JsonMapping) -> str:
     """Return a gate that a test meets with a margin; empty if no metric fits."""
     for name, pair in tested.get("pairs", {}).items():
         if tested["metrics"].get(f"{name}{DROP}") is not None and pair["float"]:
-            return f"{name}{DROP}<={MAX_RELATIVE_CHANGE * abs(pair['float']):.2g}"
+            return _gate_on_loss(tested, name)
     parts = measured_parts(tested)
     if not parts:
         return ""
@@ -206,5 +206,15 @@ def _lost_metric(tested: JsonMapping) -> str | None:
     if not lost:
         return None
     name = max(lost, key=lambda metric: lost[metric])
+    return _gate_on_loss(tested, name)
+
+
+def _gate_on_loss(tested: JsonMapping, name: str) -> str:
+    """Return the gate that a metric may lose 1 %.
+
+    >>> _gate_on_loss({"pairs": {"perplexity": {"float": 44832.0}}}, "perplexity")
+    'perplexity_drop<=450'
+    """
     allowed = MAX_RELATIVE_CHANGE * abs(tested["pairs"][name]["float"])
-    return f"{name}{DROP}<={allowed:.2g}"
+    rounded = float(f"{allowed:.2g}")
+    return f"{name}{DROP}<={rounded:g}"

@@ -16,7 +16,7 @@ WIDTH = 720
 """The width of a drawing. All lengths are in the units of the drawing."""
 ROW = 26
 """The height of a line of text. On narrow screens texts have 24 units, to be readable."""
-LEFT = 76
+LEFT = 92
 """The width of the numbers at the vertical axis."""
 _RIGHT = 20
 DATA_WIDTH = WIDTH - LEFT - _RIGHT

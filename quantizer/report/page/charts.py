@@ -28,6 +28,7 @@ _LABEL_BASELINE = 17
 _BRACKET = 22
 """From the top of the row of a range to its line."""
 _MAX_COUNT_TICKS = 3
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,16 @@ def _count_ticks(most: int) -> list[Tick]:
     """Return powers of ten up to a count, for a logarithmic axis.
 
     >>> [tick.label for tick in _count_ticks(123456)]
-    ['1', '100', '1e+04']
+    ['1', '10²', '10⁴']
     """
     powers = list(range(len(str(most)))) if most else []
     step = math.ceil(len(powers) / _MAX_COUNT_TICKS) or 1
     ticks = []
     for power in powers[::step]:
-        ticks.append(Tick(math.log1p(10**power), number(10.0**power)))
+        label = str(10**power)
+        if power > 1:
+            label = f"10{str(power).translate(_SUPERSCRIPTS)}"
+        ticks.append(Tick(math.log1p(10**power), label))
     return ticks
 
 

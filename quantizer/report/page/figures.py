@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.wording import counted
+from quantizer.config.wording import counted, first_names
 from quantizer.report.page import charts
 from quantizer.report.page.charts import DrawnRange, Point, Series
 from quantizer.report.page.html import Markup, page_file
@@ -19,6 +19,7 @@ _GREATEST = "value of the greatest code"
 LOCAL = "local: only this tensor is quantized"
 ACCUMULATED = "accumulated: all tensors up to here are quantized"
 _SQNR_AXIS = "↑ SQNR in dB; higher is better"
+_MAX_NAMES = 3
 _BATCHES_AXIS = "number of calibration batches →"
 
 
@@ -116,9 +117,14 @@ def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
     low = bins["low"]
     high = bins["high"]
     least, greatest = row["limits"]
-    ranges = [DrawnRange(least, greatest, "chosen: least to greatest code", "limit")]
-    for ends, methods in _methods_by_range(row).items():
-        ranges.append(DrawnRange(*ends, ", ".join(methods)))
+    methods_by_range = _methods_by_range(row)
+    same = methods_by_range.pop((least, greatest), [])
+    chosen = "chosen, from the least to the greatest code"
+    if same:
+        chosen = f"chosen, as {first_names(same, _MAX_NAMES)}"
+    ranges = [DrawnRange(least, greatest, chosen, "limit")]
+    for ends, methods in methods_by_range.items():
+        ranges.append(DrawnRange(*ends, first_names(methods, _MAX_NAMES)))
     title = f"Values of {tensor_name(content, row)}"
     return charts.draw_histogram(bins["counts"], low, high, ranges, title=title)
 

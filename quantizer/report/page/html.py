@@ -69,7 +69,9 @@ def with_code(text: str) -> Markup:
     parts: list[str] = []
     for index, piece in enumerate(text.split("`")):
         is_code = index % 2 == 1
-        parts.append(element("code", piece) if is_code else piece)
+        if is_code:
+            piece = element("code", piece)
+        parts.append(piece)
     return fragment(*parts)
 
 

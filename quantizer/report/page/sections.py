@@ -8,16 +8,8 @@ from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.report.page.axes import number
-from quantizer.report.page.figures import ACCUMULATED, LOCAL, measured_rows
-from quantizer.report.page.rows import (
-    LOW,
-    VERY_LOW,
-    Bounds,
-    bounds_of,
-    is_lossless,
-    layer_name,
-    tensor_name,
-)
+from quantizer.report.page.figures import measured_rows
+from quantizer.report.page.rows import is_lossless, layer_name, tensor_name
 
 MAX_CLIPPED = 0.01
 """A tensor with a larger share of clipped values is listed under coverage."""
@@ -59,50 +51,28 @@ def steepest_fall(content: JsonMapping) -> Fall | None:
     return steepest
 
 
-def damaged_rows(content: JsonMapping) -> list[JsonObject]:
-    """Return the tensors that lose something, or that no test has measured."""
-    return [row for row in content["layers"] if not is_lossless(content, row)]
+@dataclass(frozen=True)
+class RowsByLoss:
+    """The tensors of a report, in its order.
+
+    Attributes:
+        damaged: those that lose something, or that no test has measured.
+        lossless: the others.
+    """
+
+    damaged: list[JsonObject]
+    lossless: list[JsonObject]
 
 
-def lossless_rows(content: JsonMapping) -> list[JsonObject]:
-    """Return the tensors without loss."""
-    return [row for row in content["layers"] if is_lossless(content, row)]
-
-
-def layers_legend(content: JsonMapping) -> dict[str, str]:
-    """Return what the columns of the table of layers mean."""
-    legend = {}
-    if content["metrics"]:
-        _, _, local = LOCAL.partition(": ")
-        _, _, accumulated = ACCUMULATED.partition(": ")
-        marks = "; ".join(_marks(content))
-        legend["local SQNR"] = (
-            f"{local}, and its inputs are float. A low value is a cause of loss. In dB; higher "
-            f"is better. Marked as {LOW} or {VERY_LOW}: {marks}"
-        )
-        legend["accumulated SQNR"] = (
-            f"{accumulated}. A low value may come from the layers before. In dB; higher is "
-            "better"
-        )
-    legend["clipped"] = "share of values beyond the range of codes; lower is better"
-    legend["codes used"] = "share of the codes that occur; higher is better"
-    return legend
-
-
-def _marks(content: JsonMapping) -> list[str]:
-    """Return a phrase for each width in the table: the bounds below which rows are marked."""
-    widths_by_bounds: dict[Bounds, set[int]] = {}
-    for row in damaged_rows(content):
-        if row["local_sqnr_db"] is not None:
-            widths_by_bounds.setdefault(bounds_of(row["bits"]), set()).add(row["bits"])
-    phrases = []
-    for bounds, widths in widths_by_bounds.items():
-        names = ", ".join(map(str, sorted(widths)))
-        phrases.append(
-            f"below {bounds.low_db:g} or {bounds.very_low_db:g} dB where values have {names} "
-            "bits"
-        )
-    return phrases
+def rows_by_loss(content: JsonMapping) -> RowsByLoss:
+    """Return the tensors with and those without loss."""
+    rows = RowsByLoss([], [])
+    for row in content["layers"]:
+        if is_lossless(content, row):
+            rows.lossless.append(row)
+        else:
+            rows.damaged.append(row)
+    return rows
 
 
 def error_share(sqnr_db: float | None) -> float | None:
@@ -111,7 +81,10 @@ def error_share(sqnr_db: float | None) -> float | None:
     >>> error_share(20.0)
     10.0
     """
-    return None if sqnr_db is None else 100 * 10 ** (-sqnr_db / 20)
+    if sqnr_db is None:
+        return None
+    amplitude: float = 10 ** (-sqnr_db / 20)
+    return 100 * amplitude
 
 
 def channel_facts(row: JsonMapping) -> str:

@@ -4,6 +4,7 @@ metrics, and the exported files.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ from quantizer.sources.directions import Directions
 from quantizer.storage.process_memory import size_text
 
 _POOLED = "sqnr_db_pooled"
+_COSINE = "cosine"
+"""It is so near to 1 that three digits show nothing."""
 
 
 def verdict(content: JsonMapping) -> list[str]:
@@ -60,6 +63,9 @@ def try_next(content: JsonMapping) -> NextStep:
         options = f"--model {PLACEHOLDER}"
         if content["config"]:
             options = f"--config_file {config} {options}"
+    elif "--config_file" in options:
+        words = shlex.split(options)
+        config = words[words.index("--config_file") + 1]
     if not content["metrics"]:
         command = f"quantizer --quant_mode test {options}"
         return NextStep("test mode measures what quantization costs.", (command,))
@@ -118,7 +124,7 @@ def metric_cards(content: JsonMapping) -> Iterator[Card]:
     for name, value in sorted(metrics.items(), key=lambda item: item[0] != "sqnr_db"):
         if value is not None and name not in shown:
             direction = metric_sentence(name, pairs, directions)
-            text = number(value)
+            text = f"{value:.6g}" if name == _COSINE else number(value)
             if direction.startswith("dB"):
                 text += " dB"
             yield Card(name, text, direction, metric_meaning(name))
@@ -132,18 +138,22 @@ def _size_card(content: JsonMapping) -> Card:
     compression = before / max(1, after)
     return Card(
         "weights",
-        f"{before / 1e6:.2f} → {after / 1e6:.2f} MB",
-        "10^6 bytes; lower is better",
+        f"{_bytes_text(before)} → {_bytes_text(after)}",
+        "lower is better",
         f"all weights, float → quantized with their scales: {compression:.2f} times smaller",
     )
 
 
+def _bytes_text(size: int) -> str:
+    return size_text(size) if size >= 1000 else f"{size} bytes"
+
+
 def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
     """Yield the figures of an exported file."""
-    float_size = size_text(content["weight_bytes"]["float"])
+    float_size = _bytes_text(content["weight_bytes"]["float"])
     yield Card(
         "size",
-        size_text(export["bytes"]),
+        _bytes_text(export["bytes"]),
         "lower is better",
         f"of the file; the float weights take {float_size}",
     )
@@ -158,11 +168,14 @@ def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
         )
     speed = export.get("speed")
     if speed is not None:
+        ratio = "not clear"
+        if speed["is_clear"]:
+            ratio = f"{speed['ratio']:.2g} times float"
         yield Card(
             "speed",
-            speed["text"].partition(" (")[0],
-            "times float's speed; higher is better",
-            f"against the float network on the machine of the export: {speed['text']}",
+            ratio,
+            "times the speed of float; higher is better",
+            f"on the machine of the export: {speed['text']}",
         )
 
 
