@@ -73,7 +73,10 @@ def words_of(options: Options) -> list[str]:
 
 def data_words(options: Options) -> list[str]:
     """Return the options about the model's data, for another command in the same folder."""
-    return _option_words(options, DATA_OPTIONS, path_text=str)
+    words = []
+    for name in DATA_OPTIONS:
+        words += _option_words(options, (name,), path_text=str)
+    return words
 
 
 def words_of_merge(options: Options, places: Sequence[Path]) -> list[str]:

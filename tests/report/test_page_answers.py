@@ -180,7 +180,7 @@ def test_a_calibration_alone_asks_for_a_test(content: dict[str, Any]) -> None:
 def test_twenty_decibels_are_low_for_8_bits_and_usual_for_4(content: dict[str, Any]) -> None:
     found = [severity({"local_sqnr_db": 20.0, "bits": bits}) for bits in (4, 8, 16)]
     assert found == ["", "low", "low"]
-    assert severity({"local_sqnr_db": 4.0, "bits": 4}) == "very low"
+    assert severity({"local_sqnr_db": 4.0, "bits": 4}) == "poor"
     weights = next(row for row in content["layers"] if row["tensor"] == "weights")
     for bits, rows in ((8, 1), (4, 0)):
         weights |= {"local_sqnr_db": 20.0, "bits": bits}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping
 from quantizer.report.page.figures import ACCUMULATED, LOCAL
-from quantizer.report.page.rows import LOW, VERY_LOW, Bounds, bounds_of, is_lossless
+from quantizer.report.page.rows import LOW, POOR, Bounds, bounds_of, is_lossless
 
 _LOCAL_KEY = "local_sqnr_db"
 
@@ -88,7 +88,7 @@ def layers_legend(content: JsonMapping) -> dict[str, str]:
     for column in layer_columns(content):
         legend[column.title] = column.meaning
         if column.is_local:
-            legend[column.title] += f". Marked as {LOW} or {VERY_LOW}: {_marks(content)}"
+            legend[column.title] += f". Marked as {LOW} or {POOR}: {_marks(content)}"
     return legend
 
 
@@ -103,7 +103,6 @@ def _marks(content: JsonMapping) -> str:
     for bounds, widths in widths_by_bounds.items():
         names = ", ".join(map(str, sorted(widths)))
         phrases.append(
-            f"below {bounds.low_db:g} or {bounds.very_low_db:g} dB where values have {names} "
-            "bits"
+            f"below {bounds.low_db:g} or {bounds.poor_db:g} dB where values have {names} bits"
         )
     return "; ".join(phrases)

@@ -13,10 +13,10 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 
 @dataclass(frozen=True)
 class Bounds:
-    """Below which local SQNR in dB a tensor is marked as low, or as very low."""
+    """Below which local SQNR in dB a tensor is marked as low, or as poor."""
 
     low_db: float
-    very_low_db: float
+    poor_db: float
 
 
 _BOUNDS_BY_WIDTH = {2: Bounds(3, 0), 3: Bounds(5, 2), 4: Bounds(10, 5), 6: Bounds(18, 10)}
@@ -28,14 +28,14 @@ _BOUNDS = Bounds(25, 15)
 _LOSSLESS_DB = 144.0
 """The SQNR of float32, whose significand has 24 bits."""
 LOW = "low"
-VERY_LOW = "very low"
+POOR = "poor"
 
 
 def bounds_of(bits: int) -> Bounds:
     """Return the bounds of tensors of a width.
 
     >>> bounds_of(4), bounds_of(8)
-    (Bounds(low_db=10, very_low_db=5), Bounds(low_db=25, very_low_db=15))
+    (Bounds(low_db=10, poor_db=5), Bounds(low_db=25, poor_db=15))
     """
     for width, bounds in _BOUNDS_BY_WIDTH.items():
         if bits <= width:
@@ -76,17 +76,17 @@ def rows_in_order(content: JsonMapping) -> list[JsonObject]:
 
 
 def severity(row: JsonMapping) -> str:
-    """Return how low the local SQNR of a tensor is for its width: `LOW`, `VERY_LOW` or "".
+    """Return how low the local SQNR of a tensor is for its width: `LOW`, `POOR` or "".
 
     >>> severity({"local_sqnr_db": 14.6, "bits": 4}), severity({"local_sqnr_db": 14.6})
-    ('', 'very low')
+    ('', 'poor')
     """
     sqnr_db = row["local_sqnr_db"]
     if sqnr_db is None:
         return ""
     bounds = bounds_of(row.get("bits", 8))
-    if sqnr_db < bounds.very_low_db:
-        return VERY_LOW
+    if sqnr_db < bounds.poor_db:
+        return POOR
     if sqnr_db < bounds.low_db:
         return LOW
     return ""
