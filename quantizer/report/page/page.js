@@ -38,8 +38,9 @@ for (const command of document.querySelectorAll(".command pre")) {
       await navigator.clipboard.writeText(command.textContent);
       button.textContent = "Copied";
     } catch {
-      button.textContent = "Selected";
+      button.textContent = "Selected, press Ctrl+C";
     }
+    button.removeAttribute("aria-label");
   });
   command.after(button);
 }
