@@ -1,7 +1,8 @@
 """Write what follows from the schemas, from the table of algorithms and from that of formats.
 
-These are: docs/cli.md; the table of what was tested in README.md; the part on algorithms in
-both schemas; the rules for editors in layered.schema.json;
+These are: docs/cli.md; the tables in docs/one_command.md and docs/metrics.md; the table of what
+was tested in README.md; the part on algorithms in both schemas; the rules for editors in
+layered.schema.json;
 the options of method, round_mode and dtype in quantization_spec.schema.json; docs/config and
 docs/rules.md; the table of presets in docs/hierarchical.md.
 
@@ -37,6 +38,7 @@ from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
 from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.report.metric_words import METRICS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"
@@ -46,6 +48,10 @@ HIERARCHICAL_PAGE = ROOT / "docs" / "hierarchical.md"
 DESTINATIONS_PAGE = ROOT / "docs" / "one_command.md"
 _DESTINATIONS_HEAD = """| `--to` | makes | preset with data | preset without data | file |
 |---|---|---|---|---|
+"""
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
+_METRICS_HEAD = """| metric | unit, range | better | what it is |
+|---|---|---|---|
 """
 _PRESET_TABLE = """| preset | form | in the other form | why, or what may differ |
 |---|---|---|---|
@@ -67,6 +73,7 @@ def generated() -> dict[Path, str]:
     pages[HIERARCHICAL_PAGE] = hierarchical_page()
     pages[ROOT / "docs" / "cli.md"] = commands_page()
     pages[DESTINATIONS_PAGE] = destinations_page()
+    pages[METRICS_PAGE] = metrics_page()
     readme = ROOT / "README.md"
     pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
     return {**schemas, **pages, ROOT / "docs" / "rules.md": rules_page()}
@@ -87,6 +94,18 @@ def destinations_page() -> str:
             file += f", `{EXPORTERS[destination.transformers_target].suffix}` folder"
         cells = [f"`{name}`", destination.made, f"`{destination.preset}`", without_data, file]
         rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join([before, head, *rows, after])
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md with a row for each metric."""
+    text = METRICS_PAGE.read_text("utf-8")
+    before, head, rest = text.partition(_METRICS_HEAD)
+    after = re.sub(r"\A(\|.*\n)*", "", rest)
+    rows = []
+    for name, words in METRICS.items():
+        title = name if "`" in name else f"`{name}`"
+        rows.append(f"| {title} | {words.unit} | {words.better} | {words.meaning} |\n")
     return "".join([before, head, *rows, after])
 
 

@@ -23,6 +23,7 @@ from quantizer.api.config import AnyConfig
 from quantizer.api.result import Comparison, Result
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.config.wording import closest_word
@@ -38,6 +39,7 @@ from quantizer.export import (
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
+from quantizer.export.summary import export_summary
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import fitted_text
@@ -139,19 +141,31 @@ def quantize(
     comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     path = _new_path(place, result, target)
     verification = result.export(target, path, evaluation_data, **options)
-    _write_findings(place, comparison, path, verification)
+    tested = comparison.to_json()
+    tested["exports"] = [export_summary(target, path, verification)]
+    tested["improvement"] = destination.improvement(has_data=has_data)
+    _write_findings(place, comparison, tested, path=path, verification=verification)
+    facts = _verdict_facts(
+        result.plan.plan, tested, path=path, verification=verification, config=_name_of(config)
+    )
+    return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _verdict_facts(
+    plan: Plan, tested: JsonMapping, *, path: Path, verification: Verification, config: str
+) -> VerdictFacts:
+    """Return what the verdict is about."""
     runtime, floating = verification.in_runtime
-    facts = VerdictFacts.of(
-        result.plan.plan,
+    return VerdictFacts.of(
+        plan,
         floating=floating,
         runtime=runtime,
         path=str(path),
         size=size_on_disk(path),
-        tested=comparison.to_json(),
-        config=_name_of(config),
-        improvement=destination.improvement(has_data=has_data),
+        tested=tested,
+        config=config,
+        improvement=tested["improvement"],
     )
-    return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
 
 
 def _batches(
@@ -175,11 +189,24 @@ def _confirm(target: str, request: CalibrationRequest, plan: Plan) -> None:
 
 
 def _write_findings(
-    folder: Path, comparison: Comparison, path: Path, verification: Verification
+    folder: Path,
+    comparison: Comparison,
+    tested: JsonMapping,
+    *,
+    path: Path,
+    verification: Verification,
 ) -> None:
-    """Write the figures of the test and of the file next to the results, as the shell does."""
+    """Write the figures of the test and of the file next to the results, as the shell does.
+
+    Args:
+        folder: of the results.
+        comparison: the result of the test.
+        tested: the same as report.json has it, with the file.
+        path: of the file.
+        verification: of the file.
+    """
     with locked(folder):
-        write_report(open_written(folder, REPORT_INPUTS), comparison.to_json())
+        write_report(open_written(folder, REPORT_INPUTS), tested)
         write_text(folder / "layers.csv", as_csv(comparison.layers))
         write_json(path.parent / "verify.json", {path.name: verification.to_json()})
 

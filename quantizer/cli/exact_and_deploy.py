@@ -11,11 +11,13 @@ from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
+from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
 from quantizer.export import EXPORTERS, FOLDER, export, require_expressible, size_on_disk
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
+from quantizer.export.summary import export_summary
 from quantizer.graph.ir import Graph
 from quantizer.report.dpu_tables import exact_table
 from quantizer.report.view import TableView
@@ -132,6 +134,7 @@ def deploy(
     view = table_view(options, deployment.graph)
     files = {}
     deployed: dict[Path, Verification] = {}
+    exports: list[JsonObject] = []
     lines: list[str] = []
     metrics: dict[str, float] = {}
     failures: list[Exception] = []
@@ -147,6 +150,7 @@ def deploy(
             continue
         files[path.name] = verified.to_json()
         deployed[path] = verified
+        exports.append(export_summary(target, path, verified))
         lines += _lines_of_file(path, verified, view)
         session = verified.default_session
         if session and session.kernels:
@@ -163,6 +167,7 @@ def deploy(
         shown=[*outcome.shown, *lines],
         error=error,
         deployed=deployed,
+        exports=exports,
     )
 
 

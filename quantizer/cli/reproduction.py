@@ -7,13 +7,14 @@ own checksum. Commands of another calibration, or edited ones, are dropped.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.errors import ResultError
+from quantizer.report.next_step import DATA_OPTIONS
 from quantizer.results.folder import COMMANDS_KEY, RUN_FILE, OpenedResults
 from quantizer.storage.files import read_json, write_json
 
@@ -42,40 +43,6 @@ ONLY_CHECKED = {
 """Options that a mode ignores, or only compares with the results."""
 
 
-def words_of(options: Options) -> list[str]:
-    """Return the command of a run, with only the options that affect its results.
-
-    It has no absolute paths: see `without_folders`.
-    """
-    left_out = WITHOUT_EFFECT | ONLY_CHECKED[options.quant_mode]
-    names = [name for name in RUN if name not in left_out]
-    return ["quantizer", "--quant_mode", options.quant_mode, *_option_words(options, names)]
-
-
-def words_of_merge(options: Options, places: Sequence[Path]) -> list[str]:
-    """Return the command of a merge, with only the options that affect its results."""
-    folders = [without_folders(str(place)) for place in places]
-    words = _option_words(options, ("model", "weights", "trust"))
-    return ["quantizer", "merge", *folders, *words]
-
-
-def _option_words(options: Options, names: Collection[str]) -> list[str]:
-    """Return the options of these names that differ from their defaults."""
-    words = []
-    for option in fields(Options):
-        if option.name not in names:
-            continue
-        value = getattr(options, option.name)
-        if value == option.default or value is None:
-            continue
-        values = value if isinstance(value, tuple) else (value,)
-        for single in values:
-            words.append(f"--{word_of(option.name)}")
-            if single is not True:
-                words.append(without_folders(str(single)))
-    return words
-
-
 def without_folders(word: str) -> str:
     """Return an absolute path relative to the working directory, or only its name if it is
     outside. Return other words unchanged.
@@ -92,6 +59,52 @@ def without_folders(word: str) -> str:
     if path.is_relative_to(here):
         return str(path.relative_to(here))
     return path.name
+
+
+def words_of(options: Options) -> list[str]:
+    """Return the command of a run, with only the options that affect its results.
+
+    It has no absolute paths: see `without_folders`.
+    """
+    left_out = WITHOUT_EFFECT | ONLY_CHECKED[options.quant_mode]
+    names = [name for name in RUN if name not in left_out]
+    return ["quantizer", "--quant_mode", options.quant_mode, *_option_words(options, names)]
+
+
+def data_words(options: Options) -> list[str]:
+    """Return the options about the model's data, for another command in the same folder."""
+    words = []
+    for name in DATA_OPTIONS:
+        words += _option_words(options, (name,), path_text=str)
+    return words
+
+
+def words_of_merge(options: Options, places: Sequence[Path]) -> list[str]:
+    """Return the command of a merge, with only the options that affect its results."""
+    folders = [without_folders(str(place)) for place in places]
+    words = _option_words(options, ("model", "weights", "trust"))
+    return ["quantizer", "merge", *folders, *words]
+
+
+def _option_words(
+    options: Options,
+    names: Collection[str],
+    path_text: Callable[[str], str] = without_folders,
+) -> list[str]:
+    """Return the options of these names that differ from their defaults."""
+    words = []
+    for option in fields(Options):
+        if option.name not in names:
+            continue
+        value = getattr(options, option.name)
+        if value == option.default or value is None:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        for single in values:
+            words.append(f"--{word_of(option.name)}")
+            if single is not True:
+                words.append(path_text(str(single)))
+    return words
 
 
 def remember(

@@ -30,6 +30,7 @@ from quantizer.cli.modes import require_met
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
+from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
 from quantizer.config.resources import preset_text, presets
@@ -39,7 +40,6 @@ from quantizer.export import require_extras, size_on_disk
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
-    Destination,
     default_destination,
     preset_for,
 )
@@ -158,14 +158,12 @@ class _Finished:
     """A run after its last step.
 
     Attributes:
-        destination: of the run.
         test_options: the options of its test.
         opened: the model and its data.
         calibrated, tested: the results of both modes.
         plan: of the calibration.
     """
 
-    destination: Destination
     test_options: Options
     opened: OpenedRun
     calibrated: Outcome
@@ -184,6 +182,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     model = opened.loaded.module
     name = options.to or default_destination(model)
     destination = DESTINATIONS[name]
+    has_data = not opened.batches.stands_in
+    opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
     require_extras([target])
     require_choices(options.target_choices, [target])
@@ -203,7 +203,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     seed_everything(options.seed)
     tested = run_test(test_options, opened=opened)
     assert calibrated.plan is not None
-    return _Finished(destination, test_options, opened, calibrated, tested, calibrated.plan)
+    return _Finished(test_options, opened, calibrated, tested, calibrated.plan)
 
 
 def _config_file(options: RunOptions, name: str, opened: OpenedRun) -> str:
@@ -237,7 +237,6 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         path = str(written)
         size = size_on_disk(written)
         runtime, floating = verified.in_runtime
-    has_data = not finished.opened.batches.stands_in
     return VerdictFacts.of(
         finished.plan,
         floating=floating,
@@ -246,10 +245,11 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         tested=tested.report,
         config=options.config_file or "",
         model_option=options.model or "",
+        data_options=data_words(options),
         runtime=runtime,
         gates=gate_lines(gates, tested.metrics),
         not_met=failed_gates(gates, tested.metrics),
-        improvement=finished.destination.improvement(has_data=has_data),
+        improvement=finished.opened.improvement,
     )
 
 

@@ -4,18 +4,18 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.cli.options import Options
+from quantizer.cli.outcome import Outcome as Outcome
 from quantizer.cli.render import print_diagnostics, say_note
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
 from quantizer.cli.screen import screen, timed
@@ -28,7 +28,6 @@ from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, StructureNames
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
-from quantizer.export.agreement import Verification
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module
@@ -117,11 +116,13 @@ class OpenedRun:
         options: of the run.
         loaded: the model.
         batches: of its calibration.
+        improvement: what would lose less than this run; empty if that is not known.
     """
 
     options: Options
     loaded: LoadedModel
     batches: Batches
+    improvement: str = ""
 
     @cached_property
     def graph(self) -> Graph:
@@ -347,29 +348,6 @@ def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
     """Iterate over the batches, on the device of `--device`."""
     device = device_of(options)
     return (batch.to(device) for batch in batches)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a mode.
-
-    Attributes:
-        metrics: those that gates may use.
-        content: printed with --json.
-        shown: printed otherwise.
-        error: raised after everything is printed.
-        report: the values of report.json, if there is one.
-        plan: of a calibration.
-        deployed: each written file with its comparison.
-    """
-
-    metrics: Mapping[str, float]
-    content: Mapping[str, Any]
-    shown: Sequence[RenderableType] = field(default=())
-    error: Exception | None = None
-    report: dict[str, Any] = field(default_factory=dict)
-    plan: Plan | None = None
-    deployed: Mapping[Path, Verification] = field(default_factory=dict)
 
 
 def show(outcome: Outcome, options: Options) -> None:

@@ -42,7 +42,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
-from quantizer.report.files import make_report, write_report
+from quantizer.report.files import add_to_report, make_report, write_report
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated, reopen_calibration
 from quantizer.results.calibrated_inputs import window_length
@@ -104,6 +104,8 @@ def run_test(
         targets_of = first if evaluator is None else None
         _require_measurable(options, gates, info, graph, targets_of=targets_of)
         run = _TestRun(options, ranks, info, loaded, evaluator, gates, batches, place, noted)
+        if opened is not None:
+            run = replace(run, improvement=opened.improvement)
         return run.outcome(calibrated)
 
 
@@ -120,6 +122,7 @@ class _TestRun:
     batches: Batches
     place: Path | None
     noted: dict[str, Any]
+    improvement: str = ""
 
     def outcome(self, calibrated: Calibrated) -> Outcome:
         """Run both networks, write the report, and export the targets of `--deploy`."""
@@ -144,7 +147,7 @@ class _TestRun:
                 place=self.place,
             )
         if not options.deploy or failed_gates(self.gates, outcome.metrics):
-            return outcome
+            return self._with_late_figures(outcome)
         deployment = Deployment.of(
             calibrated,
             self.loaded.module,
@@ -154,7 +157,22 @@ class _TestRun:
             metrics=scores.metrics,
             warnings=scores.lost,
         )
-        return deploy(options, outcome, deployment, self.batches.total, place=self.place)
+        total = self.batches.total
+        outcome = deploy(options, outcome, deployment, total, place=self.place)
+        return self._with_late_figures(outcome)
+
+    def _with_late_figures(self, outcome: Outcome) -> Outcome:
+        """Add the written files and the gates about `--exact` and `--deploy` to the report."""
+        gates = dict(outcome.report["gates"])
+        for gate in self.gates:
+            if gate.metric in outcome.metrics:
+                gates[gate.text] = gate.holds(outcome.metrics)
+        added = {"gates": gates, "exports": list(outcome.exports)}
+        is_complete = added.items() <= outcome.report.items()
+        if self.place is None or is_complete:
+            return outcome
+        values = add_to_report(self.info, outcome.report, added, self.place)
+        return replace(outcome, report=values)
 
     def _scores(self, calibrated: Calibrated) -> Scores:
         """Compare the networks on all batches, if there is enough memory for both."""
@@ -202,6 +220,7 @@ class _TestRun:
             gates=gates,
             place=self.place,
             commands=commands,
+            improvement=self.improvement,
         )
 
 
@@ -257,6 +276,7 @@ def _report(
     gates: Mapping[str, bool],
     place: Path | None,
     commands: Mapping[str, list[str]],
+    improvement: str,
 ) -> Outcome:
     """Write the results of the test, if there is a folder for them, and return what to
     show.
@@ -268,6 +288,8 @@ def _report(
     report = tables.report_values(scores, rows, stamp)
     if gates:
         report["gates"] = gates
+    if improvement:
+        report["improvement"] = improvement
     shown: list[RenderableType] = [tables.damage_table(rows, view)]
     if place is None:
         values, _ = make_report(info, report, commands)

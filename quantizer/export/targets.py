@@ -34,6 +34,7 @@ class ExportTarget:
     """One kind of file or folder, written by the class `exporter` ("module:name").
 
     Attributes:
+        reader: what reads the file back to verify it, for sentences.
         needs: packages, which the extra `extra` installs.
         for_transformers: whether it takes models of transformers only.
         by_tensor: whether it needs only one weight in memory at a time.
@@ -41,6 +42,7 @@ class ExportTarget:
 
     exporter: str
     suffix: str
+    reader: str
     needs: tuple[str, ...] = ()
     extra: str = ""
     for_transformers: bool = False
@@ -52,6 +54,7 @@ EXPORTERS: dict[str, ExportTarget] = {
     "onnx": ExportTarget(
         "quantizer.export.onnx.exporter:OnnxExporter",
         ".onnx",
+        "ONNX Runtime",
         ("onnx", "onnxruntime", "onnxscript"),
         "onnx",
         options=(
@@ -89,6 +92,7 @@ EXPORTERS: dict[str, ExportTarget] = {
     "pt2": ExportTarget(
         "quantizer.export.torch_export.pt2:Pt2Exporter",
         ".pt2",
+        "torch.export.load",
         options=(
             TargetOption(
                 "pt2_activations",
@@ -100,14 +104,20 @@ EXPORTERS: dict[str, ExportTarget] = {
         ),
     ),
     "pt2_float": ExportTarget(
-        "quantizer.export.torch_export.pt2_float:Pt2FloatExporter", ".float.pt2"
+        "quantizer.export.torch_export.pt2_float:Pt2FloatExporter",
+        ".float.pt2",
+        "torch.export.load",
     ),
     "safetensors": ExportTarget(
-        "quantizer.export.safetensors:SafetensorsExporter", ".safetensors", by_tensor=True
+        "quantizer.export.safetensors:SafetensorsExporter",
+        ".safetensors",
+        "quantizer",
+        by_tensor=True,
     ),
     "compressed-tensors": ExportTarget(
         "quantizer.export.compressed_tensors.exporter:CompressedTensorsExporter",
         "-compressed-tensors",
+        "transformers with compressed-tensors",
         ("transformers", "compressed_tensors"),
         "llm",
         for_transformers=True,
@@ -116,6 +126,7 @@ EXPORTERS: dict[str, ExportTarget] = {
     "gguf": ExportTarget(
         "quantizer.export.gguf.exporter:GgufExporter",
         ".gguf",
+        "transformers",
         ("transformers", "accelerate", "gguf"),
         "llm",
         for_transformers=True,

@@ -14,10 +14,13 @@ from torch import Tensor
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.config.roles import is_parameter
+from quantizer.graph.ops import OPS
+from quantizer.numerics.codes import bits_of
 from quantizer.numerics.histogram import Histogram
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import Observer
 from quantizer.plan.model import Key
+from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import parameter_bytes
 from quantizer.report.distribution import TensorDistribution
 from quantizer.report.tables import describe_spec, figures_by_tensor, finite_or_none
@@ -100,9 +103,14 @@ def _collect_results(
         row["line"] = _config_line(tensor["origins"], config.get("name", ""))
         rows.append(row)
     floats = {}
+    float_weights = {}
     for node in plan["layers"]:
         if "activation_is_float" in node:
             floats[node["name"]] = node["activation_is_float"]
+        operator = OPS.get(node["op"])
+        has_weights = operator is not None and operator.kind == "mac" and operator.weight
+        if has_weights and "weights" not in node.get("tensors", {}):
+            float_weights[node["name"]] = node.get("activation_is_float", NO_RULES)
     values: JsonObject = {
         "model": header["model"],
         "header": {name: header[name] for name in _HEADER if name in header},
@@ -117,6 +125,9 @@ def _collect_results(
         "layers": sorted(rows, key=_sort_key_of_damage),
         "paths": plan["paths"],
         "floats": floats,
+        "float_weights": float_weights,
+        "exports": tested.get("exports", []),
+        "improvement": tested.get("improvement", ""),
         "config": plan.get("config"),
     }
     if "lower_is_better" in tested:
@@ -175,6 +186,7 @@ def _tensor_rows(
                 "op": node["op"],
                 "order": order,
                 "spec": describe_spec(spec),
+                "bits": bits_of(spec),
                 "origins": sorted(origins),
             }
             if "observed_min" in entry:

@@ -76,7 +76,29 @@ def write_report(
     if tested is None:
         tested = opened.read_findings(REPORT_FILE)
     values, html = make_report(opened, tested, commands)
-    folder = place or opened.folder
+    _write(opened, values, html, place or opened.folder)
+    return values
+
+
+def add_to_report(
+    opened: OpenedResults, values: JsonMapping, added: JsonMapping, folder: Path
+) -> JsonObject:
+    """Write a report again with further values, and return all values.
+
+    Args:
+        opened: as for `write_report`.
+        values: of the report that `write_report` has just written.
+        added: replace those of the same name.
+        folder: with the report.
+
+    Raises:
+        ResultError: the report cannot be written.
+    """
+    whole: JsonObject = json.loads(json.dumps({**values, **added}, sort_keys=True))
+    _write(opened, whole, page(whole), folder)
+    return whole
+
+
+def _write(opened: OpenedResults, values: JsonMapping, html: str, folder: Path) -> None:
     write_json(folder / REPORT_FILE, opened.with_checksum(values))
     write_text(folder / REPORT_PAGE, html)
-    return values

@@ -4,7 +4,7 @@ speed, the layers that stay float, and the next step.
 
 from __future__ import annotations
 
-import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,21 +13,22 @@ from typing import Any
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names
-from quantizer.evaluation.scores import MAX_RELATIVE_CHANGE
 from quantizer.graph.module_names import path_names
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
+from quantizer.report.next_step import (
+    PLACEHOLDER,
+    NextFacts,
+    measured_parts,
+    next_step,
+    relative_loss,
+)
 from quantizer.report.tables import describe_spec, number_text
 from quantizer.storage.process_memory import size_text
 
 MAX_LINES = 8
-_CLOSE_DB = 30.0
-"""Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
-_NARROW_CLOSE_DB = 12.0
-"""The same where weights have 4 bits or fewer."""
-_NARROW_BITS = 4
 _MAX_METRICS = 3
 _MAX_NAMES = 3
 
@@ -43,6 +44,7 @@ class VerdictFacts:
         size: of the file, in bytes.
         float_size: of the float weights, in bytes.
         tested: the content of report.json.
+        data_options: of commands that read the model and its data.
         runtime: a sentence on the speed and the kernels of the file; empty if unknown.
         left_float: the reasons why layers with weights stay in float, by layer.
         gates: a line for each gate, met or not.
@@ -61,6 +63,7 @@ class VerdictFacts:
     tested: JsonMapping
     config: str
     model_option: str = ""
+    data_options: Sequence[str] = ()
     runtime: str = ""
     left_float: Mapping[str, str] = field(default_factory=dict)
     gates: Sequence[str] = ()
@@ -170,7 +173,7 @@ def _made(facts: VerdictFacts) -> str:
 def _metrics(tested: JsonMapping) -> Iterator[str]:
     """Yield a line on the metrics of the task, those with the largest loss first."""
     pairs = tested.get("pairs", {})
-    names = sorted(pairs, key=lambda name: -_relative_loss(tested, name))
+    names = sorted(pairs, key=lambda name: -relative_loss(tested, name))
     texts = []
     for name in names[:_MAX_METRICS]:
         after = number_text(pairs[name]["quantized"], ".4g", missing="not finite")
@@ -183,23 +186,9 @@ def _metrics(tested: JsonMapping) -> Iterator[str]:
         yield f"{'; '.join(texts)}."
 
 
-def _relative_loss(tested: JsonMapping, name: str) -> float:
-    """Return the loss of a metric as a share of its float value. Without a known direction, any
-    change is a loss; so is a value that is not finite.
-    """
-    pair = tested["pairs"][name]
-    before = pair["float"]
-    after = pair["quantized"]
-    if before is None or after is None:
-        return math.inf
-    drop = tested["metrics"].get(f"{name}_drop")
-    loss = abs(after - before) if drop is None else drop
-    return float(loss / abs(before)) if before else float(loss)
-
-
 def _outputs(tested: JsonMapping) -> Iterator[str]:
     """Yield a line on the difference of the outputs from float."""
-    rows = _measured_parts(tested)
+    rows = measured_parts(tested)
     texts = []
     if len(rows) == 1:
         texts.append(f"The output differs from float by {_error(rows[0])}")
@@ -228,23 +217,6 @@ def _warnings(tested: JsonMapping) -> Iterator[str]:
     if len(texts) > 1:
         text += f"; {counted(len(texts) - 1, 'more warning')} in the report"
     yield f"{text}."
-
-
-def _measured_parts(tested: JsonMapping) -> list[JsonMapping]:
-    """Return the rows of outputs and parts that have an SQNR, the lowest first.
-
-    An output that has parts is left out.
-    """
-    rows = list(tested.get("outputs", ()))
-    names_of_wholes = set()
-    for row in rows:
-        if row["name"] != row["output"]:
-            names_of_wholes.add(row["output"])
-    measured = []
-    for row in rows:
-        if row["name"] not in names_of_wholes and row["sqnr_db"] is not None:
-            measured.append(row)
-    return sorted(measured, key=lambda row: row["sqnr_db"])
 
 
 def _error(row: JsonMapping) -> str:
@@ -282,44 +254,16 @@ def _left_float(reasons: Mapping[str, str]) -> Iterator[str]:
 
 
 def _next_step(facts: VerdictFacts) -> str:
-    tested = facts.tested
-    command = f"--config_file {facts.config} --model {facts.model_option or 'MODEL'}"
-    missed = facts.not_met[0] if facts.not_met else _lost_metric(tested)
-    if missed is not None:
-        return (
-            f"`quantizer analyze --metric '{missed}' {command} --apply` finds the layers that "
-            "have to stay in float."
-        )
-    if facts.improvement:
-        return facts.improvement
-    is_narrow = facts.weight_bits is not None and facts.weight_bits <= _NARROW_BITS
-    bound_db = _NARROW_CLOSE_DB if is_narrow else _CLOSE_DB
-    parts = _measured_parts(tested)
-    if not tested.get("pairs") and parts and parts[0]["sqnr_db"] < bound_db:
-        return (
-            f"`quantizer analyze --tensors {command}` lists the tensors that lose most. An "
-            "evaluate() in the model's file measures the loss of the task."
-        )
-    if not facts.model_option:
-        return f"check in {facts.config}; `quantizer.calibrate` with it repeats this."
-    return (
-        f"check in {facts.config}; `quantizer --quant_mode calib` and `--quant_mode test` with "
-        "a --gate repeat this in CI."
+    options = f"--config_file {facts.config} --model {facts.model_option or PLACEHOLDER}"
+    if facts.data_options:
+        options += f" {shlex.join(facts.data_options)}"
+    next_facts = NextFacts(
+        facts.tested,
+        facts.config,
+        options,
+        has_model_file=bool(facts.model_option),
+        not_met=facts.not_met,
+        weight_bits=facts.weight_bits,
+        improvement=facts.improvement,
     )
-
-
-def _lost_metric(tested: JsonMapping) -> str | None:
-    """Return a gate that the metric with the largest loss does not meet; None if no metric of
-    known direction lost more than 1 %.
-    """
-    lost: dict[str, float] = {}
-    for name, pair in tested.get("pairs", {}).items():
-        share = _relative_loss(tested, name)
-        is_known = tested["metrics"].get(f"{name}_drop") is not None
-        if is_known and pair["float"] is not None and share > MAX_RELATIVE_CHANGE:
-            lost[name] = share
-    if not lost:
-        return None
-    name = max(lost, key=lambda metric: lost[metric])
-    allowed = MAX_RELATIVE_CHANGE * abs(tested["pairs"][name]["float"])
-    return f"{name}_drop<={allowed:.2g}"
+    return next_step(next_facts).text

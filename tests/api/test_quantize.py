@@ -61,6 +61,8 @@ def test_the_text_of_the_result_is_the_verdict(tmp_path: Path) -> None:
     assert lines[-1].startswith("Next: ")
     assert made.comparison.metrics["sqnr_db"] > 30
     assert made.verification.equal == 1.0
+    (file,) = json.loads((tmp_path / "report.json").read_text())["exports"]
+    assert (file["file"], file["bytes"]) == (made.path.name, made.path.stat().st_size)
 
 
 def test_a_destination_that_does_not_exist_is_named(tmp_path: Path) -> None:

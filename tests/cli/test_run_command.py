@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from support.llamas import llama, saved
 
+from quantizer.cli.analyze import analyze
 from quantizer.cli.main import run_command
+from quantizer.report.next_step import DATA_OPTIONS
+from quantizer.report.page.summary import try_next
 from quantizer.report.verdict import MAX_LINES
 
 MODEL = """import torch
@@ -45,10 +48,11 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_one_call_leaves_a_config_results_and_a_verified_file(
+def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(["run", write(MODEL), "-q", "--gate", "sqnr_db>=10"]) == 0
+    gates = ["--gate", "sqnr_db>=10", "--gate", "onnx_int8_share>=0.5"]
+    assert run_command(["run", write(MODEL), "-q", *gates]) == 0
     lines = lines_of(capsys)
     assert len(lines) <= MAX_LINES
     assert lines[0].startswith(
@@ -59,7 +63,37 @@ def test_one_call_leaves_a_config_results_and_a_verified_file(
     assert any(line.startswith("gate sqnr_db>=10: met") for line in lines)
     assert lines[-1].startswith("Next: check in quantize_result/quantize_config.json")
     assert Path("quantize_result/export/Sequential.onnx").is_file()
-    assert Path("quantize_result/report.html").is_file()
+    report = json.loads(Path("quantize_result/report.json").read_text())
+    assert f"Next: {try_next(report).text}" == lines[-1]
+    assert report["gates"] == {"sqnr_db>=10": True, "onnx_int8_share>=0.5": True}
+    (file,) = report["exports"]
+    assert (file["file"], file["kernels"]["share"]) == ("Sequential.onnx", 1.0)
+    engines = [check["engine"] for check in file["checks"]]
+    assert engines[:2] == [
+        "ONNX Runtime, default settings",
+        "ONNX Runtime, without optimizations",
+    ]
+    page = Path("quantize_result/report.html").read_bytes()
+    assert b'<section id="exports">' in page
+    assert run_command(["report", "quantize_result"]) == 0
+    assert Path("quantize_result/report.html").read_bytes() == page
+
+
+def test_the_next_command_reads_the_data_of_the_run(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--to", "w8", "--gate", "sqnr_db>=200", "--subset_len", "9", "--seed", "4"]
+    assert run_command(["run", write(MODEL), "-q", *asked]) == 1
+    told = lines_of(capsys)[-1]
+    assert " --subset_len 9 --seed 4 --apply` finds" in told
+    report = json.loads(Path("quantize_result/report.json").read_text())
+    assert f"Next: {try_next(report).text}" == told
+    assert report["exports"] == []
+
+
+def test_analyze_takes_every_option_of_the_next_command() -> None:
+    named = {option.name for option in analyze.params}
+    assert set(DATA_OPTIONS) <= named
 
 
 def test_the_modes_repeat_a_run_byte_for_byte(write: Callable[[str], str]) -> None:

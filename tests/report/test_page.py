@@ -25,7 +25,7 @@ from quantizer.report.page.page import SECTIONS, page
 from quantizer.report.page.sections import coverage
 from quantizer.results.folder import open_results
 
-ABSENT = ("outputs", "depth", "algorithms", "sensitivity", "config")
+ABSENT = ("outputs", "exports", "depth", "algorithms", "sensitivity", "config")
 """Sections of which a calibration alone has nothing to show."""
 HOSTILE = '<img src=x onerror="alert(1)">&'
 
@@ -175,7 +175,7 @@ def test_a_test_adds_its_figures_and_report_makes_the_same_bytes(tmp_path: Path)
     assert run_command(["report", str(tmp_path / "out")]) == 0
     assert [path.read_bytes() for path in files] == written
     found = Texts(written[1].decode())
-    assert f"{after['metrics']['sqnr_db']:.3g}" in found.texts
+    assert f"{after['metrics']['sqnr_db']:.3g} dB" in found.texts
     links = {attributes["href"] for tag, attributes in found.tags if tag == "a"}
     names = {f"#{attributes['id']}" for _, attributes in found.tags if "id" in attributes}
     assert links <= names
@@ -235,7 +235,7 @@ def test_python_writes_the_page_of_the_shell(tmp_path: Path) -> None:
     tested = result.test(data)
     result.report(tmp_path / "tested.html", tested)
     texts = Texts((tmp_path / "tested.html").read_text(encoding="utf-8")).texts
-    assert f"{tested.metrics['sqnr_db']:.3g}" in texts
+    assert f"{tested.metrics['sqnr_db']:.3g} dB" in texts
     assert "Error along the network" in texts
 
 

@@ -1,32 +1,42 @@
-"""Draw histograms, lines, points and strips of channels as SVG.
-
-Drawings have a fixed width in their own units, and are scaled to the column of the page. Their
-colours are in drawing.css, by class.
-"""
+"""Draw histograms, lines, points and strips of channels as SVG."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.report.page.html import Markup, element, fragment
+from quantizer.report.page.axes import (
+    DATA_WIDTH,
+    ROW,
+    Axes,
+    HoverTexts,
+    LegendRow,
+    Scale,
+    Tick,
+    number,
+    round_ticks,
+    three_ticks,
+)
+from quantizer.report.page.html import Markup, element
 
-_WIDTH = 720
-"""The width of a drawing. All lengths in this file are in the units of the drawing."""
-_TOP = 22
-"""The height of the legend."""
-_LEFT = 40
-"""The width of the numbers at the vertical axis."""
-_RIGHT = 20
+_HISTOGRAM_HEIGHT = 96
+_STRIP_HEIGHT = 80
+_LABEL_BASELINE = 17
+"""From the top of the row of a range to the baseline of its label."""
+_BRACKET = 22
+"""From the top of the row of a range to its line."""
+_MAX_COUNT_TICKS = 3
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A vertical line in a histogram, at the end of a range."""
+class DrawnRange:
+    """A range of values in a histogram: a line from end to end with a label."""
 
-    value: float
+    low: float
+    high: float
     label: str
     kind: str = "other"
 
@@ -49,107 +59,92 @@ class Point:
     label: str
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """Converts values to lengths of a drawing."""
-
-    low: float
-    high: float
-    size: float
-
-    def __call__(self, value: float) -> float:
-        span = (self.high - self.low) or 1.0
-        return (value - self.low) / span * self.size
-
-
-def number(value: float) -> str:
-    """Return a number for a label.
-
-    >>> number(0.000123456), number(1234.5), number(-0.0), number(12)
-    ('0.000123', '1.23e+03', '0', '12')
-    """
-    return f"{value:.3g}" if value else "0"
-
-
 def draw_histogram(
     counts: Sequence[int],
     low: float,
     high: float,
-    marks: Sequence[Mark],
+    ranges: Sequence[DrawnRange],
     *,
     title: str,
 ) -> Markup:
-    """Return a histogram with marks at the ends of ranges.
+    """Return a histogram, with ranges above it.
 
     Args:
-        counts: in equal bins. Their heights are logarithmic. low: the left end of the first
-        bin. high: the right end of the last bin. marks: the marks. Those of kind "other" with
-        the same label have their labels in the same row.
+        counts: in equal bins. Their heights are logarithmic.
+        low: the left end of the first bin.
+        high: the right end of the last bin.
+        ranges: each has a row of its own. Those of kind "other" are cut off at the ends of the
+            drawing.
         title: of the drawing.
     """
-    height = 96
-    ends = [low, high, *(mark.value for mark in marks)]
-    scale = _Scale(min(ends), max(ends), _WIDTH)
+    ends = [low, high]
+    for drawn in ranges:
+        if drawn.kind != "other":
+            ends += [drawn.low, drawn.high]
     bin_width = (high - low) / len(counts)
-    highest = math.log1p(max(counts, default=0)) or 1.0
-    tops = []
-    for count in counts:
-        share = math.log1p(count) / highest
-        tops.append(height * (1 - share))
-    left = scale(low)
-    outline = _bar_outline(tops, scale(low + bin_width) - left)
-    path = f"M{left:.1f} {height}{outline}V{height}Z"
-    label_rows: dict[str, int] = {}
-    drawn_marks = []
-    for mark in marks:
-        if mark.kind == "other":
-            label_rows.setdefault(mark.label, len(label_rows) + 1)
-        row = label_rows.get(mark.label, 0)
-        drawn_marks.append(_mark(mark, scale(mark.value), height, row))
-    return _drawing(
-        height + 34,
+    most = max(counts, default=0)
+    scale = Scale(min(ends), max(ends), DATA_WIDTH)
+    axes = Axes(
+        "value →",
+        "↑ how many values, logarithmic",
+        scale,
+        Scale(0.0, math.log1p(most) or 1.0, _HISTOGRAM_HEIGHT),
+        x_ticks=three_ticks(scale.low, scale.high),
+        y_ticks=_count_ticks(most),
+        legend=[LegendRow("values in the calibration data", "bars")],
+        rows=len(ranges),
+    )
+    tops = [axes.up(math.log1p(count)) for count in counts]
+    left = axes.across(low)
+    width = axes.across(low + bin_width) - left
+    path = f"M{left:.1f} {axes.bottom:.1f}{_bar_outline(tops, width)}V{axes.bottom:.1f}Z"
+    drawn_ranges = []
+    for row, drawn in enumerate(ranges):
+        drawn_ranges.append(_range(drawn, axes, row))
+    positions = []
+    texts = []
+    for index, count in enumerate(counts):
+        positions.append(left + width * (index + 0.5))
+        texts.append(f"{number(low + bin_width * (index + 0.5))}: {count}")
+    return axes.drawing(
         title,
         element("path", d=path, class_="bars"),
-        drawn_marks,
-        _axis(scale, height),
+        drawn_ranges,
+        hover=HoverTexts(positions, texts, "about {} values"),
     )
 
 
-def _mark(mark: Mark, x: float, height: int, row: int) -> Markup:
-    anchor = "start"
-    label_x = x + 4
-    if x > _WIDTH / 2:
-        anchor = "end"
-        label_x = x - 4
-    label = element(
-        "text",
-        mark.label,
-        x=f"{label_x:.1f}",
-        y=10 + 11 * row,
-        text_anchor=anchor,
-    )
-    line = element("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=0, y2=height)
-    return element("g", line, label, class_=f"mark {mark.kind}")
+def _count_ticks(most: int) -> list[Tick]:
+    """Return powers of ten up to a count, for a logarithmic axis.
+
+    >>> [tick.label for tick in _count_ticks(123456)]
+    ['1', '10²', '10⁴']
+    """
+    powers = list(range(len(str(most)))) if most else []
+    step = math.ceil(len(powers) / _MAX_COUNT_TICKS) or 1
+    ticks = []
+    for power in powers[::step]:
+        label = str(10**power)
+        if power > 1:
+            label = f"10{str(power).translate(_SUPERSCRIPTS)}"
+        ticks.append(Tick(math.log1p(10**power), label))
+    return ticks
 
 
-def _axis(scale: _Scale, height: int) -> Markup:
-    line = element("line", x1=0, x2=_WIDTH, y1=height, y2=height, class_="axis")
-    anchors = {
-        "start": scale.low,
-        "middle": (scale.low + scale.high) / 2,
-        "end": scale.high,
-    }
-    texts = []
-    for anchor, value in anchors.items():
-        text = element(
-            "text",
-            number(value),
-            x=f"{scale(value):.1f}",
-            y=height + 16,
-            text_anchor=anchor,
-        )
-        texts.append(text)
-    return fragment(line, texts)
+def _range(drawn: DrawnRange, axes: Axes, row: int) -> Markup:
+    """Return a line from end to end of a range, its label, and lines down through the bars."""
+    first = axes.across(max(drawn.low, axes.x.low))
+    last = axes.across(min(drawn.high, axes.x.high))
+    top = axes.rows_top + ROW * row
+    y = f"{top + _BRACKET:.1f}"
+    middle = axes.across((axes.x.low + axes.x.high) / 2)
+    label = element("text", drawn.label, x=f"{middle:.1f}", y=f"{top + _LABEL_BASELINE:.1f}")
+    parts = [label, element("line", x1=f"{first:.1f}", x2=f"{last:.1f}", y1=y, y2=y)]
+    for x, value in ((first, drawn.low), (last, drawn.high)):
+        if axes.x.low <= value <= axes.x.high:
+            line = element("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=y, y2=axes.bottom)
+            parts.append(line)
+    return element("g", parts, class_=f"range {drawn.kind}")
 
 
 @dataclass(frozen=True)
@@ -166,54 +161,65 @@ class _PointSet:
 def _plot(
     point_sets: Sequence[_PointSet],
     ends: tuple[float, float],
+    axis_names: tuple[str, str],
     *,
     title: str,
     height: int,
 ) -> Markup:
-    """Return a plot with a legend at the top and a vertical axis on the left.
+    """Return a plot.
 
     Args:
         point_sets: the points to draw.
         ends: the least and the greatest x.
+        axis_names: of the horizontal and the vertical axis.
         title: of the drawing.
-        height: of the plot without the legend.
+        height: of the area of the points.
     """
     values = []
     for point_set in point_sets:
         values += [point.y for point in point_set.points]
-    width = _WIDTH - _LEFT - _RIGHT
-    across = _Scale(*ends, width)
-    up = _Scale(min(0.0, *values), max(values), height)
-    bottom = _TOP + height
-    legend_step = width / max(2, len(point_sets))
-    legend = []
+    up = Scale(min(0.0, *values), max(0.0, *values), height)
+    axes = Axes(
+        *axis_names,
+        Scale(*ends, DATA_WIDTH),
+        up,
+        x_ticks=three_ticks(*ends),
+        y_ticks=round_ticks(up),
+        legend=[LegendRow(point_set.label, point_set.kind) for point_set in point_sets],
+    )
+    texts_by_position: dict[float, list[str]] = {}
     drawn = []
-    for index, point_set in enumerate(point_sets):
-        kind = point_set.kind
-        label_x = _LEFT + index * legend_step
-        legend.append(element("text", f"■ {point_set.label}", x=label_x, y=10, class_=kind))
+    for point_set in point_sets:
         corners = []
         circles = []
         for point in point_set.points:
-            x = f"{_LEFT + across(point.x):.1f}"
-            y = f"{bottom - up(point.y):.1f}"
-            corners.append(f"{x},{y}")
+            x = axes.across(point.x)
+            y = axes.up(point.y)
+            corners.append(f"{x:.1f},{y:.1f}")
             label = element("title", point.label)
-            circles.append(element("circle", label, cx=x, cy=y, r=2.5, class_=kind))
+            position = {"cx": f"{x:.1f}", "cy": f"{y:.1f}"}
+            circles.append(element("circle", label, r=3, class_=point_set.kind, **position))
+            texts_by_position.setdefault(x, []).append(point.label)
         if point_set.has_line:
-            drawn.append(element("polyline", points=" ".join(corners), class_=kind))
+            drawn.append(element("polyline", points=" ".join(corners), class_=point_set.kind))
         if point_set.has_points:
             drawn += circles
-    ticks = [_tick(value, bottom - up(value)) for value in _ticks(up.low, up.high)]
-    return _drawing(bottom + 8, title, legend, ticks, drawn)
+    positions = sorted(texts_by_position)
+    texts = [_joined(texts_by_position[position]) for position in positions]
+    return axes.drawing(title, drawn, hover=HoverTexts(positions, texts))
 
 
-def _tick(value: float, y: float) -> Markup:
-    line_y = f"{y:.1f}"
-    right = _WIDTH - _RIGHT
-    line = element("line", x1=_LEFT, x2=right, y1=line_y, y2=line_y, class_="grid")
-    text = element("text", number(value), x=34, y=f"{y + 4:.1f}", text_anchor="end")
-    return fragment(line, text)
+def _joined(labels: Sequence[str]) -> str:
+    """Return the labels of points at one position, with what they begin with only once.
+
+    >>> _joined(["relu: local 40 dB", "relu: accumulated 30 dB"])
+    'relu: local 40 dB, accumulated 30 dB'
+    """
+    head, colon, _ = labels[0].partition(": ")
+    texts = [labels[0]]
+    for label in labels[1:]:
+        texts.append(label.removeprefix(head + colon))
+    return ", ".join(texts)
 
 
 def draw_lines(
@@ -224,28 +230,38 @@ def draw_lines(
     title: str,
     height: int = 150,
     has_points: bool = True,
+    axis_names: tuple[str, str] = ("", ""),
+    positions: Sequence[int] | None = None,
 ) -> Markup:
     """Return lines of values by position, or empty markup if there is no value.
 
     Args:
-        series: the lines. names: of the positions. unit: of the values. title: of the drawing.
-        height: of the plot without the legend. has_points: whether values are also drawn as
-        circles, which show the name of the position when the mouse is over them.
+        series: the lines.
+        names: of the positions, for the texts that are shown when the mouse is over them.
+        unit: of the values.
+        title: of the drawing.
+        height: of the area of the lines.
+        has_points: whether values are also drawn as circles.
+        axis_names: of the horizontal and the vertical axis.
+        positions: along the horizontal axis, ascending; by default 1, 2, 3 ...
     """
+    if positions is None:
+        positions = range(1, len(names) + 1)
     point_sets = []
     is_empty = True
     for line in series:
+        what = line.label.partition(":")[0]
         points = []
-        for position, value in enumerate(line.values):
+        for position, name, value in zip(positions, names, line.values, strict=True):
             if value is not None:
-                label = f"{names[position]}: {number(value)} {unit}"
+                label = f"{name}: {what} {number(value)} {unit}".rstrip()
                 points.append(Point(position, value, label))
                 is_empty = False
         point_sets.append(_PointSet(line.label, line.kind, points, has_points=has_points))
     if is_empty:
         return Markup("")
-    last = max(1, len(names) - 1)
-    return _plot(point_sets, (0, last), title=title, height=height)
+    ends = (positions[0], positions[-1])
+    return _plot(point_sets, ends, axis_names, title=title, height=height)
 
 
 def draw_curve(
@@ -254,6 +270,7 @@ def draw_curve(
     names: tuple[str, str],
     *,
     title: str,
+    axis_names: tuple[str, str] = ("", ""),
 ) -> Markup:
     """Return points that are joined by a line, and other points.
 
@@ -262,35 +279,57 @@ def draw_curve(
         others: further points.
         names: of the line and of the other points, for the legend.
         title: of the drawing.
+        axis_names: of the horizontal and the vertical axis.
     """
     positions = [point.x for point in (*points, *others)]
     point_sets = [
         _PointSet(names[0], "first", points),
         _PointSet(names[1], "second", others, has_line=False),
     ]
-    return _plot(point_sets, (min(positions), max(positions)), title=title, height=150)
+    ends = (min(positions), max(positions))
+    return _plot(point_sets, ends, axis_names, title=title, height=150)
 
 
-def draw_strip(
-    lows: Sequence[float],
-    highs: Sequence[float],
-    *,
-    title: str,
-) -> Markup:
-    """Return the range of each channel as a bar, channel by channel."""
-    height = 60
-    up = _Scale(min(0.0, *lows), max(0.0, *highs), height)
-    width = _WIDTH / len(lows)
-    zero = height - up(0.0)
-    upper = _bar_outline([height - up(high) for high in highs], width)
-    lower = _bar_outline([height - up(low) for low in reversed(lows)], -width)
-    path = f"M0 {zero:.0f}{upper}{lower}Z"
-    y = f"{zero:.1f}"
-    return _drawing(
-        height,
+def draw_strip(channels: Mapping[str, Sequence[float]], count: int, *, title: str) -> Markup:
+    """Return the range of each channel as a bar, channel by channel.
+
+    Args:
+        channels: the "low" and the "high" end of each bar.
+        count: the number of channels. If there are fewer bars, a bar stands for several.
+        title: of the drawing.
+    """
+    lows = channels["low"]
+    highs = channels["high"]
+    run_length = math.ceil(count / len(lows))
+    up = Scale(min(0.0, *lows), max(0.0, *highs), _STRIP_HEIGHT)
+    what = "the channel" if run_length == 1 else f"{run_length} adjacent channels"
+    axes = Axes(
+        "channel →",
+        "↑ value of the weights",
+        Scale(0, len(lows), DATA_WIDTH),
+        up,
+        x_ticks=[Tick(0, "1"), Tick(len(lows), str(count))],
+        y_ticks=round_ticks(up),
+        legend=[LegendRow(f"from the least to the greatest value of {what}", "bars")],
+    )
+    left = axes.across(0)
+    width = DATA_WIDTH / len(lows)
+    upper = _bar_outline([axes.up(high) for high in highs], width)
+    lower = _bar_outline([axes.up(low) for low in reversed(lows)], -width)
+    zero = axes.up(0.0)
+    path = f"M{left:.0f} {zero:.0f}{upper}{lower}Z"
+    positions = []
+    texts = []
+    for index, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        first = index * run_length + 1
+        last = min(count, first + run_length - 1)
+        channel = str(first) if first == last else f"{first} to {last}"
+        positions.append(left + width * (index + 0.5))
+        texts.append(f"{channel}: {number(low)} … {number(high)}")
+    return axes.drawing(
         title,
         element("path", d=path, class_="bars"),
-        element("line", x1=0, x2=_WIDTH, y1=y, y2=y, class_="grid"),
+        hover=HoverTexts(positions, texts, "channel {}"),
     )
 
 
@@ -310,35 +349,3 @@ def _bar_outline(heights: Iterable[float], width: float) -> str:
 
 def _without_zeros(decimal: str) -> str:
     return decimal.rstrip("0").rstrip(".")
-
-
-def _drawing(
-    height: int,
-    title: str,
-    *parts: Markup | Iterable[Markup],
-) -> Markup:
-    return element(
-        "svg",
-        element("title", title),
-        *parts,
-        viewBox=f"0 0 {_WIDTH} {height}",
-        role="img",
-        aria_label=title,
-    )
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round values between `low` and `high`, for an axis.
-
-    >>> _ticks(0, 47)
-    [0.0, 10.0, 20.0, 30.0, 40.0]
-    """
-    rough_step = ((high - low) or 1.0) / 5
-    step = 10.0 ** math.floor(math.log10(rough_step))
-    # The step becomes 1, 2, 5 or 10 times a power of ten
-    for factor in (2, 2.5, 2):
-        if step < rough_step:
-            step *= factor
-    first = math.ceil(low / step)
-    last = math.floor(high / step)
-    return [step * index for index in range(first, last + 1)]

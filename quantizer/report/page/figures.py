@@ -8,13 +8,19 @@ import re
 from collections.abc import Iterator
 
 from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.config.wording import counted, first_names
 from quantizer.report.page import charts
-from quantizer.report.page.charts import Mark, Point, Series
+from quantizer.report.page.charts import DrawnRange, Point, Series
 from quantizer.report.page.html import Markup, page_file
 from quantizer.report.page.rows import rows_in_order, tensor_name
 
-_LEAST = "least code"
-_GREATEST = "greatest code"
+_LEAST = "value of the least code"
+_GREATEST = "value of the greatest code"
+LOCAL = "local: only this tensor is quantized"
+ACCUMULATED = "accumulated: all tensors up to here are quantized"
+_SQNR_AXIS = "↑ SQNR in dB; higher is better"
+_MAX_NAMES = 3
+_BATCHES_AXIS = "number of calibration batches →"
 
 
 def figures(content: JsonMapping) -> Iterator[tuple[str, Markup]]:
@@ -54,10 +60,11 @@ def sqnr_by_depth(content: JsonMapping) -> Markup | None:
     if not names:
         return None
     series = [
-        Series("this tensor alone", local, "second"),
-        Series("the whole network up to here", accumulated, "first"),
+        Series(LOCAL, local, "second"),
+        Series(ACCUMULATED, accumulated, "first"),
     ]
-    return charts.draw_lines(series, names, "dB", title="SQNR by depth")
+    axis_names = ("tensors in the order of execution →", _SQNR_AXIS)
+    return charts.draw_lines(series, names, "dB", title="SQNR by depth", axis_names=axis_names)
 
 
 def sqnr_by_size(content: JsonMapping) -> Markup | None:
@@ -76,9 +83,10 @@ def sqnr_by_size(content: JsonMapping) -> Markup | None:
             uniform.append(_choice_point(choice, f"{width} for all"))
     if len(mixed) < 2:
         return None
-    names = ("mixed widths, predicted", "one width for all")
+    names = ("each weight with its best width, predicted", "one width for all weights")
     title = "Output SQNR by size of the weights"
-    return charts.draw_curve(mixed, uniform, names, title=title)
+    axis_names = ("size of all weights in MB →", _SQNR_AXIS)
+    return charts.draw_curve(mixed, uniform, names, title=title, axis_names=axis_names)
 
 
 def _choice_point(choice: JsonMapping, what: str) -> Point:
@@ -109,11 +117,24 @@ def histogram(content: JsonMapping, row: JsonMapping) -> Markup | None:
     low = bins["low"]
     high = bins["high"]
     least, greatest = row["limits"]
-    marks = [Mark(least, _LEAST, "limit"), Mark(greatest, _GREATEST, "limit")]
-    for method, ends in row["methods"].items():
-        marks += [Mark(end, method) for end in ends if low < end < high]
+    methods_by_range = _methods_by_range(row)
+    same = methods_by_range.pop((least, greatest), [])
+    chosen = "chosen, from the least to the greatest code"
+    if same:
+        chosen = f"chosen, as {first_names(same, _MAX_NAMES)}"
+    ranges = [DrawnRange(least, greatest, chosen, "limit")]
+    for ends, methods in methods_by_range.items():
+        ranges.append(DrawnRange(*ends, first_names(methods, _MAX_NAMES)))
     title = f"Values of {tensor_name(content, row)}"
-    return charts.draw_histogram(bins["counts"], low, high, marks, title=title)
+    return charts.draw_histogram(bins["counts"], low, high, ranges, title=title)
+
+
+def _methods_by_range(row: JsonMapping) -> dict[tuple[float, float], list[str]]:
+    """Return the methods that give the same limits, by these limits."""
+    methods: dict[tuple[float, float], list[str]] = {}
+    for method, (least, greatest) in row["methods"].items():
+        methods.setdefault((least, greatest), []).append(method)
+    return methods
 
 
 def channels(content: JsonMapping, row: JsonMapping) -> Markup | None:
@@ -122,7 +143,7 @@ def channels(content: JsonMapping, row: JsonMapping) -> Markup | None:
         return None
     ranges = row["channels"]
     title = f"Channels: {tensor_name(content, row)}"
-    return charts.draw_strip(ranges["low"], ranges["high"], title=title)
+    return charts.draw_strip(ranges, ranges["count"], title=title)
 
 
 def limits_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
@@ -134,7 +155,7 @@ def limits_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
     lows, highs = zip(*row["batches"]["limits"], strict=True)
     series = [Series(_LEAST, lows, "second"), Series(_GREATEST, highs, "first")]
     title = f"Limits by batches: {tensor_name(content, row)}"
-    return _draw_by_batches(row, series, title=title, height=90)
+    return _draw_by_batches(row, series, "↑ value", title=title)
 
 
 def sqnr_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
@@ -143,26 +164,29 @@ def sqnr_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
     """
     if "batches" not in row:
         return None
-    series = Series("SQNR on all values, dB", row["batches"]["sqnr_db"])
+    series = Series("local SQNR on all values, in dB", row["batches"]["sqnr_db"])
     title = f"SQNR by batches: {tensor_name(content, row)}"
-    return _draw_by_batches(row, [series], title=title, height=60)
+    return _draw_by_batches(row, [series], _SQNR_AXIS, title=title)
 
 
 def _draw_by_batches(
     row: JsonMapping,
     series: list[Series],
+    y_name: str,
     *,
     title: str,
-    height: int,
 ) -> Markup:
-    names = [str(count) for count in row["batches"]["counts"]]
+    counts = row["batches"]["counts"]
+    names = [counted(count, "batch") for count in counts]
     return charts.draw_lines(
         series,
         names,
         "",
         title=title,
-        height=height,
+        height=100,
         has_points=False,
+        axis_names=(_BATCHES_AXIS, y_name),
+        positions=counts,
     )
 
 
@@ -179,6 +203,8 @@ def standalone(drawing: Markup) -> str:
     style = re.sub(r"var\(--(\w+)\)", lambda variable: colours[variable[1]], rules)
     width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', drawing)[0]
     head, _, body = drawing.partition(">")
+    # Only the script of the page reads them
+    head = re.sub(r' data-\w+="[^"]*"', "", head)
     paper = f'<rect width="{width}" height="{height}" fill="{colours["back"]}"/>'
     sizes = (
         f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

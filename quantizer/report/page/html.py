@@ -60,6 +60,21 @@ def _child_text(child: str | Iterable[str]) -> str:
     return fragment(*child)
 
 
+def with_code(text: str) -> Markup:
+    """Return a text with what is in backticks as code.
+
+    >>> with_code("run `a<b`.")
+    'run <code>a&lt;b</code>.'
+    """
+    parts: list[str] = []
+    for index, piece in enumerate(text.split("`")):
+        is_code = index % 2 == 1
+        if is_code:
+            piece = element("code", piece)
+        parts.append(piece)
+    return fragment(*parts)
+
+
 def page_file(name: str) -> str:
     """Return the text of a file in this folder."""
     file = resources.files("quantizer.report.page").joinpath(name)

@@ -23,5 +23,45 @@ for (const input of document.querySelectorAll("input.filter")) {
   input.addEventListener("input", () => {
     for (const row of document.querySelectorAll(`#${input.dataset.of} [data-name]`))
       row.hidden = !row.dataset.name.toLowerCase().includes(input.value.toLowerCase());
+    for (const table of document.querySelectorAll(`#${input.dataset.of} details table`))
+      if (input.value) table.closest("details").open = !!table.querySelector("[data-name]:not([hidden])");
   });
+}
+for (const command of document.querySelectorAll(".command pre")) {
+  const button = document.createElement("button");
+  button.className = "copy";
+  button.textContent = "Copy";
+  button.setAttribute("aria-label", `Copy ${command.textContent}`);
+  button.addEventListener("click", async () => {
+    getSelection().selectAllChildren(command);
+    try {
+      await navigator.clipboard.writeText(command.textContent);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Selected, press Ctrl+C";
+    }
+    button.removeAttribute("aria-label");
+  });
+  command.after(button);
+}
+for (const svg of document.querySelectorAll("svg[data-texts]")) {
+  const positions = svg.dataset.positions.split(" ").map(Number), texts = svg.dataset.texts.split("\n");
+  const { width, height } = svg.viewBox.baseVal;
+  const readout = document.createElement("p");
+  readout.className = "readout";
+  readout.textContent = "Point at the drawing to read its values.";
+  svg.after(readout);
+  const line = document.createElementNS(svg.namespaceURI, "line");
+  line.setAttribute("class", "pointer");
+  line.setAttribute("y1", 0);
+  line.setAttribute("y2", height);
+  const show = (event) => {
+    const box = svg.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * width;
+    const nearest = positions.reduce((best, at, index) => (Math.abs(at - x) < Math.abs(positions[best] - x) ? index : best), 0);
+    for (const end of ["x1", "x2"]) line.setAttribute(end, positions[nearest]);
+    svg.append(line);
+    readout.textContent = svg.dataset.form.replace("{}", () => texts[nearest]);
+  };
+  svg.addEventListener("pointermove", show);
+  svg.addEventListener("pointerdown", show);
 }

@@ -6,9 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.report.page import figures, sections
-from quantizer.report.page.charts import number
-from quantizer.report.page.html import Markup, page_file
+from quantizer.report.page import figures, sections, summary
+from quantizer.report.page.axes import number
+from quantizer.report.page.html import Markup, page_file, with_code
+from quantizer.report.page.layer_columns import layer_columns, layers_legend
 from quantizer.report.page.rows import layer_name, rows_in_order, severity, value_text
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "outputs": "Outputs",
+    "exports": "Exported files",
     "layers": "Layers by damage",
     "depth": "Error along the network",
     "activations": "Activations: values and ranges",
@@ -69,15 +71,20 @@ def _environment() -> Environment:
     environment.filters |= {
         "module_path": pass_context(_module_path),
         "number": number,
-        "percent": lambda share: _scale_number(share, 100),
-        "kilobytes": lambda size: _scale_number(size, 1e-3),
+        "percent": _percent,
         "severity": severity,
+        "short_names": pass_context(_with_short_names),
+        "with_code": with_code,
+        "error_share": sections.error_share,
         "value_text": value_text,
     }
     environment.tests["still_changes"] = sections.still_changes
     environment.globals |= {
         "figures": figures,
         "sections": sections,
+        "summary": summary,
+        "layer_columns": layer_columns,
+        "layers_legend": layers_legend,
         "rows_in_order": rows_in_order,
         "drawn_at_most": _MAX_DRAWN,
     }
@@ -88,8 +95,10 @@ def _module_path(context: JsonMapping, layer: str) -> str:
     return layer_name(context["content"], layer)
 
 
-def _scale_number(value: Any, factor: float) -> float | None:
-    """Return a number times `factor`; None for what is missing or not measured."""
-    if isinstance(value, (int, float)):
-        return value * factor
-    return None
+def _with_short_names(context: JsonMapping, text: str) -> str:
+    return summary.with_short_names(context["content"], text)
+
+
+def _percent(share: Any) -> float | None:
+    """Return a share in percent; None for what is missing or not measured."""
+    return 100.0 * share if isinstance(share, (int, float)) else None

@@ -5,14 +5,42 @@ output.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 
-WEAK_DB = 25.0
-"""A tensor with a lower local SQNR is marked as a warning."""
-POOR_DB = 15.0
-"""A tensor with a lower local SQNR is marked as bad."""
+
+@dataclass(frozen=True)
+class Bounds:
+    """Below which local SQNR in dB a tensor is marked as low, or as poor."""
+
+    low_db: float
+    poor_db: float
+
+
+_BOUNDS_BY_WIDTH = {2: Bounds(3, 0), 3: Bounds(5, 2), 4: Bounds(10, 5), 6: Bounds(18, 10)}
+"""The bounds of tensors of up to so many bits. A bit is worth 6 dB, so that 20 dB is usual for
+4 bits and a loss for 8.
+"""
+_BOUNDS = Bounds(25, 15)
+"""The bounds of wider tensors."""
+_LOSSLESS_DB = 144.0
+"""The SQNR of float32, whose significand has 24 bits."""
+LOW = "low"
+POOR = "poor"
+
+
+def bounds_of(bits: int) -> Bounds:
+    """Return the bounds of tensors of a width.
+
+    >>> bounds_of(4), bounds_of(8)
+    (Bounds(low_db=10, poor_db=5), Bounds(low_db=25, poor_db=15))
+    """
+    for width, bounds in _BOUNDS_BY_WIDTH.items():
+        if bits <= width:
+            return bounds
+    return _BOUNDS
 
 
 def layer_name(content: JsonMapping, layer: str) -> str:
@@ -47,16 +75,29 @@ def rows_in_order(content: JsonMapping) -> list[JsonObject]:
     return sorted(content["layers"], key=lambda row: row["order"])
 
 
-def severity(row: JsonMapping) -> str | None:
-    """Return the CSS class of a tensor's row: "bad", "warn" or None."""
+def severity(row: JsonMapping) -> str:
+    """Return how low the local SQNR of a tensor is for its width: `LOW`, `POOR` or "".
+
+    >>> severity({"local_sqnr_db": 14.6, "bits": 4}), severity({"local_sqnr_db": 14.6})
+    ('', 'poor')
+    """
     sqnr_db = row["local_sqnr_db"]
     if sqnr_db is None:
-        return None
-    if sqnr_db < POOR_DB:
-        return "bad"
-    if sqnr_db < WEAK_DB:
-        return "warn"
-    return None
+        return ""
+    bounds = bounds_of(row.get("bits", 8))
+    if sqnr_db < bounds.poor_db:
+        return POOR
+    if sqnr_db < bounds.low_db:
+        return LOW
+    return ""
+
+
+def is_lossless(content: JsonMapping, row: JsonMapping) -> bool:
+    """Return whether a test has found no loss in a tensor. JSON has no infinite SQNR."""
+    if not content["metrics"]:
+        return False
+    sqnr_db = row["local_sqnr_db"]
+    return sqnr_db is None or sqnr_db >= _LOSSLESS_DB
 
 
 def value_text(value: Any) -> str:

@@ -3,59 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.wording import counted
-from quantizer.evaluation.pass_loss import pass_loss_line
-from quantizer.report.page.charts import number
+from quantizer.report.page.axes import number
 from quantizer.report.page.figures import measured_rows
-from quantizer.report.page.rows import layer_name, most_damaged, tensor_name
-from quantizer.report.tables import number_text
-from quantizer.report.verdict import measured_lines
+from quantizer.report.page.rows import is_lossless, layer_name, tensor_name
 
 MAX_CLIPPED = 0.01
 """A tensor with a larger share of clipped values is listed under coverage."""
 STEEP_DB = 3.0
 """A larger loss from one tensor to the next is mentioned below the drawing of SQNR by depth."""
-
-
-def verdict(content: JsonMapping) -> list[str]:
-    """Return the sentences that the page begins with."""
-    rows = content["layers"]
-    sentences = list(measured_lines(content))
-    for gate, is_met in content["gates"].items():
-        outcome = "met" if is_met else "not met"
-        sentences.append(f"Gate {gate}: {outcome}.")
-    layers = {row["layer"] for row in rows}
-    text = f"{counted(len(rows), 'tensor')} of {counted(len(layers), 'layer')} quantized"
-    worst = most_damaged(rows)
-    if worst is not None:
-        name = tensor_name(content, worst)
-        text += f"; {name} has the largest loss ({worst['local_sqnr_db']:.1f} dB)"
-    sentences.append(f"{text}.")
-    if content.get("passes"):
-        sentences.append(f"{pass_loss_line(content['passes'])}.")
-    return sentences
-
-
-def key_figures(content: JsonMapping) -> dict[str, str]:
-    """Return the figures below the verdict: metrics, and the size of the weights."""
-    shown: dict[str, str] = {}
-    for name, value in content["metrics"].items():
-        if value is not None:
-            shown[name] = number(value)
-    for name, pair in content["pairs"].items():
-        before = number_text(pair["float"], ".4g", missing="not finite")
-        after = number_text(pair["quantized"], ".4g", missing="not finite")
-        shown[name] = f"{before} → {after}"
-    weight_bytes = content["weight_bytes"]
-    float_bytes = weight_bytes["float"]
-    quantized_bytes = weight_bytes["quantized"]
-    shown["weights"] = f"{float_bytes / 1e6:.2f} → {quantized_bytes / 1e6:.2f} MB"
-    compression = float_bytes / max(1, quantized_bytes)
-    shown["compression"] = f"{compression:.2f}"
-    return shown
 
 
 def warned_outputs(content: JsonMapping) -> set[str]:
@@ -90,6 +49,42 @@ def steepest_fall(content: JsonMapping) -> Fall | None:
             largest_loss_db = loss_db
             steepest = Fall(loss_db, tensor_name(content, after))
     return steepest
+
+
+@dataclass(frozen=True)
+class RowsByLoss:
+    """The tensors of a report, in its order.
+
+    Attributes:
+        damaged: those that lose something, or that no test has measured.
+        lossless: the others.
+    """
+
+    damaged: list[JsonObject]
+    lossless: list[JsonObject]
+
+
+def rows_by_loss(content: JsonMapping) -> RowsByLoss:
+    """Return the tensors with and those without loss."""
+    rows = RowsByLoss([], [])
+    for row in content["layers"]:
+        if is_lossless(content, row):
+            rows.lossless.append(row)
+        else:
+            rows.damaged.append(row)
+    return rows
+
+
+def error_share(sqnr_db: float | None) -> float | None:
+    """Return the amplitude of the error in percent of that of the values.
+
+    >>> error_share(20.0)
+    10.0
+    """
+    if sqnr_db is None:
+        return None
+    amplitude: float = 10 ** (-sqnr_db / 20)
+    return 100 * amplitude
 
 
 def channel_facts(row: JsonMapping) -> str:
@@ -153,6 +148,17 @@ def coverage(content: JsonMapping) -> dict[str, list[str]]:
     return lists
 
 
+def absent_kinds(lists: Mapping[str, Sequence[str]]) -> str:
+    """Return the reasons of `coverage` for which there are no tensors, as a sentence's part.
+
+    >>> absent_kinds({"always zero": [], "constant": ["a"], "in float": []})
+    'always zero or in float'
+    """
+    absent = [reason for reason, names in lists.items() if not names]
+    head = ", ".join(absent[:-1])
+    return " or ".join(filter(None, [head, *absent[-1:]]))
+
+
 def remarks(content: JsonMapping) -> list[str]:
     """Return the notes of algorithms about single layers."""
     texts = []
@@ -164,4 +170,4 @@ def remarks(content: JsonMapping) -> list[str]:
 
 def width_titles(widths: list[str]) -> list[str]:
     """Return the titles of the columns of a table of widths."""
-    return [f"{width}: noise" for width in widths]
+    return [f"{width} bits" if width.isdigit() else width for width in widths]

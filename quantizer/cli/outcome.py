@@ -1,0 +1,37 @@
+"""What a mode hands back: metrics, what to print, and what was written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from quantizer.config.json_types import JsonMapping
+from quantizer.export.agreement import Verification
+from quantizer.plan.model import Plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a mode.
+
+    Attributes:
+        metrics: those that gates may use.
+        content: printed with --json.
+        shown: printed otherwise.
+        error: raised after everything is printed.
+        report: the values of report.json, if there is one.
+        plan: of a calibration.
+        deployed: each written file with its comparison.
+        exports: the same files, as report.json has them.
+    """
+
+    metrics: Mapping[str, float]
+    content: Mapping[str, Any]
+    shown: Sequence[RenderableType] = field(default=())
+    error: Exception | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    deployed: Mapping[Path, Verification] = field(default_factory=dict)
+    exports: Sequence[JsonMapping] = ()

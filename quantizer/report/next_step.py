@@ -1,0 +1,220 @@
+"""Says what to do after a test, with the command for it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quantizer.config.json_types import JsonMapping
+from quantizer.evaluation.scores import DROP, MAX_RELATIVE_CHANGE
+
+CLOSE_DB = 30.0
+"""Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
+NARROW_CLOSE_DB = 12.0
+"""The same where weights have 4 bits or fewer."""
+NARROW_BITS = 4
+PLACEHOLDER = "MODEL"
+"""Stands for the model in commands if it is a Python object."""
+DATA_OPTIONS = (
+    "weights",
+    "trust",
+    "data",
+    "eval_data",
+    "evaluate",
+    "batch_size",
+    "tokenizer",
+    "seq_len",
+    "max_unpacked",
+    "subset_len",
+    "seed",
+    "device",
+)
+"""The options about a model and its data that all commands of the next step take."""
+_GATE_MARGIN_DB = 3.0
+"""By how much the SQNR may fall before a gate that the page proposes fails."""
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What to do next.
+
+    Attributes:
+        text: a sentence, with commands in backticks.
+        commands: to copy, each complete.
+    """
+
+    text: str
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NextFacts:
+    """What the next step depends on.
+
+    Attributes:
+        tested: the content of report.json, or what `tables.report_values` returns.
+        config: the path of the config.
+        options: of commands that read the config, the model and its data.
+        has_model_file: whether the options name a model that commands can load.
+        not_met: the gates that do not hold.
+        weight_bits: the smallest width of quantized weights; None without such weights.
+        improvement: what would lose less, if the run knows it; empty otherwise.
+    """
+
+    tested: JsonMapping
+    config: str
+    options: str
+    has_model_file: bool
+    not_met: Sequence[str] = ()
+    weight_bits: int | None = None
+    improvement: str = ""
+
+
+def next_step(facts: NextFacts) -> NextStep:
+    """Return what to do after a test."""
+    missed = facts.not_met[0] if facts.not_met else _lost_metric(facts.tested)
+    if missed is not None:
+        gate = shlex.quote(missed)
+        command = f"quantizer analyze --metric {gate} {facts.options}"
+        if "--config_file" in facts.options:
+            command += " --apply"
+        text = f"`{command}` finds the layers that have to stay in float."
+        return NextStep(text, (command,))
+    if facts.improvement:
+        return NextStep(facts.improvement)
+    if _is_far_from_float(facts):
+        command = f"quantizer analyze --tensors {facts.options}"
+        text = (
+            f"`{command}` lists the tensors that lose most. An evaluate() in the model's file "
+            "measures the loss of the task."
+        )
+        return NextStep(text, (command,))
+    if not facts.has_model_file:
+        return NextStep(f"check in {facts.config}; `quantizer.calibrate` with it repeats this.")
+    text = (
+        f"check in {facts.config}; `quantizer --quant_mode calib` and `--quant_mode test` with "
+        "a --gate repeat this in CI."
+    )
+    return NextStep(text, tuple(_repeating(facts.tested)))
+
+
+def options_of(commands: Sequence[str]) -> str:
+    """Return the options of commands that say which config, model and data to use.
+
+    >>> options_of(
+    ...     [
+    ...         "quantizer --quant_mode calib --config_file a.json --model m.py --resume",
+    ...         "quantizer --quant_mode test --model m.py --trust --deploy onnx",
+    ...     ]
+    ... )
+    '--config_file a.json --model m.py --trust'
+    """
+    values: dict[str, list[str]] = {}
+    for command in commands:
+        option = ""
+        words_of_command: dict[str, list[str]] = {}
+        for word in shlex.split(command):
+            if word.startswith("--"):
+                option = word.removeprefix("--")
+                words_of_command.setdefault(option, [])
+            elif option:
+                words_of_command[option].append(word)
+        for name, words in words_of_command.items():
+            values.setdefault(name, words)
+    shown = []
+    for name in ("config_file", "model", *DATA_OPTIONS):
+        if name in values:
+            shown += [f"--{name}", *values[name]]
+    return shlex.join(shown)
+
+
+def _is_far_from_float(facts: NextFacts) -> bool:
+    """Return whether the outputs are far from float, if no metric of the task is known."""
+    if facts.tested.get("pairs"):
+        return False
+    is_narrow = facts.weight_bits is not None and facts.weight_bits <= NARROW_BITS
+    bound_db = NARROW_CLOSE_DB if is_narrow else CLOSE_DB
+    parts = measured_parts(facts.tested)
+    return bool(parts and parts[0]["sqnr_db"] < bound_db)
+
+
+def _repeating(tested: JsonMapping) -> Iterator[str]:
+    """Yield the commands of a run, with a gate for test mode if there is none."""
+    gate = _proposed_gate(tested)
+    for command in tested.get("commands", ()):
+        is_test = "--quant_mode test" in command
+        if is_test and gate and "--gate" not in command:
+            yield f"{command} --gate {shlex.quote(gate)}"
+        else:
+            yield command
+
+
+def _proposed_gate(tested: JsonMapping) -> str:
+    """Return a gate that a test meets with a margin; empty if no metric fits."""
+    for name, pair in tested.get("pairs", {}).items():
+        if tested["metrics"].get(f"{name}{DROP}") is not None and pair["float"]:
+            return _gate_on_loss(tested, name)
+    parts = measured_parts(tested)
+    if not parts:
+        return ""
+    return f"sqnr_db>={math.floor(parts[0]['sqnr_db'] - _GATE_MARGIN_DB)}"
+
+
+def measured_parts(tested: JsonMapping) -> list[JsonMapping]:
+    """Return the rows of outputs and parts that have an SQNR, the lowest first.
+
+    An output that has parts is left out.
+    """
+    rows = list(tested.get("outputs", ()))
+    names_of_wholes = set()
+    for row in rows:
+        if row["name"] != row["output"]:
+            names_of_wholes.add(row["output"])
+    measured = []
+    for row in rows:
+        if row["name"] not in names_of_wholes and row["sqnr_db"] is not None:
+            measured.append(row)
+    return sorted(measured, key=lambda row: row["sqnr_db"])
+
+
+def relative_loss(tested: JsonMapping, name: str) -> float:
+    """Return the loss of a metric as a share of its float value. Without a known direction, any
+    change is a loss; so is a value that is not finite.
+    """
+    pair = tested["pairs"][name]
+    before = pair["float"]
+    after = pair["quantized"]
+    if before is None or after is None:
+        return math.inf
+    drop = tested["metrics"].get(f"{name}{DROP}")
+    loss = abs(after - before) if drop is None else drop
+    return float(loss / abs(before)) if before else float(loss)
+
+
+def _lost_metric(tested: JsonMapping) -> str | None:
+    """Return a gate that the metric with the largest loss does not meet; None if no metric of
+    known direction lost more than 1 %.
+    """
+    lost: dict[str, float] = {}
+    for name, pair in tested.get("pairs", {}).items():
+        share = relative_loss(tested, name)
+        is_known = tested["metrics"].get(f"{name}{DROP}") is not None
+        if is_known and pair["float"] is not None and share > MAX_RELATIVE_CHANGE:
+            lost[name] = share
+    if not lost:
+        return None
+    name = max(lost, key=lambda metric: lost[metric])
+    return _gate_on_loss(tested, name)
+
+
+def _gate_on_loss(tested: JsonMapping, name: str) -> str:
+    """Return the gate that a metric may lose 1 %.
+
+    >>> _gate_on_loss({"pairs": {"perplexity": {"float": 44832.0}}}, "perplexity")
+    'perplexity_drop<=450'
+    """
+    allowed = MAX_RELATIVE_CHANGE * abs(tested["pairs"][name]["float"])
+    rounded = float(f"{allowed:.2g}")
+    return f"{name}{DROP}<={rounded:g}"

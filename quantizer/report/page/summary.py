@@ -1,0 +1,199 @@
+"""Compute the first things on the page from report.json: the verdict, the next step, the
+metrics, and the exported files.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quantizer.config.json_types import JsonMapping
+from quantizer.config.roles import is_parameter
+from quantizer.config.wording import counted
+from quantizer.evaluation.pass_loss import pass_loss_line
+from quantizer.evaluation.scores import DROP, RATIO
+from quantizer.report.metric_words import metric_meaning, metric_sentence
+from quantizer.report.next_step import (
+    PLACEHOLDER,
+    NextFacts,
+    NextStep,
+    measured_parts,
+    next_step,
+    options_of,
+)
+from quantizer.report.page.axes import number
+from quantizer.report.page.rows import layer_name, most_damaged, tensor_name
+from quantizer.report.tables import number_text
+from quantizer.report.verdict import measured_lines
+from quantizer.report.view import TableView
+from quantizer.sources.directions import Directions
+from quantizer.storage.process_memory import size_text
+
+_POOLED = "sqnr_db_pooled"
+_COSINE = "cosine"
+"""It is so near to 1 that three digits show nothing."""
+
+
+def verdict(content: JsonMapping) -> list[str]:
+    """Return the sentences that the page begins with."""
+    rows = content["layers"]
+    sentences = list(measured_lines(content))
+    for gate, is_met in content["gates"].items():
+        outcome = "met" if is_met else "not met"
+        sentences.append(f"Gate {gate}: {outcome}.")
+    layers = {row["layer"] for row in rows}
+    text = f"{counted(len(rows), 'tensor')} of {counted(len(layers), 'layer')} quantized"
+    worst = most_damaged(rows)
+    if worst is not None:
+        name = tensor_name(content, worst)
+        text += f"; {name} has the largest loss ({worst['local_sqnr_db']:.1f} dB)"
+    sentences.append(f"{text}.")
+    if content.get("passes"):
+        sentences.append(f"{pass_loss_line(content['passes'])}.")
+    return sentences
+
+
+def try_next(content: JsonMapping) -> NextStep:
+    """Return what to do next, as the terminal says it."""
+    commands = content["commands"]
+    options = options_of(commands)
+    config = content["config"]["name"] if content["config"] else "the config"
+    if not options:
+        options = f"--model {PLACEHOLDER}"
+        if content["config"]:
+            options = f"--config_file {config} {options}"
+    elif "--config_file" in options:
+        words = shlex.split(options)
+        config = words[words.index("--config_file") + 1]
+    if not content["metrics"]:
+        command = f"quantizer --quant_mode test {options}"
+        return NextStep("test mode measures what quantization costs.", (command,))
+    widths = []
+    for row in content["layers"]:
+        if is_parameter(row["tensor"]) and row["tensor"] != "bias":
+            widths.append(row["bits"])
+    facts = NextFacts(
+        content,
+        config,
+        options,
+        has_model_file=bool(commands),
+        not_met=[gate for gate, is_met in content["gates"].items() if not is_met],
+        weight_bits=min(widths, default=None),
+        improvement=content.get("improvement", ""),
+    )
+    return next_step(facts)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One figure.
+
+    Attributes:
+        name: of the metric.
+        value: with the float network's before it, if there is one.
+        direction: the unit, and which direction is better.
+        meaning: what it is.
+    """
+
+    name: str
+    value: str
+    direction: str
+    meaning: str
+
+
+def metric_cards(content: JsonMapping) -> Iterator[Card]:
+    """Yield the metrics, those of the task first, and the size of the weights."""
+    metrics = content["metrics"]
+    pairs = content["pairs"]
+    directions = Directions.from_json(content.get("lower_is_better", {}))
+    shown = set()
+    for name, pair in pairs.items():
+        before = number_text(pair["float"], ".4g", missing="not finite")
+        after = number_text(pair["quantized"], ".4g", missing="not finite")
+        meaning = f"{metric_meaning(name)}: float → quantized"
+        for figure, what in ((f"{name}{DROP}", "the loss"), (f"{name}{RATIO}", "the ratio")):
+            if metrics.get(figure) is not None:
+                meaning += f"; {figure}, {what}: {number(metrics[figure])}"
+        shown |= {name, f"{name}_float", f"{name}{DROP}", f"{name}{RATIO}"}
+        direction = metric_sentence(name, pairs, directions)
+        yield Card(name, f"{before} → {after}", direction, meaning)
+    if len(measured_parts(content)) <= 1:
+        # It equals the SQNR of the only output
+        shown.add(_POOLED)
+    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "sqnr_db"):
+        if value is not None and name not in shown:
+            direction = metric_sentence(name, pairs, directions)
+            text = f"{value:.6g}" if name == _COSINE else number(value)
+            if direction.startswith("dB"):
+                text += " dB"
+            yield Card(name, text, direction, metric_meaning(name))
+    yield _size_card(content)
+
+
+def _size_card(content: JsonMapping) -> Card:
+    weight_bytes = content["weight_bytes"]
+    before = weight_bytes["float"]
+    after = weight_bytes["quantized"]
+    compression = before / max(1, after)
+    return Card(
+        "weights",
+        f"{_bytes_text(before)} → {_bytes_text(after)}",
+        "lower is better",
+        f"all weights, float → quantized with their scales: {compression:.2f} times smaller",
+    )
+
+
+def _bytes_text(size: int) -> str:
+    return size_text(size) if size >= 1000 else f"{size} bytes"
+
+
+def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
+    """Yield the figures of an exported file."""
+    float_size = _bytes_text(content["weight_bytes"]["float"])
+    yield Card(
+        "size",
+        _bytes_text(export["bytes"]),
+        "lower is better",
+        f"of the file; the float weights take {float_size}",
+    )
+    kernels = export.get("kernels")
+    if kernels is not None:
+        yield Card(
+            "int8 share",
+            f"{100 * kernels['share']:.3g} %",
+            "0 to 100 %; higher is better",
+            f"{kernels['integer']} of {kernels['count']} multiplications run in int8 in ONNX "
+            "Runtime",
+        )
+    speed = export.get("speed")
+    if speed is not None:
+        ratio = "not clear"
+        if speed["is_clear"]:
+            ratio = f"{speed['ratio']:.2g} times float"
+        yield Card(
+            "speed",
+            ratio,
+            "times the speed of float; higher is better",
+            f"on the machine of the export: {speed['text']}",
+        )
+
+
+def floats_of_export(content: JsonMapping, export: JsonMapping) -> dict[str, list[str]]:
+    """Return the layers that the file multiplies in float, by the reason.
+
+    Without figures of an engine, they are the layers whose weights stay in float.
+    """
+    kernels = export.get("kernels")
+    reasons = content.get("float_weights", {})
+    if kernels is not None:
+        reasons = kernels["floating"]
+    layers: dict[str, list[str]] = {}
+    for layer, reason in reasons.items():
+        layers.setdefault(reason, []).append(layer_name(content, layer))
+    return layers
+
+
+def with_short_names(content: JsonMapping, text: str) -> str:
+    """Return a sentence with the module paths of layers instead of their exact names."""
+    return TableView(content["paths"]).text(text)
