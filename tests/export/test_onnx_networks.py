@@ -144,6 +144,21 @@ def test_layers_have_test_modes_codes_and_no_weight_is_dequantized_in_every_call
         if node.op_type == "DequantizeLinear" and node.input[0] in weights
     ]
     assert not decoded
+    require_zero_points(tmp_path / "net.onnx")
+
+
+def require_zero_points(file: Path) -> None:
+    """Each DequantizeLinear has a zero point of its codes' type. Without one, AIMET 2.42 reads
+    codes of int32 as uint8.
+    """
+    graph = onnx.load(file).graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    decoders = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    assert decoders
+    for node in decoders:
+        codes, _, zero_point = node.input
+        if codes in types:
+            assert types[zero_point] == types[codes], node.name
 
 
 def test_products_of_one_layer_are_told_apart(tmp_path: Path) -> None:

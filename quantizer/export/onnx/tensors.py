@@ -21,7 +21,7 @@ class IntegerType:
 
 INT8 = IntegerType(ir.DataType.INT8, -128, 127)
 UINT8 = IntegerType(ir.DataType.UINT8, 0, 255)
-# For DequantizeLinear only, without a zero point.
+# For DequantizeLinear only, with zero points of 0.
 ONNX_INT32 = IntegerType(ir.DataType.INT32, -(1 << 31), (1 << 31) - 1)
 # The narrowest first.
 _INTEGER_TYPES = (

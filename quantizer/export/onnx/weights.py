@@ -66,9 +66,11 @@ def quantize_weights(
             floats = builder.add("Add", floats, negated)
         factor = builder.constant("scale", scale.reshape(shape))
         return builder.add("Mul", floats, factor)
-    inputs = [stored, builder.constant("scale", scale)]
-    if kind is not ONNX_INT32:
-        inputs.append(builder.constant("zero_point", zero_point, kind.data_type))
+    inputs = [
+        stored,
+        builder.constant("scale", scale),
+        builder.constant("zero_point", zero_point, kind.data_type),
+    ]
     attributes: dict[str, Any] = {}
     if axis is not None:
         attributes["axis"] = axis
@@ -121,7 +123,9 @@ def _dequantize_stack(
     if ahead:
         floats = builder.cast(stored, ir.DataType.FLOAT)
     else:
-        floats = builder.add("DequantizeLinear", stored, builder.constant("one", 1.0))
+        one = builder.constant("one", 1.0)
+        zero = builder.constant("zero", 0, kind.data_type)
+        floats = builder.add("DequantizeLinear", stored, one, zero)
     if zero_point.any():
         floats = builder.add("Sub", floats, builder.constant("zero_point", zero_point))
     return builder.add("Mul", floats, builder.constant("scale", scale))

@@ -35,7 +35,9 @@ def hide_float_biases(
             torch.zeros(count),
             ir.DataType.INT32,
         )
-        zeros = builder.add("DequantizeLinear", codes, builder.constant("one", 1.0))
+        one = builder.constant("one", 1.0)
+        zero_point = builder.constant("zeros_zero_point", 0, ir.DataType.INT32)
+        zeros = builder.add("DequantizeLinear", codes, one, zero_point)
         bias = zeros
         if has_bias:
             bias = builder.add("Add", node.inputs[2], zeros)

@@ -1,6 +1,7 @@
 """Writes biases of convolutions as the codes that ONNX Runtime adds to integer sums."""
 
 import onnx_ir as ir
+import torch
 
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.marks import Lowering
@@ -22,5 +23,8 @@ def write_sum_biases(
                 ir.DataType.INT32,
             )
             scale = builder.constant("scale", bias.step)
-            value = builder.add("DequantizeLinear", codes, scale, axis=0)
+            # Without it, AIMET takes the type of the codes for uint8
+            zero_points = torch.zeros_like(bias.step)
+            zero_point = builder.constant("zero_point", zero_points, ir.DataType.INT32)
+            value = builder.add("DequantizeLinear", codes, scale, zero_point, axis=0)
             node.replace_input_with(2, value)
