@@ -1,4 +1,4 @@
-"""What a mode hands back: metrics, what to print, and what was written."""
+"""The result of a mode: metrics, lines to print, and the written files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

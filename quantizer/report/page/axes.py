@@ -83,7 +83,7 @@ class HoverTexts:
 
 @dataclass(frozen=True)
 class Axes:
-    """What stands around the data of a drawing.
+    """The axes and the legend of a drawing.
 
     Attributes:
         x_name, y_name: what the axes show, with units; empty to show nothing.
