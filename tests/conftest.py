@@ -34,16 +34,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+MARKS_TO_NAME = ("large", "real", "extended")
+"""Marks of tests that run only where `-m` names them."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests begin first, so that no worker is left with one at the end, and those on real
-    models together. Large and real ones run where `-m` names them.
+    models together. Large, real and extended ones run where `-m` names them.
     """
-    unnamed = [mark for mark in ("large", "real") if mark not in config.option.markexpr]
+    named = [mark for mark in MARKS_TO_NAME if mark in config.option.markexpr]
     run: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        is_left_out = any(item.get_closest_marker(mark) for mark in unnamed)
-        (left_out if is_left_out else run).append(item)
+        marks = [mark for mark in MARKS_TO_NAME if item.get_closest_marker(mark)]
+        # "-m extended" runs the extended cases of real models, too
+        is_run = "extended" in named if "extended" in marks else set(marks) <= set(named)
+        (run if is_run else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = run
     items.sort(
