@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import config, document, layer
+from support.extended import extended
 from support.generated import imported
 from support.hierarchies import Fields, hierarchy
 from support.toys import TOYS, built, leaves_equal, traced
@@ -106,7 +107,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("settings", CONFIGS)
+@pytest.mark.parametrize("settings", ["asymmetric", *extended("int8", "bfloat16")])
 @pytest.mark.parametrize("name", TOYS)
 def test_generated_code_equals_test_mode_bit_for_bit(
     name: str, settings: str, tmp_path: Path
