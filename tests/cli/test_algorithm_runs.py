@@ -17,6 +17,7 @@ import pytest
 import torch
 from support import fresh_processes, stand_ins
 from support.configs import document
+from support.extended import extended
 from support.fresh_processes import QUANTIZER
 from support.runs import ROOT, calibrate, check
 
@@ -233,7 +234,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[st
 @pytest.mark.parametrize(
     ("how", "after"),
     # In the first block, at the end of one, inside the last one
-    [("killed", 1), ("killed", 4), ("killed", 5), ("interrupted", 1), ("interrupted", 3)],
+    [
+        ("killed", 1),
+        ("killed", 4),
+        ("interrupted", 5),
+        *extended(("killed", 5), ("interrupted", 1), ("interrupted", 3)),
+    ],
 )
 def test_stopped_then_resumed_equals_undisturbed(
     how: str,

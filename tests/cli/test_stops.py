@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.crashes import copies_at_each
+from support.extended import extended_except
 
 from quantizer.cli.main import run_command
 
@@ -74,7 +75,7 @@ def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Itera
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", extended_except(CONFIGS, "gptq", "finetuned"))
 def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
     name: str, toy_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document
+from support.extended import extended
 from support.forked import run_ranks
 from support.runs import calibrate, check
 from torch import Tensor, nn
@@ -260,7 +261,7 @@ def calibrated_on(tmp_path: Path, toy: str, data: str, config: dict[str, Any] = 
         (CLE, "promised", True),
         (CLE, "late", True),
         (CLE, "soon", False),
-        (HIERARCHICAL, "late", True),
+        *extended((HIERARCHICAL, "late", True)),
         (HIERARCHICAL, "soon", False),
         (DPU | {"include_cle": True}, "soon", False),
     ],

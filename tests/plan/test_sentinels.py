@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -119,7 +120,7 @@ def test_values_beside_sentinels_are_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("outside", [300.0, 1e4, INF, -1e4, -INF])
-@pytest.mark.parametrize("form", ["layered", "hierarchical"])
+@pytest.mark.parametrize("form", ["layered", *extended("hierarchical")])
 def test_sentinels_of_any_size_and_sign(form: str, outside: float) -> None:
     model, data = built(BODIES["added"], outside)
     config = LAYERED if form == "layered" else HIERARCHICAL
