@@ -111,8 +111,10 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
             ["--method", "percentile", "--percentage", "99.5", "--layer", "head"],
             REPORT,
         ),
-        ("hierarchical", ["--method", "mse"], set()),
-        ("pooled", ["--percentage", "97"], set()),
+        *extended(
+            ("hierarchical", ["--method", "mse"], set()),
+            ("pooled", ["--percentage", "97"], set()),
+        ),
         ("pooled", ["--method", "mse"], set()),
         (
             "pooled",

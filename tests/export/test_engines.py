@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from support.extended import extended_except
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -192,6 +193,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] 
 }
 
 
+USUAL = ("transposed", "pools", "norms", "tokens", "sentence")
+
+
 def exported(
     build: Callable[[], nn.Module], batches: list[Tensor], path: Path
 ) -> tuple[list[Tensor], Tensor]:
@@ -218,7 +222,7 @@ def sqnr_db(expected: Sequence[Tensor], outputs: Sequence[object]) -> list[float
     "a ViT, LSTM and GRU, transposed convolutions",
     "ONNX Runtime, OpenVINO, the ONNX reference",
 )
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", extended_except(NETWORKS, *USUAL))
 def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> None:
     ov = pytest.importorskip("openvino", reason="one of them (extra: openvino)")
     build, batches = NETWORKS[name]
