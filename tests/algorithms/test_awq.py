@@ -152,6 +152,7 @@ def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
     assert left[0] <= 1.01 * min(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("name", ["grouped", *extended("outliers")])
 def test_any_spec(name: str, spec: QuantizationSpec) -> None:
@@ -260,6 +261,7 @@ def test_what_is_rescaled_later_is_not_rounded_any_more() -> None:
     assert not found.qparams
 
 
+@pytest.mark.slow
 def test_two_runs_and_a_resumed_one_leave_the_same_bits() -> None:
     model, inputs = built("Llama")
     states: list[tuple[Adjustment, int]] = []

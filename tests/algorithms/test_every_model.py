@@ -55,6 +55,7 @@ def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) 
     assert left < 0.9 * plain or model in NOISE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["Llama", "experts", "grouped"])
 @pytest.mark.parametrize("name", READS_DATA)
 def test_a_layer_runs_at_most_once_for_each_batch(name: str, model: str) -> None:

@@ -245,6 +245,7 @@ def test_every_kind_of_layer_ends_on_its_grid_and_not_worse(
     assert_on_the_codes(graph, before, made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("round_mode", "per_channel", "symmetry"),
     extended_except(
@@ -443,6 +444,7 @@ def test_adaquant_knows_the_scale_that_cuts_nothing_off() -> None:
     assert torch.allclose(integers * best, on_grid, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "gain_db"), [("adaround", 8.0), ("adaquant", 10.0)])
 def test_learned_rounding_beats_nearest_in_three_bits(
     mobile_digits: Any, mode: str, gain_db: float, tmp_path: Path

@@ -251,6 +251,7 @@ def outlying(family: str = "Llama", gain: float = 8.0) -> tuple[Task, list[Any]]
     return task_of(model, ids, W4, A4), ids
 
 
+@pytest.mark.slow
 def test_four_bits_of_weights_and_activations() -> None:
     """The error of W4A4 falls to about a half, most of it by the residual stream."""
     given_task, ids = outlying()

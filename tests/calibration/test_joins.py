@@ -252,6 +252,7 @@ def test_each_part_of_what_is_returned_has_its_own_scale(name: str) -> None:
     assert worst(RETURNED[name]) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", MULTIPLIED.values(), ids=MULTIPLIED)
 def test_small_parts_are_not_lost_in_products(body: Body) -> None:
     assert worst(body) > 38
@@ -359,6 +360,7 @@ class Unwritten(nn.Module):
         return self.second(h + buffer)
 
 
+@pytest.mark.slow
 def test_what_is_overwritten_has_no_part_in_scales(tmp_path: Path) -> None:
     data = [
         torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)

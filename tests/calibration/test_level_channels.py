@@ -161,6 +161,7 @@ LEFT: dict[str, Callable[[], tuple[nn.Module, dict[str, Any], list[Tensor]]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
 def test_channels_are_left_where_levels_would_not_help(
     make: Callable[[], tuple[nn.Module, dict[str, Any], list[Tensor]]], tmp_path: Path
@@ -220,6 +221,7 @@ def calib(model_file: str, folder: Path, data: str = "calibration_data") -> int:
     return run_command([*words, "--output_dir", str(folder), "-q"])
 
 
+@pytest.mark.slow
 def test_results_hold_the_levels(model_file: str, tmp_path: Path) -> None:
     """Test mode measures the network that calibration made, and so does an ONNX file."""
     pytest.importorskip("onnxruntime")

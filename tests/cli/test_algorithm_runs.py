@@ -157,6 +157,7 @@ def test_rescaling_by_powers_of_two_keeps_the_network(
     assert metrics(tmp_path / "out", short, capsys)["sqnr_db"] > 20
 
 
+@pytest.mark.slow
 def test_results_repeat_and_are_what_the_algorithms_found(
     model: str, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -206,6 +207,7 @@ def test_the_generated_code_runs_alone_and_equals_test_mode(short: str, tmp_path
     assert {row["equal"] for row in verified.values()} == {1.0}
 
 
+@pytest.mark.slow
 def test_onnx_equals_test_mode(short: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="runs the file (extra: onnx)")
     pytest.importorskip("onnxscript", reason="torch exports with it (extra: onnx)")

@@ -130,6 +130,7 @@ def test_an_output_without_a_loss_is_better_than_any_with_one(
     assert "sqnr_db[scores]" not in found["worse"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "values", "declared", "is_worse"),
     [

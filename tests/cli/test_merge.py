@@ -49,6 +49,7 @@ def header(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["percentile", "dpu", *extended("hierarchical")])
 def test_it_is_one_run_over_all_batches(
     kind: str, net: str, tmp_path: Path, capsys: Capture

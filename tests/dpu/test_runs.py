@@ -60,6 +60,7 @@ def test_digits_are_equal_code_for_code(
     assert json.loads((tmp_path / "exact.json").read_text()) == exact
 
 
+@pytest.mark.slow
 def test_corrected_biases_stay_exact(tmp_path: Path) -> None:
     """The documented default, with equalization and bias correction."""
     assert calibrate(tmp_path, config=None) == 0

@@ -104,6 +104,7 @@ def decisions(folder: Path) -> dict[str, bool]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "activation", "contrast", "names"),
     [
@@ -255,6 +256,7 @@ def calibrated_on(tmp_path: Path, toy: str, data: str, config: dict[str, Any] = 
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "data", "second"),
     [
@@ -294,6 +296,7 @@ def test_python_loads_the_graph_that_was_calibrated(tmp_path: Path, toy: str) ->
         assert torch.equal(saved.network(x[0]), again.network(x[0]))
 
 
+@pytest.mark.slow
 def test_retuning_and_merging_keep_the_decision(
     tmp_path: Path, toy: str, capsys: Capture
 ) -> None:

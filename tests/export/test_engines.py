@@ -245,6 +245,7 @@ def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> N
     } == {}
 
 
+@pytest.mark.slow
 def test_pads_of_codes_keep_convolutions_and_pools_in_integers(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return Branches(2, Applied(nn.AvgPool2d(3, 2, 1)), nn.Conv2d(8, 4, 3, padding=(0, 1)))
@@ -271,6 +272,7 @@ class Resized(nn.Module):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("other_engines")
 def test_a_file_that_openvino_reads_otherwise_is_written_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -303,6 +305,7 @@ for path, settings in json.load(open("runs.json")).items():
 """An engine whose default settings give a multiple of what it is to give."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("other_engines")
 @pytest.mark.parametrize(("factor", "agrees"), [(1.01, True), (-1.0, False)])
 def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(

@@ -63,6 +63,7 @@ def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
     return ((codes * scale.half().float()).view(args[0].shape),)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("LLaMA (random), Q8_0 to Q5_1", "llama.cpp")
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0", "q4_1", "q5_1"])
 def test_llama_cpp_computes_test_mode_but_for_inputs_in_int8(name: str, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def operator_sets(model: Any) -> list[int]:
     return [entry.version for entry in model.opset_import if not entry.domain]
 
 
+@pytest.mark.slow
 def test_weights_are_stored_as_codes(exported: Callable[[str, str], Written]) -> None:
     graph = onnx.load(exported("onnx", "residual").path).graph
     codes = {

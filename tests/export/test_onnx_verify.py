@@ -105,6 +105,7 @@ def optimized(path: Path, tmp_path: Path) -> list[str]:
     return [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
 
 
+@pytest.mark.slow
 def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: Path) -> None:
     export("onnx", quantized(UNSIGNED, CHANNELS), tmp_path / "net.onnx")
     operators = optimized(tmp_path / "net.onnx", tmp_path)
@@ -137,6 +138,7 @@ def test_codes_are_clipped_where_integers_stay_integers(
     assert found.kernels.summary_lines == ["3 of 3 multiplications in int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "exclude", "layer", "why"),
     [

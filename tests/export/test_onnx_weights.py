@@ -70,6 +70,7 @@ def test_products_that_could_overflow_have_unsigned_weights(
     assert any("--onnx_weights int8" in text for text in found.remarks) == (bits == 8)
 
 
+@pytest.mark.slow
 def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -> None:
     data = torch.rand(4, 4, 6, 6) * 0.1 + 0.9
     path, result = (

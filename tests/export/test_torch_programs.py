@@ -188,6 +188,7 @@ def test_models_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     assert sqnr_db is not None and sqnr_db >= 37
 
 
+@pytest.mark.slow
 def test_the_integers_of_activations_change_no_value(tmp_path: Path) -> None:
     outputs, programs = [], []
     for activations in CHOICES["pt2_activations"].values:
@@ -241,6 +242,7 @@ def test_weights_that_kernels_would_misread_are_made_by_plain_operators(
     )
 
 
+@pytest.mark.slow
 def test_activations_of_16_bits_are_made_by_plain_operators(tmp_path: Path) -> None:
     assert (
         export(
@@ -253,6 +255,7 @@ def test_activations_of_16_bits_are_made_by_plain_operators(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_has_codes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 7, 6)

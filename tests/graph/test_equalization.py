@@ -66,6 +66,7 @@ def accuracy(mobile: dict[str, Any], network: nn.Module) -> float:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [4.0, 6.0, 8.0])
 def test_equalization_restores_a_network_with_skewed_channels(
     mobile: dict[str, Any], reach: float
@@ -451,6 +452,7 @@ def absorbable(*between: nn.Module, second: nn.Module, mean: float = 10.0) -> nn
     return nn.Sequential(*first, *between, second).double().eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "second", "moves"),
     [

@@ -107,6 +107,7 @@ def plain(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["asymmetric", *extended("int8", "bfloat16")])
 @pytest.mark.parametrize("name", TOYS)
 def test_generated_code_equals_test_mode_bit_for_bit(
@@ -274,6 +275,7 @@ def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
     assert sum(len(layer.quantizers) for layer in generated.children()) == len(stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
 def test_overwriting_memory_changes_no_value(name: str, tmp_path: Path) -> None:
     graph = calibrated(

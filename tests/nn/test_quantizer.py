@@ -69,6 +69,7 @@ def dynamic(spec, **kwargs):
     return TensorQuantizer(replace(spec, is_dynamic=True), **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cut"), ALL)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, *extended(torch.float64)], ids=str
@@ -82,6 +83,7 @@ def test_dynamic_is_static_calibrated_on_the_tensor_at_hand(name, cut, dtype):
     assert torch.equal(static(spec, x, inplace=True)(x.clone()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cut"),
     [row for row in ALL if row.values[1][1] is not None and row.values[0] in FORMATS],

@@ -122,6 +122,7 @@ def built(name: str) -> tuple[nn.Module, list[Tensor]]:
     return Points(*POINTS[name]).eval(), [torch.rand(256, 3) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_of_arguments_keeps_its_values(name: str) -> None:
     model, data = built(name)
@@ -226,6 +227,7 @@ IN_TURN = [
 USUAL = [0, 4, 8, 9, 13]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "multiplied", "config"),
     extended_except(IN_TURN, *(IN_TURN[number] for number in USUAL)),

@@ -98,6 +98,7 @@ USUAL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", extended_except(EXAMPLES, *USUAL))
 def test_every_preset_fits_or_is_refused_with_a_sentence(model: str) -> None:
     original = graph_of(model)
@@ -139,6 +140,7 @@ def test_what_fits_is_not_changed_again(model: str) -> None:
             assert fitted_document(document, graph_of(model), name=preset).changes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "preset"),
     [

@@ -113,6 +113,7 @@ def built(body: Body, outside: float = LARGEST) -> tuple[nn.Module, list[Tensor]
     return Boxes(body, outside).eval(), data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 def test_values_beside_sentinels_are_kept(name: str) -> None:
     model, data = built(BODIES[name])
@@ -161,6 +162,7 @@ def compared(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return boxes, boxes > 320
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_constants_that_are_large_because_pixels_are_stay_quantized(name: str) -> None:
     model, data = built(LEGITIMATE[name])
