@@ -8,6 +8,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from support.extended import extended
 import pytest
 
 pytest.importorskip(
@@ -32,7 +33,9 @@ PACKAGES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [DIGITS, MOBILE, f"{MOBILE}:skewed"], ids=["digits", "mobile", "skewed"]
+    "model",
+    [DIGITS, f"{MOBILE}:skewed", *extended(MOBILE)],
+    ids=["digits", "skewed", "mobile"],
 )
 def test_digits_are_equal_code_for_code(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
