@@ -153,3 +153,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], W
 
     folder = tmp_path_factory.mktemp("exported")
     return cache(lambda target, name: written(target, name, folder))
+
+
+@pytest.fixture(autouse=True)
+def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines take a second for each file; tests that are about them ask for
+    `other_engines`, and those of real models have them.
+    """
+    asks = "other_engines" in request.fixturenames or "real" in request.keywords
+    if asks or "onnxruntime" not in sys.modules:
+        return
+    from quantizer.export.onnx import openvino as onnx_openvino
+
+    monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
+
+
+@pytest.fixture
+def other_engines() -> None:
+    """Engines that are installed run each file, as they do for users."""

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.extended import extended
 import pytest
 import torch
 from api.specs import same, spec
+from support.extended import extended
 from torch import Tensor, nn
 
 from quantizer import (

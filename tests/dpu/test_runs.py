@@ -8,8 +8,8 @@ import importlib.util
 import json
 from pathlib import Path
 
-from support.extended import extended
 import pytest
+from support.extended import extended
 
 pytest.importorskip(
     "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
