@@ -27,7 +27,7 @@ from quantizer.nn.rescale import InputRotation
 
 W4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 A4 = QuantizationSpec(bit_width=4, is_dynamic=True, qscheme="per_token", ch_axis=-1)
-USUAL = ("Llama", "Gemma", "OPT", "T5", "Bert", "ViT", "Mixtral")
+USUAL = ("Llama", "Gemma", "OPT", "T5", "Bert", "ViT", "Mixtral", "Olmo2")
 NOT_AT_ALL = RotationConfig(residual=False, values=False, online=False)
 
 

@@ -241,7 +241,7 @@ def test_modules_in_place_get_the_same_weights(name: str, family: str) -> None:
 @pytest.mark.parametrize(
     "weight",
     [
-        {"dtype": "int4", "qscheme": "per_tensor"},
+        *extended({"dtype": "int4", "qscheme": "per_tensor"}),
         {"dtype": "mx", "mx_element_dtype": "fp4", "qscheme": "per_group", "ch_axis": 1},
         {
             "dtype": "fp4",
@@ -253,7 +253,7 @@ def test_modules_in_place_get_the_same_weights(name: str, family: str) -> None:
     ],
     ids=["tensors", "mxfp4", "nvfp4"],
 )
-@pytest.mark.parametrize("name", ["gptq", *extended("awq")])
+@pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_any_scales_will_do(name: str, weight: dict[str, Any]) -> None:
     model = spread("Mixtral")
     found, plain = (

@@ -105,6 +105,7 @@ USUAL = (
     "times constants",
     "plus another join",
     "cut off, plus a number",
+    "leaky",
     "prelu",
     "bent, then moved",
     "mean",

@@ -185,6 +185,7 @@ USUAL = (
     "pooled",
     "zeros, filled",
     "overwritten",
+    "scaled in place",
     "decoded in place",
     "index_put",
     "scatter",

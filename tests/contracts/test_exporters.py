@@ -35,7 +35,7 @@ FILES_OF_TOYS = [
     for target in FILES
     for name in [*HALF_OF_THE_OPERATORS.get(target, OPERATORS), *CALLS]
 ]
-USUAL = [row for row in FILES_OF_TOYS if row[1] not in ("branches", "tied")]
+USUAL = [row for row in FILES_OF_TOYS if row[1] != "branches"]
 REPRODUCIBLE = ["onnx", "safetensors"]  # torch writes a .pt2 as a zip file of its own
 
 

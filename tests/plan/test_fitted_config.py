@@ -93,6 +93,8 @@ USUAL = (
     "odd_widths",
     "lookup",
     "weightless",
+    "products",
+    "gpt2",
     "experts",
     "one_layer",
 )
@@ -151,13 +153,13 @@ def test_what_fits_is_not_changed_again(model: str) -> None:
         ("odd_widths", "weight_int4_group"),
         ("weightless", "dpu"),
         ("depthwise", "gptq_int4_group"),
+        ("expert_modules", "w4a4_rotation"),
         *extended(
             ("vision", "cpu_int8"),
             ("vision", "gptq_int4_group"),
             ("detector", "awq_int4_group"),
             ("recurrent", "gptq_int4_group"),
             ("lookup", "smoothquant_int8"),
-            ("expert_modules", "w4a4_rotation"),
         ),
     ],
 )
