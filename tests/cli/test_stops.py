@@ -75,7 +75,7 @@ def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Itera
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", extended_except(CONFIGS, "gptq", "finetuned"))
+@pytest.mark.parametrize("name", extended_except(CONFIGS, "static", "gptq"))
 def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
     name: str, toy_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

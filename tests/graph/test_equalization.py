@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.extended import extended
 
 pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
 
@@ -67,7 +68,7 @@ def accuracy(mobile: dict[str, Any], network: nn.Module) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reach", [4.0, 6.0, 8.0])
+@pytest.mark.parametrize("reach", [8.0, *extended(4.0, 6.0)])
 def test_equalization_restores_a_network_with_skewed_channels(
     mobile: dict[str, Any], reach: float
 ) -> None:
