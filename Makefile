@@ -10,7 +10,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-real test-torch test-wheel check fuzz soak docs bench gpu clean
+.PHONY: run test test-real test-extended test-torch test-wheel check fuzz soak docs bench gpu clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,10 @@ test: check
 # Real models, notebooks, the documentation's commands, other engines, and fuzzers for a few seconds each.
 test-real: $(VENV)/.test
 	$(PYTEST) -m real
+
+# Further cases of tests: more networks, widths and combinations of the same kinds. Before a release.
+test-extended: $(VENV)/.test
+	$(PYTEST) -m extended
 
 # The suite with another version of torch.
 test-torch: $(VENV)/.test

@@ -34,16 +34,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+MARKS_TO_NAME = ("large", "real", "extended")
+"""Marks of tests that run only where `-m` names them."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests begin first, so that no worker is left with one at the end, and those on real
-    models together. Large and real ones run where `-m` names them.
+    models together. Large, real and extended ones run where `-m` names them.
     """
-    unnamed = [mark for mark in ("large", "real") if mark not in config.option.markexpr]
+    named = [mark for mark in MARKS_TO_NAME if mark in config.option.markexpr]
     run: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        is_left_out = any(item.get_closest_marker(mark) for mark in unnamed)
-        (left_out if is_left_out else run).append(item)
+        marks = [mark for mark in MARKS_TO_NAME if item.get_closest_marker(mark)]
+        # "-m extended" runs the extended cases of real models, too
+        is_run = "extended" in named if "extended" in marks else set(marks) <= set(named)
+        (run if is_run else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = run
     items.sort(
@@ -147,3 +153,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], W
 
     folder = tmp_path_factory.mktemp("exported")
     return cache(lambda target, name: written(target, name, folder))
+
+
+@pytest.fixture(autouse=True)
+def _no_other_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other engines take a second for each file; tests that are about them ask for
+    `other_engines`, and those of real models have them.
+    """
+    asks = "other_engines" in request.fixturenames or "real" in request.keywords
+    if asks or "onnxruntime" not in sys.modules:
+        return
+    from quantizer.export.onnx import openvino as onnx_openvino
+
+    monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
+
+
+@pytest.fixture
+def other_engines() -> None:
+    """Engines that are installed run each file, as they do for users."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extended import extended
 from support.rescaling import (
     A8,
     CASES,
@@ -151,8 +152,9 @@ def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:
     assert left[0] <= 1.01 * min(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("name", ["outliers", "grouped"])
+@pytest.mark.parametrize("name", ["grouped", *extended("outliers")])
 def test_any_spec(name: str, spec: QuantizationSpec) -> None:
     model, inputs = built(name)
     if name == "grouped" and spec.qscheme == "per_group" and spec.scales_per_group == 1:
@@ -176,7 +178,11 @@ def test_any_spec(name: str, spec: QuantizationSpec) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name for name in CASES if name not in FAMILIES or name in ("Llama", "GPT2", "Bert")],
+    [
+        *(name for name in CASES if name not in FAMILIES),
+        "Llama",
+        *extended("GPT2", "Bert"),
+    ],
 )
 def test_the_float_function_stays(name: str) -> None:
     """Also of grouped-query attention: Llama shares a head of values between two of queries.
@@ -255,6 +261,7 @@ def test_what_is_rescaled_later_is_not_rounded_any_more() -> None:
     assert not found.qparams
 
 
+@pytest.mark.slow
 def test_two_runs_and_a_resumed_one_leave_the_same_bits() -> None:
     model, inputs = built("Llama")
     states: list[tuple[Adjustment, int]] = []

@@ -186,6 +186,7 @@ def digits_mobile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bit_width", "per_channel", "gain"), [(4, False, 0.05), (3, False, 0.15), (3, True, 0.15)]
 )

@@ -126,6 +126,7 @@ def results(name: str, data: Any, folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_calibration_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     expected = results(name, fresh(), tmp_path / "fresh")

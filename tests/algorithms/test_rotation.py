@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended_except
 from support.rescaling import difference, outputs, quantized_error, task_of
 from support.structures import IDS, Mixture, Mobile, pretrained
 from torch import Tensor, nn
@@ -26,12 +27,14 @@ from quantizer.nn.rescale import InputRotation
 
 W4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 A4 = QuantizationSpec(bit_width=4, is_dynamic=True, qscheme="per_token", ch_axis=-1)
+USUAL = ("Llama", "Gemma", "OPT", "T5", "Bert", "ViT", "Mixtral", "Olmo2")
 NOT_AT_ALL = RotationConfig(residual=False, values=False, online=False)
 
 
 def families(*names: str) -> Any:
     """Tests of transformers' models run where it is installed; tracing those takes long."""
-    given = pytest.mark.parametrize("family", names)
+    cases = extended_except(names, *(name for name in names if name in USUAL))
+    given = pytest.mark.parametrize("family", cases)
     return lambda test: pytest.mark.slow(given(test))
 
 
@@ -248,6 +251,7 @@ def outlying(family: str = "Llama", gain: float = 8.0) -> tuple[Task, list[Any]]
     return task_of(model, ids, W4, A4), ids
 
 
+@pytest.mark.slow
 def test_four_bits_of_weights_and_activations() -> None:
     """The error of W4A4 falls to about a half, most of it by the residual stream."""
     given_task, ids = outlying()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from support.moe import EXPERTS, calls, experts, matrices, mixture
 from torch import Tensor, nn
 
@@ -113,7 +114,7 @@ def spread(family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("family", ["GptOss", *extended("Mixtral")])
 @pytest.mark.parametrize("kind", [{}, {"static_groups": False, "desc_act": False}])
 def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(
     family: str, kind: dict[str, Any]
@@ -140,10 +141,12 @@ def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(
     ("name", "settings", "most"),
     [
         ("gptq", {}, 0.6),
-        ("gptaq", {}, 0.6),
-        ("qronos", {}, 0.6),
         ("awq", {}, 0.9),
-        ("awq", {"scale_search": False}, 0.95),
+        *extended(
+            ("gptaq", {}, 0.6),
+            ("qronos", {}, 0.6),
+            ("awq", {"scale_search": False}, 0.95),
+        ),
     ],
 )
 def test_outputs_of_experts_come_closer(
@@ -204,8 +207,8 @@ def test_each_expert_has_factors_of_its_own_where_its_own_layer_takes_them(
     "settings",
     [
         {"name": "awq"},
-        {"name": "smooth", "alpha": 0.5},
         {"name": "smooth", "alpha": [0.3, 0.7]},
+        *extended({"name": "smooth", "alpha": 0.5}),
     ],
 )
 def test_the_router_follows_the_experts_into_their_norm(
@@ -226,7 +229,7 @@ def test_the_router_follows_the_experts_into_their_norm(
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("family", ["GptOss", *extended("Qwen3Moe")])
 def test_modules_in_place_get_the_same_weights(name: str, family: str) -> None:
     settings = config({"name": name, **({"scale_search": False} if name == "awq" else {})})
     model = ModelQuantizer(settings).quantize_model(spread(family), DATA)
@@ -238,7 +241,7 @@ def test_modules_in_place_get_the_same_weights(name: str, family: str) -> None:
 @pytest.mark.parametrize(
     "weight",
     [
-        {"dtype": "int4", "qscheme": "per_tensor"},
+        *extended({"dtype": "int4", "qscheme": "per_tensor"}),
         {"dtype": "mx", "mx_element_dtype": "fp4", "qscheme": "per_group", "ch_axis": 1},
         {
             "dtype": "fp4",

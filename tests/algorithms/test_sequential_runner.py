@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.deployments import deployment
+from support.extended import extended_except
 from support.toys import TOYS, built, leaves_equal, traced
 from torch import nn
 
@@ -47,8 +48,14 @@ def walked(network: Network, data: list[Batch], budget: int | None) -> dict[str,
     return found
 
 
+USUAL = (
+    "residual containers several_outputs in_place_view view_read_later nested_inputs constants "
+    "recurrent masked two_batches"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", extended_except(TOYS, *USUAL.split()))
 def test_node_by_node_makes_the_values_of_a_pass(name: str) -> None:
     network = deployment(name, 2).network() if name != "constants" else Network(traced(name))
     data = batches(name)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from api.specs import same, spec
+from support.extended import extended
 from torch import Tensor, nn
 
 from quantizer import (
@@ -453,7 +454,7 @@ def test_a_failure_after_the_algorithms_undoes_them(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("family", ["Llama", "OPT", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", *extended("OPT", "GPT2")])
 def test_language_models_of_transformers(family: str, tmp_path: Path) -> None:
     """GPT-2's weights are written back transposed; the cache of keys is there for
     generate().

@@ -81,6 +81,7 @@ def config(outputs: QuantizationSpec) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_in_place_computes_what_a_traced_one_does(name: str, kind: str) -> None:

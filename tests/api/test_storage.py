@@ -50,6 +50,7 @@ def weight(dtype: Dtype) -> QuantizationSpec:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [d for d in Dtype if d is not Dtype.float32], ids=lambda dtype: dtype.name
 )
@@ -99,6 +100,7 @@ def test_the_first_of_two_packed_codes_is_in_the_low_half(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_activations_and_layers_of_all_kinds_come_back(tmp_path: Path) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)

@@ -15,15 +15,20 @@ import residual  # noqa: F401
 import sequences  # noqa: F401
 import torch
 from harness import CASES, run, traced
+from support.extended import extended_except
 
 from quantizer.config.load import default_config, load_config
 
 INT8 = load_config(Path(__file__).parents[2] / "configs" / "cpu_int8.json").require()
+USUAL = (
+    "resnet densenet mobilenet_v3 shufflenet_v2 yolo dlrm temporal_convolutions "
+    "gru_with_attention vit"
+)
 
 
 @pytest.mark.slow
 @pytest.mark.shows("38 architectures (random), from AlexNet to Swin", "test mode")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", extended_except(CASES, *USUAL.split()))
 def test_architecture(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     case = CASES[name]()

@@ -13,6 +13,7 @@ import residual  # noqa: F401
 import sequences  # noqa: F401
 import torch
 from harness import CASES, traced
+from support.extended import extended
 from support.structures import changed_by_folding
 
 from quantizer.config.model import Settings
@@ -21,14 +22,13 @@ from quantizer.graph.passes import run_passes
 
 pytestmark = pytest.mark.slow
 
-KINDS = (
-    "vit swin bert gpt2 t5 mixture_of_experts encoder_decoder resnet densenet mobilenet_v3 "
-    "shufflenet_v2"
+USUAL = (
+    "vit gpt2 resnet densenet mobilenet_v3 shufflenet_v2 wavenet yolo dlrm gru_with_attention"
 )
-KINDS += " convnext wavenet yolo dlrm gru_with_attention"
+FURTHER = "swin bert t5 mixture_of_experts encoder_decoder convnext"
 
 
-@pytest.mark.parametrize("name", KINDS.split())
+@pytest.mark.parametrize("name", [*USUAL.split(), *extended(*FURTHER.split())])
 def test_a_fold_keeps_the_function(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended, extended_except
 from support.llamas import llama, saved, tokens
 from torch import Tensor
 
@@ -120,7 +121,7 @@ def test_what_is_not_simply_stored_is_read_by_transformers(folder: Path) -> None
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", extended_except(CONFIGS, "weight-only", "awq", "rotation"))
 def test_results_are_those_in_memory(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps(CONFIGS[name] | {"exclude": ["kind:head", "kind:embedding"]})
@@ -194,7 +195,7 @@ def most_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield found
 
 
-@pytest.mark.parametrize("name", ["weight-only", "gptq"])
+@pytest.mark.parametrize("name", ["gptq", *extended("weight-only")])
 def test_few_weights_are_in_memory_at_once(
     name: str,
     most_alive: dict[str, int],

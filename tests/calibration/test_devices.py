@@ -23,6 +23,7 @@ from support.device_runs import (
     network,
     run,
 )
+from support.extended import extended, extended_except
 from support.llamas import llama, saved, tokens
 from support.strict_device import STRICT, Transfer, recorded, tensor
 from torch import Tensor, nn
@@ -83,13 +84,18 @@ def same(config: Any, model: str, dtype: torch.dtype, finetune: str | None = Non
     assert large(transfers) <= GIVE_TO_THE_CPU
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*zip(LAYERED, DTYPES * 3, strict=True)])
+LAYERED_RUNS = [*zip(LAYERED, DTYPES * 3, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), extended_except(LAYERED_RUNS, *LAYERED_RUNS[1:5:2], LAYERED_RUNS[0])
+)
 def test_observers_and_passes(name: str, dtype: torch.dtype) -> None:
     same(LAYERED[name], "network", dtype)
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [*zip(["adaround", "adaquant"], DTYPES, strict=True)]
+    ("mode", "dtype"), [("adaround", torch.float32), *extended(("adaquant", torch.bfloat16))]
 )
 def test_fast_finetuning(mode: str, dtype: torch.dtype) -> None:
     same(document(), "network", dtype, mode)
@@ -99,14 +105,16 @@ def test_fast_finetuning(mode: str, dtype: torch.dtype) -> None:
     ("name", "dtype"),
     [
         ("dynamic", torch.bfloat16),
-        ("smoothquant", torch.float32),  # the other dtype is below, as of gptq and gptaq
-        ("gptq", torch.float32),
-        ("gptq with open groups", torch.bfloat16),
-        ("gptaq", torch.float32),
         ("qronos", torch.bfloat16),
-        ("awq", torch.float32),
         ("awq", torch.bfloat16),
         ("rotation", torch.bfloat16),
+        *extended(
+            ("smoothquant", torch.float32),  # the other dtype is below, as of gptq and gptaq
+            ("gptq", torch.float32),
+            ("gptq with open groups", torch.bfloat16),
+            ("gptaq", torch.float32),
+            ("awq", torch.float32),
+        ),
     ],
 )
 def test_algorithms(name: str, dtype: torch.dtype) -> None:

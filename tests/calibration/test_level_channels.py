@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from torch import Tensor, nn
 
 import quantizer
@@ -102,7 +103,9 @@ def worst_channel(model: nn.Module, config: dict[str, Any] = CPU) -> float:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("config", [CPU, HIERARCHICAL], ids=["layered", "hierarchical"])
+@pytest.mark.parametrize(
+    "config", [CPU, *extended(HIERARCHICAL)], ids=["layered", "hierarchical"]
+)
 def test_no_channel_is_lost(make: Callable[[], nn.Module], config: dict[str, Any]) -> None:
     """Without levels the worst channel has 0 dB, or fewer."""
     assert worst_channel(make(), config) > 24
@@ -158,6 +161,7 @@ LEFT: dict[str, Callable[[], tuple[nn.Module, dict[str, Any], list[Tensor]]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
 def test_channels_are_left_where_levels_would_not_help(
     make: Callable[[], tuple[nn.Module, dict[str, Any], list[Tensor]]], tmp_path: Path
@@ -217,6 +221,7 @@ def calib(model_file: str, folder: Path, data: str = "calibration_data") -> int:
     return run_command([*words, "--output_dir", str(folder), "-q"])
 
 
+@pytest.mark.slow
 def test_results_hold_the_levels(model_file: str, tmp_path: Path) -> None:
     """Test mode measures the network that calibration made, and so does an ONNX file."""
     pytest.importorskip("onnxruntime")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support import fresh_processes, stand_ins
 from support.configs import document
+from support.extended import extended
 from support.fresh_processes import QUANTIZER
 from support.runs import ROOT, calibrate, check
 
@@ -156,6 +157,7 @@ def test_rescaling_by_powers_of_two_keeps_the_network(
     assert metrics(tmp_path / "out", short, capsys)["sqnr_db"] > 20
 
 
+@pytest.mark.slow
 def test_results_repeat_and_are_what_the_algorithms_found(
     model: str, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -205,6 +207,7 @@ def test_the_generated_code_runs_alone_and_equals_test_mode(short: str, tmp_path
     assert {row["equal"] for row in verified.values()} == {1.0}
 
 
+@pytest.mark.slow
 def test_onnx_equals_test_mode(short: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="runs the file (extra: onnx)")
     pytest.importorskip("onnxscript", reason="torch exports with it (extra: onnx)")
@@ -233,7 +236,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[st
 @pytest.mark.parametrize(
     ("how", "after"),
     # In the first block, at the end of one, inside the last one
-    [("killed", 1), ("killed", 4), ("killed", 5), ("interrupted", 1), ("interrupted", 3)],
+    [
+        ("killed", 1),
+        ("killed", 4),
+        ("interrupted", 5),
+        *extended(("killed", 5), ("interrupted", 1), ("interrupted", 3)),
+    ],
 )
 def test_stopped_then_resumed_equals_undisturbed(
     how: str,

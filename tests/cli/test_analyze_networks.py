@@ -73,6 +73,7 @@ def calibration_data():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", ["network", "fast"])
 def test_a_language_model_in_groups(
     passes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

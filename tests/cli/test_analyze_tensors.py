@@ -159,6 +159,7 @@ HIERARCHICAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "least"), [("layered", 22), ("hierarchical", 29)])
 def test_the_fewest_bytes_stay_in_float_for_which_a_metric_holds(
     form: str, least: int, net: str, tmp_path: Path, capsys: Capture
@@ -197,6 +198,7 @@ def test_the_fewest_bytes_stay_in_float_for_which_a_metric_holds(
     assert not any(row.get("tensors") for row in plan["layers"] if row["name"] in layers)
 
 
+@pytest.mark.slow
 def test_apply_changes_the_config_and_then_it_holds_already(
     net: str, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -264,6 +266,7 @@ def test_what_cannot_be_met_is_said(
     assert Path(config).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_figures_without_noise_are_null_in_json(
     net: str, tmp_path: Path, capsys: Capture
 ) -> None:

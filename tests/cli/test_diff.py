@@ -107,6 +107,7 @@ def test_results_tell_scales_and_damage_and_a_worse_one_fails(
     assert run_command(["diff", eight, eight, "--fail-on", "worse"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["a file and a folder", "another model", "no results", "no judge"]
 )

@@ -35,6 +35,7 @@ def high(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_network_that_the_dpus_scales_destroy_is_saved(
     high: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -43,6 +44,7 @@ def test_a_network_that_the_dpus_scales_destroy_is_saved(
     assert sqnr(high, capsys, "--config_file", DPU, "--dpu_accuracy", "high") > 24
 
 
+@pytest.mark.slow
 def test_it_is_equalization_bias_correction_and_finetuning(high: Path, tmp_path: Path) -> None:
     config = json.loads(Path(DPU).read_text()) | {
         "include_cle": True,
@@ -70,6 +72,7 @@ def test_it_is_equalization_bias_correction_and_finetuning(high: Path, tmp_path:
         assert (high / name).read_bytes() == (tmp_path / "python" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_built_in_default_is_raised_and_read_again(tmp_path: Path) -> None:
     more = ("--dpu_accuracy", "high")
     assert calibrate(tmp_path / "out", *more, model=SKEWED, config=None) == 0

@@ -45,6 +45,7 @@ def model(toy: Toy) -> str:
     return toy(DATA, MODEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["adaround", "adaquant"])
 def test_finetuned_results_are_tested_and_repeat_byte_for_byte(
     mode: str, model: str, config: str, tmp_path: Path, capsys: Capture

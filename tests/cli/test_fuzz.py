@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz import checkpoints, configs, results, saved, soak
+from support.extended import extended
 
 from quantizer.results import checkpoint
 
@@ -49,15 +50,16 @@ def test_edited_checkpoints_are_gone_on_with_or_refused(
         assert code in (0, 5) and is_right, f"seed {seed}: exit {code}: {done}: {said}"
 
 
+@pytest.mark.parametrize("seeds", [range(3), *extended(range(3, 6))], ids=str)
 def test_random_networks_agree_with_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "SAVE_INTERVAL_S", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as forks have
     try:
-        ends = {seed: soak.one(seed, tmp_path / "seed") for seed in range(6)}
+        ends = {seed: soak.one(seed, tmp_path / "seed") for seed in seeds}
     finally:
         torch.set_num_threads(threads)
     assert not {seed: found for seed, (_, found) in ends.items() if found}
-    assert sum(end == "ok" for end, _ in ends.values()) > 5
+    assert sum(end == "ok" for end, _ in ends.values()) == len(seeds)

@@ -58,6 +58,7 @@ def read(folder: Path, name: str) -> Any:
     return json.loads((folder / name).read_text("utf-8"))
 
 
+@pytest.mark.slow
 def test_a_lost_part_is_said_everywhere(
     detector: tuple[str, Path],
     capsys: pytest.CaptureFixture[str],

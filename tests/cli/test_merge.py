@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.extended import extended
 from test_ranks import MODEL, calib, config_file, differing
 
 from quantizer.cli.main import run_command
@@ -48,7 +49,8 @@ def header(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["percentile", "hierarchical", "dpu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["percentile", "dpu", *extended("hierarchical")])
 def test_it_is_one_run_over_all_batches(
     kind: str, net: str, tmp_path: Path, capsys: Capture
 ) -> None:

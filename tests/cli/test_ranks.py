@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document, layer
+from support.extended import extended, extended_except
 from support.forked import run_ranks
 
 from quantizer.calibration.events import RunStage
@@ -222,7 +223,7 @@ def tell_progress(rank: int) -> None:
     RunStage.__exit__ = leave  # type: ignore[method-assign,assignment]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", extended_except(KINDS, "statistics", "dpu", "rotation"))
 def test_any_number_of_ranks_writes_the_same_bytes(kind: str, net: str, tmp_path: Path) -> None:
     counts, more = KINDS[kind]
     config = config_file(tmp_path, kind)
@@ -461,7 +462,7 @@ def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
     [
         # Three ranks stop at their second batches, then one stops after two more
         ("hierarchical", [(3, 1, 3), (1, 2, 5)], 3),
-        ("bias correction", [(2, 1, 2)], 3),
+        *extended(("bias correction", [(2, 1, 2)], 3)),
     ],
 )
 def test_a_stopped_run_goes_on_with_another_number_of_ranks(

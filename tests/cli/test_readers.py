@@ -135,6 +135,7 @@ def everything(opened: QuantInfo) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [replace, begin_to_replace])
 def test_a_calibration_that_ends_at_any_moment_is_seen_whole_or_not(
     write: Callable[[Path, Path], None],

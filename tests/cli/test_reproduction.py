@@ -261,6 +261,7 @@ def test_retuned_results_are_calibrated_again_with_the_config_of_their_report(
     }, "rules are left out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "commands",
     [

@@ -82,6 +82,7 @@ def filling_disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
             return
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_results(
     folder: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,6 +323,7 @@ def quantized() -> torch.nn.Module:
     return ModelQuantizer(config).quantize_model(torch.nn.Sequential(torch.nn.Linear(3, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", LINKED)
 @pytest.mark.parametrize("opener", OPENERS)
 def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
@@ -362,6 +364,7 @@ def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
     assert place.is_symlink() or not place.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["files", "gone"])
 @pytest.mark.parametrize(
     "name", ["thesis.tex", "notes.py", "export/notes.json", "weights.safetensors.bak", "folder"]

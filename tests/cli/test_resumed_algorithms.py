@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.configs import document
+from support.extended import extended, extended_except
 from support.runs import calibrate
 from torch import Tensor
 
@@ -58,6 +59,10 @@ def calibration_data():
 
 
 COMBINED = (("smoothquant", "awq", "gptq"), ("rotation", "gptq"))
+RUNS = extended_except(
+    [*ALGORITHMS, *map("+".join, COMBINED)], "gptaq", "qronos", *map("+".join, COMBINED)
+)
+"""`make test` runs each algorithm, alone or behind others."""
 
 
 class KilledError(Exception):
@@ -84,10 +89,11 @@ def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [*((name,) for name in ALGORITHMS), *COMBINED], ids="+".join)
+@pytest.mark.parametrize("combined", RUNS)
 def test_any_stop_and_any_memory_leave_the_same_bytes(
-    names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    combined: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    names = tuple(combined.split("+"))
     words = written(tmp_path, names)
     assert calibrate(tmp_path / "whole", **words) == 0
     original, seen, resumed = Checkpoints.advanced, [0], 0
@@ -113,7 +119,7 @@ def test_any_stop_and_any_memory_leave_the_same_bytes(
     assert not differing(tmp_path / "whole", tmp_path / "out")
 
 
-@pytest.mark.parametrize("first", ["smoothquant", "rotation"])
+@pytest.mark.parametrize("first", ["rotation", *extended("smoothquant")])
 def test_awq_behind_another_algorithm_goes_on_after_the_last_block(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

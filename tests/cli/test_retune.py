@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document, layer
+from support.extended import extended
 from test_ranks import MODEL, calib, config_file, differing
 from torch import nn
 
@@ -98,7 +99,7 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
     [
         ("maxmin", ["--statistic", "mean"], set()),
         ("percentile", ["--statistic", "median"], set()),
-        ("percentile", ["--method", "maxmin"], set()),
+        *extended(("percentile", ["--method", "maxmin"], set())),
         ("percentile", ["--method", "maxmin", "--statistic", "max", "--layer", "relu"], set()),
         ("asymmetric", ["--statistic", "max"], set()),
         ("entries", ["--method", "maxmin", "--statistic", "mean"], set()),
@@ -110,8 +111,10 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
             ["--method", "percentile", "--percentage", "99.5", "--layer", "head"],
             REPORT,
         ),
-        ("hierarchical", ["--method", "mse"], set()),
-        ("pooled", ["--percentage", "97"], set()),
+        *extended(
+            ("hierarchical", ["--method", "mse"], set()),
+            ("pooled", ["--percentage", "97"], set()),
+        ),
         ("pooled", ["--method", "mse"], set()),
         (
             "pooled",

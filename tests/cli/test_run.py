@@ -140,6 +140,7 @@ def test_the_resolved_config_is_valid_and_gives_the_same_results(
             assert after["tensors"][layer][role]["scale"] == entry["scale"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_preset_for_linear_layers_calibrates_and_tests(name: str, tmp_path: Path) -> None:
     model = tmp_path / "perceptron.py"
@@ -170,6 +171,7 @@ def test_a_preset_with_an_algorithm_calibrates_and_tests(name: str, tmp_path: Pa
     assert check(tmp_path / "out", "--gate", "sqnr_db>=18", model=str(model)) == 0
 
 
+@pytest.mark.slow
 def test_the_preset_for_language_models_calibrates_and_tests(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = tmp_path / "llama.py"

@@ -621,6 +621,7 @@ def test_a_width_that_is_no_number_is_none(
     assert "Linear::Linear/linear" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_pattern_that_would_never_end_is_refused(
     toy: Toy, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.crashes import copies_at_each
+from support.extended import extended, extended_except
 
 from quantizer.cli.main import run_command
 
@@ -74,7 +75,7 @@ def toy_model(toy: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Itera
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", extended_except(CONFIGS, "static", "gptq"))
 def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
     name: str, toy_model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,9 +147,11 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
 @pytest.mark.parametrize(
     "name",
     [
+        "merge",
+        "report",
         # These take ten seconds each
-        pytest.param(name, marks=pytest.mark.real if name in ("onnx", "pt2") else ())
-        for name in COMMANDS
+        pytest.param("onnx", marks=pytest.mark.real),
+        *extended("pt2"),
     ],
 )
 def test_what_writes_beside_or_over_results_leaves_each_file_old_or_new(

@@ -62,6 +62,7 @@ def after(results: Path, number: int) -> Path:
     return results.with_name(f"{results.name}.{number}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("printed")
 def test_calibration_and_test_need_no_posix(calibrated_once: Path, results: Path) -> None:
     calibrated, tested, retuned = (after(results, number) for number in range(3))

@@ -196,6 +196,7 @@ def node_of(graph: Graph, end: str) -> str:
     return next(node.name for node in graph.nodes if node.name.endswith(end))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.join.__name__)
 def test_a_part_that_a_common_scale_loses_is_the_figure_of_all(case: Case) -> None:
     graph = trace(Head(case.join).eval(), (data()[0],))

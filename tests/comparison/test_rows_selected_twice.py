@@ -221,6 +221,7 @@ def counts_of_rows(numbers: Tensor) -> dict[int, int]:
     return dict(zip(values.long().tolist(), counts.tolist(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_rows_of_two_selections_are_matched_by_where_they_were_at_first(select: Select) -> None:
     graph, quantized, found = compared(select)
@@ -274,6 +275,7 @@ def test_rows_that_cannot_be_matched_are_said(select: Select) -> None:
     ] == [72, 72]
 
 
+@pytest.mark.slow
 def test_rows_of_which_one_value_is_left_are_matched_and_a_mean_of_all_rows_needs_it_not() -> (
     None
 ):

@@ -27,6 +27,7 @@ def told(path: Path) -> tuple[str, LoadResult]:
     return click.unstyle(text).replace(f"{path.parent}/", ""), result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_case(path: Path) -> None:
     text, result = told(path)

@@ -207,6 +207,7 @@ def test_a_whole_number_may_be_written_with_a_decimal_point() -> None:
     ] == [(int, 1), (int, 32)]
 
 
+@pytest.mark.slow
 def test_every_invalid_value_is_reported_though_there_are_many() -> None:
     entries = [
         {**EXAMPLE["layer_quantize_config"][0], "layer_type": f"T{at}", "layer_name": at}

@@ -101,6 +101,7 @@ def test_misspelt_key(document: Document, pointer: str) -> None:
     assert key in str(error.help)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("document", "pointer"), list(members()))
 def test_value_of_another_kind(document: Document, pointer: str) -> None:
     key, line = pointer.rpartition("/")[2], document.place(pointer).line
@@ -255,6 +256,7 @@ HIERARCHICAL_LIKE = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=80, deadline=None)
 @given(HIERARCHICAL_LIKE, HIERARCHICAL_LIKE)
 def test_any_value_in_the_hierarchical_form_gives_diagnostics_only(

@@ -80,6 +80,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.text(), JSON, max_size=4),

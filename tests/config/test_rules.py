@@ -113,6 +113,7 @@ def told(document: dict[str, Any]) -> tuple[set[str], set[str]]:
     return editor, {diagnostic.code for diagnostic in found if diagnostic.severity == "error"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["DPU", "CPU", "GPU"])
 def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
     """The 384 combinations of these words, each the whole of a file for weights."""
@@ -138,6 +139,7 @@ def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
     assert verdicts == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["DPU", "CPU"])
 def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
     """At the top and in an entry: overall blocks, blocks of some tensors, lists of tensors,

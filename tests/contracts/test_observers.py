@@ -152,6 +152,7 @@ def test_scale_and_zero_point_fit_the_grid_and_the_data(spec):
     assert inside.float().mean() > (0.9 if spec.bit_width >= 8 else 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", specs((4, 8), ["half_up"]), ids=label)
 def test_constant_tensors_come_back_within_a_step(spec):
     for value in (0.0, 1e-45, -1e-45, 1e-30, -3.0, 1e30, -1e37):
@@ -189,6 +190,7 @@ def test_a_silent_channel_or_batch_gives_a_scale_and_spoils_no_other(spec):
         assert torch.equal(qparams.scale[2:], alone.scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
 @pytest.mark.parametrize("statistic", ["max", "mean", "median", "modal"])
 def test_merging_equals_observing_all_batches_in_any_order(spec, statistic):
@@ -259,6 +261,7 @@ def test_the_tensor_itself_is_left_alone(spec):
     assert torch.equal(x, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", list(scaled_specs()))
 def test_groups_and_scaled_formats_have_a_scale_for_every_row(spec):
     x = batches(1)[0]
@@ -277,6 +280,7 @@ def test_groups_and_scaled_formats_have_a_scale_for_every_row(spec):
     assert torch.equal(again.qparams().scale.flatten(), qparams.scale.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["percentile", "mse"])
 def test_many_rows_give_what_each_gives_alone(method):
     """Rows are taken some thousands at a time."""

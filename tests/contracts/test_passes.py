@@ -62,6 +62,7 @@ def largest(output: Any) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
 def test_a_pass_leaves_the_traced_tensors_alone(name: str) -> None:
     before = {path: tensor.clone() for path, tensor in traced(name).tensors.items()}
@@ -145,6 +146,7 @@ FOLDABLE: list[tuple[str, Callable[[], list[nn.Module]], tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "shape"), [row[1:] for row in FOLDABLE], ids=[row[0] for row in FOLDABLE]
 )
@@ -295,6 +297,7 @@ NOT_FOLDABLE: list[tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape"), [row[1:] for row in NOT_FOLDABLE], ids=[row[0] for row in NOT_FOLDABLE]
 )

@@ -54,6 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_five_commands_generate_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = Commands.under("language_models.md", "## A checkpoint that engines load")
     assert commands.extra == "quantizer-torch[llm]"

@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_five_commands_run_in_eight_bits(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

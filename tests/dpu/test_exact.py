@@ -28,6 +28,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_code_is_that_of_the_simulation(name: str) -> None:
     graph, solution = solved(name)

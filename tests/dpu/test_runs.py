@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.extended import extended
 
 pytest.importorskip(
     "sklearn", reason="the digits example reads scikit-learn's data (extra: examples)"
@@ -32,7 +33,9 @@ PACKAGES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [DIGITS, MOBILE, f"{MOBILE}:skewed"], ids=["digits", "mobile", "skewed"]
+    "model",
+    [DIGITS, f"{MOBILE}:skewed", *extended(MOBILE)],
+    ids=["digits", "skewed", "mobile"],
 )
 def test_digits_are_equal_code_for_code(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -60,6 +63,7 @@ def test_digits_are_equal_code_for_code(
     assert json.loads((tmp_path / "exact.json").read_text()) == exact
 
 
+@pytest.mark.slow
 def test_corrected_biases_stay_exact(tmp_path: Path) -> None:
     """The documented default, with equalization and bias correction."""
     assert calibrate(tmp_path, config=None) == 0

@@ -198,6 +198,7 @@ def test_the_dpu_runs(
     assert verdict(module(), end, x) == ("DPU", engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "end", "x", "why"), [row[1:] for row in ON_CPU], ids=[row[0] for row in ON_CPU]
 )

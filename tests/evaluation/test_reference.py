@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document
+from support.extended import extended
 from support.forked import run_ranks
 from support.runs import calibrate, check
 from torch import Tensor, nn
@@ -103,6 +104,7 @@ def decisions(folder: Path) -> dict[str, bool]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "activation", "contrast", "names"),
     [
@@ -254,13 +256,14 @@ def calibrated_on(tmp_path: Path, toy: str, data: str, config: dict[str, Any] = 
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "data", "second"),
     [
         (CLE, "promised", True),
         (CLE, "late", True),
         (CLE, "soon", False),
-        (HIERARCHICAL, "late", True),
+        *extended((HIERARCHICAL, "late", True)),
         (HIERARCHICAL, "soon", False),
         (DPU | {"include_cle": True}, "soon", False),
     ],
@@ -293,6 +296,7 @@ def test_python_loads_the_graph_that_was_calibrated(tmp_path: Path, toy: str) ->
         assert torch.equal(saved.network(x[0]), again.network(x[0]))
 
 
+@pytest.mark.slow
 def test_retuning_and_merging_keep_the_decision(
     tmp_path: Path, toy: str, capsys: Capture
 ) -> None:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.extended import extended
 from support.runs import ROOT
 
 from quantizer.cli.main import run_command
@@ -29,8 +30,9 @@ PACKAGES = (
 CORRECTIONS = {"include_cle": True, "include_bias_corr": True}
 RUNS = [
     # config, photos of 20 with the float model's class
-    (None, 17),  # the built-in default: the DPU's powers of two, with both corrections
     ("cpu_int8.json", 18),
+    # The built-in default: the DPU's powers of two, with both corrections
+    *extended((None, 17)),
 ]
 
 

@@ -12,6 +12,7 @@ TAGGER = str(ROOT / "examples" / "tagger.py")
 INT8 = str(ROOT / "configs" / "cpu_int8.json")
 
 
+@pytest.mark.slow
 def test_only_what_lies_between_the_stubs_is_quantized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,7 @@ def linear(correction: torch.Tensor) -> Deployment:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "correction", [0.0, 0.3], ids=["a multiple of the scale", "between its steps"]
 )

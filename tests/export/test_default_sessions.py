@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from support.generated import imported
 from support.runs import ROOT, calibrate
 from torch import Tensor
@@ -28,8 +29,9 @@ CASES = [
     pytest.param(("digits_mobile", "cpu_int8"), marks=pytest.mark.slow),
     *(
         pytest.param(("digits", config), marks=pytest.mark.real)
-        for config in ("example", "cpu_int8", "gpu", "dpu", "default")
+        for config in ("example", "dpu")
     ),
+    *extended(*((("digits", config),) for config in ("cpu_int8", "gpu", "default"))),
 ]
 
 

@@ -144,6 +144,7 @@ def raising(error: Exception) -> Callable[..., None]:
     return export
 
 
+@pytest.mark.slow
 def test_a_refused_target_does_not_keep_the_others_away(
     copy: Path,
     capsys: pytest.CaptureFixture[str],

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from support.extended import extended_except
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -192,6 +193,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] 
 }
 
 
+USUAL = ("transposed", "pools", "norms", "tokens", "sentence")
+
+
 def exported(
     build: Callable[[], nn.Module], batches: list[Tensor], path: Path
 ) -> tuple[list[Tensor], Tensor]:
@@ -218,7 +222,7 @@ def sqnr_db(expected: Sequence[Tensor], outputs: Sequence[object]) -> list[float
     "a ViT, LSTM and GRU, transposed convolutions",
     "ONNX Runtime, OpenVINO, the ONNX reference",
 )
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", extended_except(NETWORKS, *USUAL))
 def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> None:
     ov = pytest.importorskip("openvino", reason="one of them (extra: openvino)")
     build, batches = NETWORKS[name]
@@ -241,6 +245,7 @@ def test_all_engines_compute_what_test_mode_does(name: str, tmp_path: Path) -> N
     } == {}
 
 
+@pytest.mark.slow
 def test_pads_of_codes_keep_convolutions_and_pools_in_integers(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return Branches(2, Applied(nn.AvgPool2d(3, 2, 1)), nn.Conv2d(8, 4, 3, padding=(0, 1)))
@@ -267,6 +272,7 @@ class Resized(nn.Module):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("other_engines")
 def test_a_file_that_openvino_reads_otherwise_is_written_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -299,6 +305,7 @@ for path, settings in json.load(open("runs.json")).items():
 """An engine whose default settings give a multiple of what it is to give."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("other_engines")
 @pytest.mark.parametrize(("factor", "agrees"), [(1.01, True), (-1.0, False)])
 def test_default_settings_of_an_engine_are_told_from_how_it_reads_a_file(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.extended import extended
 from support.moe import EXPERTS, IDS, calls, mixture
 from torch import Tensor, nn
 
@@ -56,7 +57,8 @@ def result(family: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [*(("Mixtral", kind) for kind in WEIGHTS), ("Qwen3Moe", "groups")]
+    ("family", "kind"),
+    [*(("Mixtral", kind) for kind in WEIGHTS), *extended(("Qwen3Moe", "groups"))],
 )
 def test_transformers_reads_each_expert_bit_for_bit(
     family: str, kind: str, tmp_path: Path

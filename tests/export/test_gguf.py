@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended, extended_except
 from support.llamas import SIZES, llama, tokens
 from support.runs import ROOT
 
@@ -150,7 +151,7 @@ def test_weights_that_algorithms_changed(name: str, tmp_path: Path) -> None:
     assert without_remarks(found) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["Q4_1", *extended("F16", "Q8_0")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_template_keeps_all_but_the_models_tensors(
     kind: str, tied: bool, tmp_path: Path
@@ -215,7 +216,7 @@ ARCHITECTURES = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", extended_except(ARCHITECTURES, "qwen2", "qwen3", "phi3"))
 def test_known_architectures_need_no_template(name: str, tmp_path: Path) -> None:
     kind, settings = ARCHITECTURES[name]
     torch.manual_seed(0)

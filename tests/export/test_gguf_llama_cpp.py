@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from support.llamas import VOCABULARY, llama, tokens
 from support.runs import ROOT
 from torch import Tensor, nn
@@ -63,8 +64,9 @@ def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
     return ((codes * scale.half().float()).view(args[0].shape),)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("LLaMA (random), Q8_0 to Q5_1", "llama.cpp")
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0", "q4_1", "q5_1"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", *extended("q5_0", "q5_1")])
 def test_llama_cpp_computes_test_mode_but_for_inputs_in_int8(name: str, tmp_path: Path) -> None:
     """Types with a minimum also round the sum of a block's inputs, which is not modelled
     here.

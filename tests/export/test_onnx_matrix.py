@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.deployments import fitted
+from support.extended import extended
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -169,10 +170,9 @@ def _is_made(graph: Graph, node: Node) -> bool:
 OPSETS = pytest.mark.parametrize(
     "opset",
     [
-        pytest.param(18, marks=pytest.mark.real),
-        pytest.param(20, marks=pytest.mark.slow),
         pytest.param(21, marks=pytest.mark.slow),
-        pytest.param(23, marks=pytest.mark.real),
+        pytest.param(20, marks=pytest.mark.real),
+        *extended(18, 23),
     ],
 )
 """21 is the set from which optimizers do otherwise."""

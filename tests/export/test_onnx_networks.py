@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from support.extended import extended_except
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -127,7 +128,10 @@ def exported(
     return found.default_session, onnx.load(path / "optimized.onnx").graph
 
 
-@pytest.mark.parametrize("name", CASES)
+USUAL = ("fused heads", "gru", "maxima", "zero bias", "convolutions between floats")
+
+
+@pytest.mark.parametrize("name", extended_except(CASES, *USUAL))
 def test_layers_have_test_modes_codes_and_no_weight_is_dequantized_in_every_call(
     name: str, tmp_path: Path
 ) -> None:
@@ -177,7 +181,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", extended_except(TABLES, "groups", "by rows"))
 def test_an_embedding_looks_up_codes(name: str, tmp_path: Path) -> None:
     config = {"global_quant_config": {"weight": {"dtype": "int8", **TABLES[name]}}}
     session, graph = exported(lambda: nn.Embedding(20, 32), config, IDS, tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document
+from support.extended import extended
 from torch import Tensor, nn
 
 import quantizer
@@ -86,7 +87,7 @@ def test_fast_packs_weights_in_groups(tmp_path: Path) -> None:
     assert fast.default_session.sqnr_db > 35
 
 
-@pytest.mark.parametrize("act", [nn.Hardswish(), nn.SiLU()])
+@pytest.mark.parametrize("act", [nn.Hardswish(), *extended(nn.SiLU())])
 def test_fast_quantizes_gates(act: nn.Module, tmp_path: Path) -> None:
     model, x = convolutions(act)
     exact, plain = written(model, layered("half_even"), "exact", x, tmp_path / "exact.onnx")

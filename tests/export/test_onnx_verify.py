@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.deployments import fitted
+from support.extended import extended
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -104,6 +105,7 @@ def optimized(path: Path, tmp_path: Path) -> list[str]:
     return [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
 
 
+@pytest.mark.slow
 def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: Path) -> None:
     export("onnx", quantized(UNSIGNED, CHANNELS), tmp_path / "net.onnx")
     operators = optimized(tmp_path / "net.onnx", tmp_path)
@@ -115,11 +117,9 @@ def test_every_multiplication_of_a_network_with_relu6_is_in_integers(tmp_path: P
 @pytest.mark.parametrize(
     "activation",
     [
-        {},
         {"narrow_range": True},
-        {"bit_width": 4},
         {"bit_width": 5, **UNSIGNED},
-        {"symmetric": False},
+        *extended({}, {"bit_width": 4}, {"symmetric": False}),
     ],
     ids=str,
 )
@@ -138,6 +138,7 @@ def test_codes_are_clipped_where_integers_stay_integers(
     assert found.kernels.summary_lines == ["3 of 3 multiplications in int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "exclude", "layer", "why"),
     [
@@ -176,13 +177,16 @@ def test_why_a_layer_multiplies_in_float_is_told(
     ("activation", "weights", "opset", "written"),
     [
         ({}, {}, -1, 20),
-        ({}, {}, 21, 21),
         ({}, CHANNELS, 23, 23),
-        ({"bit_width": 4}, CHANNELS, 21, 21),
-        ({"bit_width": 4} | UNSIGNED, CHANNELS, -1, 20),
-        ({}, {"bit_width": 4} | CHANNELS, -1, 20),
-        (UNSIGNED, {"bit_width": 4}, -1, 20),
+        ({"bit_width": 4} | UNSIGNED, {"bit_width": 4} | CHANNELS, 21, 21),
         ({"bit_width": 16}, CHANNELS, -1, 21),
+        *extended(
+            ({}, {}, 21, 21),
+            ({"bit_width": 4}, CHANNELS, 21, 21),
+            ({"bit_width": 4} | UNSIGNED, CHANNELS, -1, 20),
+            ({}, {"bit_width": 4} | CHANNELS, -1, 20),
+            (UNSIGNED, {"bit_width": 4}, -1, 20),
+        ),
     ],
 )
 def test_a_default_session_agrees_at_every_width(
@@ -274,7 +278,7 @@ def test_what_is_as_near_to_the_float_network_as_test_mode_is_accepted(
         verify_sessions(file, replace(other, sqnr_db=50.0))
 
 
-@pytest.mark.parametrize("layer", [*CONVOLUTIONS, HEAD])
+@pytest.mark.parametrize("layer", [HEAD, *extended(*CONVOLUTIONS)])
 def test_a_file_with_one_wrong_scale_is_too_far_from_the_float_network_as_well(
     layer: str, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import document
+from support.extended import extended
 from torch import Tensor, nn
 
 import quantizer
@@ -46,7 +47,9 @@ def weights_of(path: Path) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "expected"), [(8, {UINT8}), (7, {INT8}), (4, {INT8})])
+@pytest.mark.parametrize(
+    ("bits", "expected"), [(8, {UINT8}), (7, {INT8}), *extended((4, {INT8}))]
+)
 def test_products_that_could_overflow_have_unsigned_weights(
     bits: int, expected: set[int], tmp_path: Path
 ) -> None:
@@ -67,6 +70,7 @@ def test_products_that_could_overflow_have_unsigned_weights(
     assert any("--onnx_weights int8" in text for text in found.remarks) == (bits == 8)
 
 
+@pytest.mark.slow
 def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -> None:
     data = torch.rand(4, 4, 6, 6) * 0.1 + 0.9
     path, result = (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.deployments import calibrated
+from support.extended import extended
 from support.shared_exports import SharedExports
 from torch import Tensor, nn
 
@@ -83,7 +84,8 @@ def unshared(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return stop
 
 
-@pytest.mark.parametrize("target", ["onnx", "pt2", "pt2_float"])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["onnx", "pt2", *extended("pt2_float")])
 def test_a_file_from_a_shared_export_has_the_bytes_of_its_own(
     target: str, exports: list[nn.Module], unshared: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -112,6 +114,7 @@ OTHERS: dict[str, Callable[[], Deployment]] = {
 }
 
 
+@pytest.mark.slow
 def test_other_networks_are_exported_anew(exports: list[nn.Module], tmp_path: Path) -> None:
     export("pt2_float", deployed(Scaled(1, 0.5)), tmp_path / "net")
     for count, (name, other) in enumerate(OTHERS.items(), 2):

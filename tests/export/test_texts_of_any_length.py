@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.encoders import POSITIONS, Encoder, sentences
+from support.extended import extended
 from support.generated import imported
 from support.llamas import VOCABULARY, llama
 from support.runs import ROOT
@@ -89,6 +90,7 @@ def test_generated_code_equals_test_mode_at_any_length(case: Case) -> None:
             assert torch.equal(logits(network(**case.batch(*size))), case.expected(*size))
 
 
+@pytest.mark.parametrize("case", ["llama", *extended("encoder")], indirect=True)
 def test_an_onnx_file_takes_any_length_in_a_default_session(case: Case, tmp_path: Path) -> None:
     ort = pytest.importorskip("onnxruntime", reason="needs quantizer-torch[onnx]")
     case.result.export("onnx", tmp_path / "model.onnx")

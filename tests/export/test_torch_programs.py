@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.deployments import ACTIVATION, WEIGHTS, Written, calibrated, fitted
+from support.extended import extended, extended_except
 from support.runs import ROOT, check
 from support.toys import built
 from torch import Tensor, nn
@@ -179,12 +180,15 @@ def test_powers_of_two_have_no_reciprocal_to_round() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, *extended(torch.float16)], ids=str
+)
 def test_models_of_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     sqnr_db = export("pt2", deployment(Pair, dtype=dtype), tmp_path / "net.pt2").sqnr_db
     assert sqnr_db is not None and sqnr_db >= 37
 
 
+@pytest.mark.slow
 def test_the_integers_of_activations_change_no_value(tmp_path: Path) -> None:
     outputs, programs = [], []
     for activations in CHOICES["pt2_activations"].values:
@@ -226,7 +230,7 @@ UNKERNELED = {
 }
 
 
-@pytest.mark.parametrize("kind", UNKERNELED)
+@pytest.mark.parametrize("kind", extended_except(UNKERNELED, "zero points", "16 bits"))
 def test_weights_that_kernels_would_misread_are_made_by_plain_operators(
     kind: str, tmp_path: Path
 ) -> None:
@@ -238,6 +242,7 @@ def test_weights_that_kernels_would_misread_are_made_by_plain_operators(
     )
 
 
+@pytest.mark.slow
 def test_activations_of_16_bits_are_made_by_plain_operators(tmp_path: Path) -> None:
     assert (
         export(
@@ -250,6 +255,7 @@ def test_activations_of_16_bits_are_made_by_plain_operators(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_has_codes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 7, 6)
@@ -324,7 +330,7 @@ def test_integers_that_no_consumer_takes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.real
 @pytest.mark.shows("a convolutional network", "torch.compile (Inductor)")
 @pytest.mark.filterwarnings("ignore:.*")  # torch's compiler uses what torch has deprecated
-@pytest.mark.parametrize("bits", ["4 bits", "8 bits"])
+@pytest.mark.parametrize("bits", ["8 bits", *extended("4 bits")])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs it")
 def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> None:
     """And these keep to the bounds of codes; they multiply by 1 / scale and round sums

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from torch import Tensor, nn
 
 pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
@@ -59,7 +60,13 @@ def model() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "target"), [*((kind, "onnx") for kind in WEIGHTS), ("uint8", "pt2")]
+    ("kind", "target"),
+    [
+        ("int4", "onnx"),
+        ("uint8", "onnx"),
+        ("uint8", "pt2"),
+        *extended(("int8", "onnx")),
+    ],
 )
 def test_a_file_has_the_values_of_test_mode(
     kind: str, target: str, model: nn.Module, tmp_path: Path

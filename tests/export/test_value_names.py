@@ -59,6 +59,7 @@ def names_of(path: Path) -> tuple[list[str], list[str]]:
     return [value.name for value in graph.input], [value.name for value in graph.output]
 
 
+@pytest.mark.slow
 def test_inputs_are_parameters_and_outputs_keys(tmp_path: Path) -> None:
     result = quantizer.calibrate(Detector().eval(), CONFIG, [batch()])
     path = tmp_path / "detector.onnx"
@@ -83,6 +84,7 @@ def test_the_order_of_keyword_arguments_does_not_matter(tmp_path: Path) -> None:
     assert verified.max_difference < 0.05
 
 
+@pytest.mark.slow
 def test_other_outputs_and_arguments_are_numbered(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
     result = quantizer.calibrate(Many().eval(), CONFIG, [([x, x + 1],)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.extended import extended
 from support.runs import ROOT
 from torch import nn
 
@@ -25,7 +26,7 @@ LAYERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+@pytest.mark.parametrize("granularity", ["per_channel", *extended("per_tensor")])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_bias_far_above_16_bit_products_is_added_in_full(
     kind: str, granularity: str, tmp_path: Path

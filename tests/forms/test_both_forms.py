@@ -169,6 +169,7 @@ def residual(tmp_path: Path) -> str:
     return str(tmp_path / "residual.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_forms_leave_equal_results(kind: str, residual: str, tmp_path: Path) -> None:
     files = {}

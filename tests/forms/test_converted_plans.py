@@ -50,6 +50,7 @@ def test_the_layered_form_plans_the_same(seed: int) -> None:
     _compare(drawn_configs.hierarchical(random.Random(seed)), "layered")
 
 
+@pytest.mark.slow
 @drawn
 @given(SEEDS)
 def test_the_hierarchical_form_plans_the_same(seed: int) -> None:

@@ -52,6 +52,7 @@ KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [lambda: nn.Linear(5, 5), lambda: nn.Conv1d(4, 4, 3), lambda: nn.ConvTranspose1d(4, 4, 3)],
@@ -157,6 +158,7 @@ class Conditioned(nn.Module):
         return F.linear(features, self.linear.weight, second)
 
 
+@pytest.mark.slow
 def test_biases_that_the_input_decides_are_added_apart(tmp_path: Path) -> None:
     """So that bias correction finds a bias of its own in the layer, and files and test mode add
     the same.

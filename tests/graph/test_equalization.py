@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.extended import extended
 
 pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra: dev)")
 
@@ -66,7 +67,8 @@ def accuracy(mobile: dict[str, Any], network: nn.Module) -> float:
     return result
 
 
-@pytest.mark.parametrize("reach", [4.0, 6.0, 8.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("reach", [8.0, *extended(4.0, 6.0)])
 def test_equalization_restores_a_network_with_skewed_channels(
     mobile: dict[str, Any], reach: float
 ) -> None:
@@ -451,6 +453,7 @@ def absorbable(*between: nn.Module, second: nn.Module, mean: float = 10.0) -> nn
     return nn.Sequential(*first, *between, second).double().eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "second", "moves"),
     [

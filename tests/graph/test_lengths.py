@@ -87,6 +87,7 @@ OPEN = [  # a model, the length of the example, then least and most, and lengths
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "example", "ends", "lengths"), OPEN)
 def test_a_length_is_open(
     kind: type[Words], example: int, ends: tuple[int, int | None], lengths: tuple[int, ...]
@@ -203,6 +204,7 @@ def float_layers(graph: Graph) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_layers_have_the_names_that_a_fixed_length_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -215,6 +217,7 @@ def test_layers_have_the_names_that_a_fixed_length_gives(
     assert float_layers(graph) == float_layers(fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_llama_counts_positions_and_hides_the_future_at_any_length(masked: bool) -> None:
     model = llama(use_cache=False)

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.extended import extended
 from support.moe import EXPERTS, FAMILIES, IDS, experts, matrices, mixture
 from torch import Tensor, nn
 
@@ -47,7 +48,7 @@ def traced(
         *((family, "grouped_mm", torch.float32, 2) for family in FAMILIES),
         ("Mixtral", "grouped_mm", torch.bfloat16, 1),  # which torch has another operator for
         ("Mixtral", "batched_mm", torch.float32, 1),
-        ("GptOss", "batched_mm", torch.float32, 1),
+        *extended(("GptOss", "batched_mm", torch.float32, 1)),
     ],
 )
 def test_each_tensor_is_a_layer_of_its_name(

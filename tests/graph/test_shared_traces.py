@@ -60,6 +60,7 @@ def test_models_of_other_values_share_a_trace_and_keep_their_values(
     assert exported == ["Scaled"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

@@ -70,6 +70,7 @@ PASSES: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PASSES)
 def test_a_factor_passes_through(name: str) -> None:
     graph = prepared(Net(PASSES[name]), X)
@@ -114,6 +115,7 @@ STOPS: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOPS)
 def test_what_no_factor_passes_is_named(name: str) -> None:
     between, why = STOPS[name]

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from support.extended import extended_except
 from support.structures import CONFIGS, changed_by_folding, modules_of, prepared, pretrained
 
 from quantizer.graph.find_structure import find_structure
@@ -97,7 +98,10 @@ def place(graph: Graph, group: InputGroup) -> str:
     return path.rpartition(".")[2]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+USUAL = ("Llama", "Phi3", "OPT", "GPT2", "T5", "Bert", "ViT", "Mixtral", "Olmo2")
+
+
+@pytest.mark.parametrize("family", extended_except(CONFIGS, *USUAL))
 def test_a_fold_keeps_the_function(family: str) -> None:
     graph, inputs, structure = found(family)
     assert sum(group.fold is not None for group in structure.groups) >= 2
@@ -109,7 +113,7 @@ def test_the_check_sees_a_fold_that_does_not() -> None:
     assert changed_by_folding(graph, inputs, structure, divide=False) > 0.01
 
 
-@pytest.mark.parametrize("family", FOLDS)
+@pytest.mark.parametrize("family", extended_except(FOLDS, *set(USUAL).intersection(FOLDS)))
 def test_the_groups_of_the_last_block_and_where_they_fold(family: str) -> None:
     graph, _, structure = found(family)
     groups = [group for group in structure.groups if group.block == 1]
@@ -144,7 +148,7 @@ def test_blocks_are_runs_of_nodes_that_do_not_overlap(family: str, paths: list[s
     )
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", extended_except(CONFIGS, *USUAL))
 def test_every_layer_is_in_one_group_and_groups_follow_their_values(family: str) -> None:
     graph, _, structure = found(family)
     layers = [layer for group in structure.groups for layer in group.layers]

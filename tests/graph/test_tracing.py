@@ -39,6 +39,7 @@ def test_network_equals_the_eager_model(name: str, batch: int) -> None:
     assert type(output) is type(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["recurrent", "gated"])
 def test_the_model_still_computes_what_it_did(name: str, traced_anew: None) -> None:
     toy = built(name)
@@ -272,6 +273,7 @@ UNTRACEABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "sentence"), UNTRACEABLE)
 def test_a_model_that_cannot_be_traced_gives_one_sentence(
     model: type[nn.Module], sentence: str, capfd: pytest.CaptureFixture[str]

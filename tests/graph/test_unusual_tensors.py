@@ -243,6 +243,7 @@ def test_an_lstm_with_a_projection_is_refused_for_onnx(tmp_path: Path) -> None:
         result.export("onnx", tmp_path / "net.onnx")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:The use of `x.T`:UserWarning")
 def test_a_cell_is_exported_without_a_warning(tmp_path: Path) -> None:
     class Cell(nn.Module):

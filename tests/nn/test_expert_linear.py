@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from support.generated import imported
 from support.moe import EXPERTS, calls, experts, matrices, mixture
 from torch import Tensor, nn
@@ -65,8 +66,7 @@ def expert_layers(network: Any) -> dict[str, ExpertLinear]:
 PAIRS = [
     ("groups", "channels"),
     ("tensors", "tensors, asymmetric"),
-    ("fp8", "tensors, least squares"),
-    ("blocks", "groups"),
+    *extended((("fp8", "tensors, least squares"),), (("blocks", "groups"),)),
 ]
 """Kinds of weights for the first layer and the second."""
 
@@ -114,9 +114,9 @@ ONE_LAYER = {"num_hidden_layers": 1}
     ("family", "changes"),
     [
         ("Mixtral", {}),
-        ("Qwen3Moe", ONE_LAYER),
-        ("DeepseekV3", {}),  # its first layer has no experts
         ("GptOss", {}),
+        # The first layer of DeepSeek has no experts
+        *extended(("Qwen3Moe", ONE_LAYER), ("DeepseekV3", {})),
     ],
 )
 def test_test_mode_counts_them_and_the_generated_code_equals_it(
@@ -137,7 +137,11 @@ def test_test_mode_counts_them_and_the_generated_code_equals_it(
 
 
 @pytest.mark.parametrize(
-    "inputs", [{"qscheme": "per_tensor"}, {"qscheme": "per_token", "is_dynamic": True}]
+    "inputs",
+    [
+        {"qscheme": "per_token", "is_dynamic": True},
+        *extended({"qscheme": "per_tensor"}),
+    ],
 )
 def test_what_experts_read_is_quantized(inputs: dict[str, Any]) -> None:
     result = calibrated("Mixtral", config(INT8, input_tensors={"dtype": "int8", **inputs}))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import config, document, layer
+from support.extended import extended_except
 from support.generated import imported
 from support.hierarchies import Fields, hierarchy
 from support.toys import TOYS, built, leaves_equal, traced
@@ -106,8 +107,16 @@ def plain(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("settings", CONFIGS)
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    extended_except(
+        product(TOYS, CONFIGS),
+        *((name, "asymmetric") for name in TOYS),
+        ("branches", "bfloat16"),
+        ("residual", "int8"),
+    ),
+)
 def test_generated_code_equals_test_mode_bit_for_bit(
     name: str, settings: str, tmp_path: Path
 ) -> None:
@@ -273,6 +282,7 @@ def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
     assert sum(len(layer.quantizers) for layer in generated.children()) == len(stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
 def test_overwriting_memory_changes_no_value(name: str, tmp_path: Path) -> None:
     graph = calibrated(

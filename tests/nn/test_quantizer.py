@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from support.extended import extended
 from torch.export import Dim, export
 
 from quantizer.config.model import QuantizationSpec
@@ -68,8 +69,11 @@ def dynamic(spec, **kwargs):
     return TensorQuantizer(replace(spec, is_dynamic=True), **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cut"), ALL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, *extended(torch.float64)], ids=str
+)
 def test_dynamic_is_static_calibrated_on_the_tensor_at_hand(name, cut, dtype):
     spec, x = spec_of(name, cut), values(4, 6, 16).to(dtype)
     expected = static(spec, x)(x)
@@ -79,6 +83,7 @@ def test_dynamic_is_static_calibrated_on_the_tensor_at_hand(name, cut, dtype):
     assert torch.equal(static(spec, x, inplace=True)(x.clone()), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cut"),
     [row for row in ALL if row.values[1][1] is not None and row.values[0] in FORMATS],
@@ -180,7 +185,7 @@ ROWS = 2 * VALUES_AT_ONCE // 4096 - 100
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["int8", "uint4", "mxfp4"])
+@pytest.mark.parametrize("name", ["uint4", *extended("int8", "mxfp4")])
 def test_rows_of_several_rounds_are_what_calibration_finds(name, dtype, inplace):
     x = torch.randn(ROWS, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     spec = replace(FORMATS[name], qscheme="per_token", ch_axis=-1)
@@ -251,13 +256,15 @@ PER_TENSOR, PER_TOKEN, PER_GROUP = (
     ("name", "cut"),
     [
         ("int8", PER_TENSOR),
-        ("int8", PER_TOKEN),
-        ("int8", PER_GROUP),
         ("uint4", PER_TOKEN),
-        ("fp8_e4m3", PER_TENSOR),
         ("mxfp4", PER_GROUP),
-        ("bfp16", PER_TOKEN),
-        ("bfp16", PER_GROUP),
+        *extended(
+            ("int8", PER_TOKEN),
+            ("int8", PER_GROUP),
+            ("fp8_e4m3", PER_TENSOR),
+            ("bfp16", PER_TOKEN),
+            ("bfp16", PER_GROUP),
+        ),
     ],
 )
 def test_a_traced_program_gives_the_same_for_any_batch(name, cut):
@@ -269,7 +276,7 @@ def test_a_traced_program_gives_the_same_for_any_batch(name, cut):
     assert torch.equal(program(x), quantizer(x))
 
 
-@pytest.mark.parametrize("name", ["int8", "uint4", "fp8_e4m3", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "mxfp4", *extended("uint4", "fp8_e4m3")])
 @pytest.mark.parametrize(
     "cut", [("per_channel", 0, None), ("per_group", -1, 8), ("per_group", 0, 3)]
 )

@@ -221,6 +221,7 @@ def test_bad_arguments_are_named():
         fake_quantize(x.long(), torch.tensor(1.0), torch.tensor(0), -8, 7, "half_even")
 
 
+@pytest.mark.slow
 @given(
     x=st.lists(st.floats(-(2.0**126), 2.0**126, width=32), min_size=1, max_size=20),
     scale=st.floats(2.0**-20, 2.0**60, width=32),

@@ -253,6 +253,7 @@ neighbours.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", SCALE_MODES)
 @pytest.mark.parametrize("dtype", sorted(FLOAT_FORMATS))
 @settings(deadline=None, max_examples=25)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended_except
 from support.onnx_files import quick_files  # noqa: F401 - a fixture
 from support.runs import ROOT
 from torch import Tensor, nn
@@ -121,6 +122,7 @@ def built(name: str) -> tuple[nn.Module, list[Tensor]]:
     return Points(*POINTS[name]).eval(), [torch.rand(256, 3) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_of_arguments_keeps_its_values(name: str) -> None:
     model, data = built(name)
@@ -215,14 +217,21 @@ def rooms() -> list[Tensor]:
 
 MULTIPLIED = [by_linear, by_moved, by_rectified]
 IN_TURN = [
-    pytest.param(made, multiplied, [LAYERED, OUTPUTS][(row + column) % 2])
+    (made, multiplied, [LAYERED, OUTPUTS][(row + column) % 2])
     for row, made in enumerate(MADE)
     for column, multiplied in enumerate(MULTIPLIED)
 ]
 """Each way to make angles with each way to multiply, in the two forms by turns."""
 
 
-@pytest.mark.parametrize(("made", "multiplied", "config"), IN_TURN)
+USUAL = [0, 4, 8, 9, 13]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "multiplied", "config"),
+    extended_except(IN_TURN, *(IN_TURN[number] for number in USUAL)),
+)
 def test_an_argument_that_a_layer_multiplies_as_well_stays_exact(
     made: str, multiplied: Callable[[Any, Tensor], Tensor], config: Any
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended, extended_except
 from support.fitting_models import (
     EXAMPLES,
     NEED_TRANSFORMERS,
@@ -83,7 +84,24 @@ def weights_of(document: dict[str, Any], model: str) -> dict[str, Any]:
     return specs
 
 
-@pytest.mark.parametrize("model", EXAMPLES)
+USUAL = (
+    "vision",
+    "tagger",
+    "detector",
+    "transposed",
+    "depthwise",
+    "odd_widths",
+    "lookup",
+    "weightless",
+    "products",
+    "gpt2",
+    "experts",
+    "one_layer",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", extended_except(EXAMPLES, *USUAL))
 def test_every_preset_fits_or_is_refused_with_a_sentence(model: str) -> None:
     original = graph_of(model)
     refused = set()
@@ -124,22 +142,25 @@ def test_what_fits_is_not_changed_again(model: str) -> None:
             assert fitted_document(document, graph_of(model), name=preset).changes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "preset"),
     [
-        ("vision", "cpu_int8"),
         ("vision", "mxfp4"),
-        ("vision", "gptq_int4_group"),
         ("detector", "default"),
-        ("detector", "awq_int4_group"),
         ("tagger", "w4a4_rotation"),
-        ("recurrent", "gptq_int4_group"),
         ("transposed", "smoothquant_int8"),
         ("odd_widths", "weight_int4_group"),
-        ("lookup", "smoothquant_int8"),
         ("weightless", "dpu"),
-        ("expert_modules", "w4a4_rotation"),
         ("depthwise", "gptq_int4_group"),
+        ("expert_modules", "w4a4_rotation"),
+        *extended(
+            ("vision", "cpu_int8"),
+            ("vision", "gptq_int4_group"),
+            ("detector", "awq_int4_group"),
+            ("recurrent", "gptq_int4_group"),
+            ("lookup", "smoothquant_int8"),
+        ),
     ],
 )
 def test_calibration_accepts_what_fits(model: str, preset: str) -> None:

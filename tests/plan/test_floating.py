@@ -224,6 +224,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
 def test_what_stays_float(body: Callable[..., Any], expected: dict[str, str]) -> None:
     assert floats(body) == expected

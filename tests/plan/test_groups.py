@@ -177,6 +177,7 @@ CASES: dict[str, tuple[Callable[[Net, Tensor], Any], Groups]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
 def test_what_is_quantized_together(
     body: Callable[[Net, Tensor], Any], expected: Groups
@@ -219,6 +220,7 @@ JOINS: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, tuple[str, ...]]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "expected"), JOINS.values(), ids=JOINS)
 def test_who_needs_one_grid_for_all_parts_of_a_join(
     body: Callable[[Net, Tensor], Any], expected: dict[str, tuple[str, ...]]

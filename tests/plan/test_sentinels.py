@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended, extended_except
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -112,14 +113,29 @@ def built(body: Body, outside: float = LARGEST) -> tuple[nn.Module, list[Tensor]
     return Boxes(body, outside).eval(), data
 
 
-@pytest.mark.parametrize("name", BODIES)
+USUAL = (
+    "added",
+    "a trained tensor",
+    "chosen",
+    "filled in",
+    "assigned",
+    "scattered in place",
+    "joined",
+    "the largest and where",
+    "the logarithm of a mask",
+    "padding of windows",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", extended_except(BODIES, *USUAL))
 def test_values_beside_sentinels_are_kept(name: str) -> None:
     model, data = built(BODIES[name])
     assert quantizer.calibrate(model, LAYERED, data).test().metrics["sqnr_db"] > 30
 
 
 @pytest.mark.parametrize("outside", [300.0, 1e4, INF, -1e4, -INF])
-@pytest.mark.parametrize("form", ["layered", "hierarchical"])
+@pytest.mark.parametrize("form", ["layered", *extended("hierarchical")])
 def test_sentinels_of_any_size_and_sign(form: str, outside: float) -> None:
     model, data = built(BODIES["added"], outside)
     config = LAYERED if form == "layered" else HIERARCHICAL
@@ -160,6 +176,7 @@ def compared(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return boxes, boxes > 320
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_constants_that_are_large_because_pixels_are_stay_quantized(name: str) -> None:
     model, data = built(LEGITIMATE[name])

@@ -44,6 +44,7 @@ def reused(graph: Graph, module: nn.Module, *args: Any, **kwargs: Any) -> Graph 
     return reused_graph(stored, constants, module, Batch(args, kwargs, None, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
 def test_the_stored_graph_of_every_toy_is_that_of_a_trace(name: str) -> None:
     toy = built(name)
@@ -92,6 +93,7 @@ def test_a_calibration_is_loaded_and_tested_without_a_trace(saved: Path) -> None
         assert result.test(BATCHES).metrics["sqnr_db"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "what"),
     [

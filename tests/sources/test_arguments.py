@@ -336,6 +336,7 @@ def test_runs_and_plans_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads((tmp_path / "out" / "run.json").read_text())["data"] == expected
 
 
+@pytest.mark.slow
 def test_a_clip_model_reads_both(caplog: pytest.LogCaptureFixture) -> None:
     transformers = pytest.importorskip("transformers", reason="its models (extra: llm)")
     torch.manual_seed(0)

@@ -152,6 +152,7 @@ def test_an_index_may_name_files_in_folders_below(tmp_path: Path) -> None:
     assert load_model(str(place)).name == "LlamaForCausalLM"
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_from_a_factory_needs_no_switch(tmp_path: Path) -> None:
     """Its cache of keys is on by default, and no trace could keep it."""
     (tmp_path / "net.py").write_text(
