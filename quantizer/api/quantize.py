@@ -38,6 +38,7 @@ from quantizer.export import (
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
+from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import fitted_text
@@ -122,13 +123,15 @@ def quantize(
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     require_extras([target])
-    require_choices({key: os.fspath(value) for key, value in options.items()}, [target])
+    choices = {key: os.fspath(value) for key, value in options.items()}
+    require_choices(choices, [target])
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
     settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, target))
     batches = _batches(model, data, settings)
     graph = trace_compared(model, batches)
+    require_fitting_names(choices, model, graph)
     place = Path(folder)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)

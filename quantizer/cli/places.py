@@ -39,6 +39,8 @@ class PathType(click.Path):
         """
         text = str(super().convert(value, param, ctx))
         name = "" if param is None else param.name or ""
+        if not text:
+            raise click.BadParameter("the path is empty; is a variable of the shell unset?")
         if name == "preprocess" and text.lstrip().startswith("{"):
             return text
         try:

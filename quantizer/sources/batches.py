@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -211,9 +212,21 @@ def as_batch(item: Any, arguments: Arguments) -> Batch:
     elif isinstance(item, tuple | list):
         batch = _from_sequence(item, arguments)
     else:
-        raise BatchError(f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors")
+        raise BatchError(
+            f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors",
+            help=_remedy_for_item(item),
+        )
     _check_samples(batch)
     return batch
+
+
+def _remedy_for_item(item: Any) -> str:
+    """Return what to do with an item that is no batch."""
+    if hasattr(item, "__array_interface__"):
+        return "torch.from_numpy(array) makes a tensor of an array"
+    if isinstance(item, str | PurePath):
+        return "open the file, and give a tensor of what is in it"
+    return "a batch is a tensor whose dimension 0 counts the samples"
 
 
 def _from_mapping(
@@ -283,7 +296,8 @@ def _check_samples(batch: Batch) -> None:
                 f"cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
             )
     if not inputs:
-        raise BatchError("holds no tensor")
+        values = [value for value in (*batch.args, *batch.kwargs.values()) if value is not None]
+        raise BatchError("holds no tensor", help=_remedy_for_item(next(iter(values), None)))
     name, tensor = inputs[0]
     if tensor.dim() == 0:
         raise BatchError(
