@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -122,9 +122,7 @@ def quantize(
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
-    require_extras([target])
-    choices = {key: os.fspath(value) for key, value in options.items()}
-    require_choices(choices, [target])
+    choices = _checked_choices(target, options)
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
@@ -155,6 +153,20 @@ def quantize(
         improvement=destination.improvement(has_data=has_data),
     )
     return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+
+
+def _checked_choices(
+    target: str, options: Mapping[str, str | os.PathLike[str]]
+) -> dict[str, str]:
+    """Return the options of a target as texts.
+
+    Raises:
+        UsageError: the target lacks packages or has no such options.
+    """
+    require_extras([target])
+    choices = {name: os.fspath(value) for name, value in options.items()}
+    require_choices(choices, [target])
+    return choices
 
 
 def _batches(

@@ -254,7 +254,10 @@ def _from_sequence(
         return Batch(tuple(item), {}, None, item)
     *args, target = item
     if isinstance(target, int | float):
-        raise BatchError("is one sample and its label, not a batch of them")
+        raise BatchError(
+            "is one sample and its label, not a batch of them",
+            help="wrap the samples: torch.utils.data.DataLoader(dataset, batch_size=32)",
+        )
     if arguments.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
         return _from_mapping(args[0], target, item, arguments)
     return Batch(tuple(args), {}, _tensor_or_none(target), item)

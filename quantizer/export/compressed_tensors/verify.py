@@ -3,7 +3,6 @@ mode.
 """
 
 import json
-import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -106,28 +105,8 @@ def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Mod
     architectures = config.get("architectures") or ["AutoModel"]
     module, report = read_checkpoint(folder, architectures[0], **settings)
     require_all_keys(report, _reader(), name)
-    try:
-        module(*call.args, **call.kwargs)
-    except AttributeError as error:
-        _refuse_read_weight(module, error, name)
-        raise
+    module(*call.args, **call.kwargs)
     return module
-
-
-def _refuse_read_weight(module: nn.Module, error: AttributeError, name: str) -> None:
-    """Raise `VerificationError` if the model's own code reads a weight that is in codes."""
-    # torch raises this error without the object, in `Module.__getattr__`
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if frame.f_locals.get("name") != "weight":
-        return
-    for path, layer in module.named_modules():
-        if layer is frame.f_locals.get("self"):
-            pattern = f"*.{path.rpartition('.')[2]}"
-            raise VerificationError(
-                f"{name} is not written: the code of {type(module).__name__} reads the weight "
-                f"of {path}, which is stored in codes",
-                help=f'leave such layers in float: add "{pattern}" to "exclude" in the config',
-            ) from error
 
 
 def _cause(checkpoint: CompressedCheckpoint) -> str | None:

@@ -84,15 +84,21 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
     An input that is returned keeps its name. A value that is returned twice gets its first one.
     """
     [output] = program.graph.find_nodes(op="output")
-    tensors = [value for value in output.args[0] if isinstance(value, Node)]
+    tensors: list[Node] = []
+    for value in output.args[0]:
+        if isinstance(value, Node):
+            tensors.append(value)
     if len(tensors) != len(names):
         return
-    for index, (node, name) in enumerate(zip(tensors, names, strict=True)):
-        if node.op != "call_function" or node in tensors[:index]:
+    signature = program.graph_signature
+    renamed: set[Node] = set()
+    for node, name in zip(tensors, names, strict=True):
+        if node in renamed or node.op != "call_function":
             continue
+        renamed.add(node)
         old_name = node.name
         node._rename(_NO_LETTER.sub("_", name))
-        program.graph_signature.replace_all_uses(old_name, node.name)
+        signature.replace_all_uses(old_name, node.name)
     program.graph_module.recompile()
 
 
