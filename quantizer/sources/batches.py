@@ -89,6 +89,10 @@ class Batch:
             return self
         return replace(self._map(_copy), is_stable=True)
 
+    def detached(self) -> Batch:
+        """Return the batch with tensors that need no gradients."""
+        return self._map(Tensor.detach)
+
     def first(self, count: int) -> Batch:
         """Return the first `count` samples."""
         size = self.size
@@ -217,6 +221,9 @@ def as_batch(item: Any, arguments: Arguments) -> Batch:
             help=_remedy_for_item(item),
         )
     _check_samples(batch)
+    tensors = [*batch.tensors(), *_named_tensors("raw", batch.raw)]
+    if any(tensor.requires_grad for _, tensor in tensors):
+        return batch.detached()
     return batch
 
 

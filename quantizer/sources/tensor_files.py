@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import DataError, QuantizerError
 from quantizer.sources.arguments import UNKNOWN_ARGUMENTS, Arguments
-from quantizer.sources.batches import PLAIN_TENSORS_HELP, Batch
+from quantizer.sources.batches import PLAIN_TENSORS_HELP, Batch, prefix_errors
 from quantizer.sources.tensor_kinds import unsupported_reason
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.plain_files import require_file_or_folder
@@ -359,6 +359,10 @@ def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -
         names = f"{', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
         raise DataError(f"{path} holds no input tensor", help=f"name it {names}")
     _check_samples(path, named)
+    keywords = [name for name in named if name not in arguments.labels]
+    if len(keywords) > 1 and not set(keywords) & set(INPUT_NAMES):
+        with prefix_errors(f"{path} "):
+            arguments.require(keywords)
     return dict(named)
 
 

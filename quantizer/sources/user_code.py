@@ -299,7 +299,8 @@ def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     # dataclasses and typing look up the module of a class there
     sys.modules[name] = module
     try:
-        with user_errors(str(path), error), _importable(folder):
+        remedy = "it has to be a text file in Python"
+        with user_errors(str(path), error, remedy=remedy), _importable(folder):
             spec.loader.exec_module(module)
     except QuantizerError:
         del sys.modules[name]

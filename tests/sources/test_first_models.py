@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -188,3 +189,20 @@ def test_one_image_without_samples_is_noted(caplog: pytest.LogCaptureFixture) ->
     trace_module(nn.Conv2d(3, 2, 1), Batch.of(torch.ones(3, 4, 4)))
     assert "fixes its batch size at 3" in caplog.text
     assert "[3, 4, 4] has no axis of samples: add it with unsqueeze(0)" in caplog.text
+
+
+def test_arrays_that_forward_does_not_take_are_named_before_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    numpy.savez(path, foo=numpy.ones((2, 3)), bar=numpy.ones(2))
+    batches = load_batches(str(path), module=nn.Linear(3, 2))
+    message, remedy = error_of(batches.first, DataError)
+    assert message == f"{path} has the key 'foo', which the model does not take"
+    assert remedy == "forward() of the model takes input"
+
+
+def test_batches_with_gradients_are_detached() -> None:
+    images = nn.Parameter(torch.ones(2, 3))
+    batch = load_batches([(images, torch.ones(2, requires_grad=True))], module=nn.Linear(3, 2))
+    first = batch.first()
+    assert not first.args[0].requires_grad
+    assert first.target is not None and not first.target.requires_grad
