@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -40,6 +40,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
 from quantizer.export.summary import export_summary
+from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import fitted_text
@@ -123,14 +124,14 @@ def quantize(
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
-    require_extras([target])
-    require_choices({key: os.fspath(value) for key, value in options.items()}, [target])
+    choices = _checked_choices(target, options)
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
     settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, target))
     batches = _batches(model, data, settings)
     graph = trace_compared(model, batches)
+    require_fitting_names(choices, model, graph)
     place = Path(folder)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
@@ -166,6 +167,20 @@ def _verdict_facts(
         config=config,
         improvement=tested["improvement"],
     )
+
+
+def _checked_choices(
+    target: str, options: Mapping[str, str | os.PathLike[str]]
+) -> dict[str, str]:
+    """Return the options of a target as texts.
+
+    Raises:
+        UsageError: the target lacks packages or has no such options.
+    """
+    require_extras([target])
+    choices = {name: os.fspath(value) for name, value in options.items()}
+    require_choices(choices, [target])
+    return choices
 
 
 def _batches(

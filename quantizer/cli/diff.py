@@ -53,6 +53,12 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
         refuse_typed(_OF_MODELS, why)
     elif options.model is None:
         refuse_typed((*_OF_MODELS, *TABLE), why)
+    for place in (first, second):
+        if not Path(place).exists():
+            raise UsageError(
+                f"there is no file or folder {place}",
+                help="give two config files or two result folders",
+            )
     if are_folders != Path(second).is_dir():
         raise UsageError(
             "one is a folder and the other is not",

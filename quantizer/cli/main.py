@@ -281,6 +281,9 @@ def _run(arguments: list[str]) -> int:
         _show(one_line(message), one_line(remedy))
         return error.exit_code
     except click.Abort as error:
+        # click raises it for the end of any file, too
+        if isinstance(error.__cause__, EOFError):
+            return _internal_error(error.__cause__, arguments)
         if isinstance(error.__context__, interrupts.Terminated):
             click.echo(f"{streams.cleared()}terminated", err=True)
             return 143

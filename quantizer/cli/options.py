@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantizer.cli.completion import layers_of_results
-from quantizer.cli.places import PathType
+from quantizer.cli.places import PathType, WrittenPath
 from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbose
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
@@ -207,7 +207,7 @@ class Options:
         "Run the float model, calibrate it, or test the calibrated network.",
         type=click.Choice(QUANT_MODES),
     )
-    config_file: str | None = _file("The JSON config.", "--config", type=click.Path())
+    config_file: str | None = _file("The JSON config.", "--config", type=WrittenPath())
     model: str | None = _file(
         "The model: file.py with model(), file.py:factory, package.module:factory, a Hugging "
         "Face folder or a .pt2 file.",

@@ -25,8 +25,25 @@ _ERRORS: dict[str, type[QuantizerError]] = {
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
-class PathType(click.Path):
+class WrittenPath(click.Path):
     """A path, which shells complete. It need not exist."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the text of the path.
+
+        Raises:
+            BadParameter: it is empty.
+        """
+        text = str(super().convert(value, param, ctx))
+        if not text:
+            raise click.BadParameter("the path is empty; is a variable of the shell unset?")
+        return text
+
+
+class PathType(WrittenPath):
+    """A path that is checked before the command runs, as far as the system can reach it."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -43,6 +43,7 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.output_parts import output_parts
 from quantizer.plan.fitted_config import fitted_text
 from quantizer.plan.model import Plan
@@ -192,6 +193,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         with_target = replace(options, deploy=(target,))
         require_known(about_all(gates), names_in_test(MEASURED, with_target))
     require_known_parts(gates, output_parts(opened.graph))
+    require_fitting_names(options.target_choices, model, opened.graph)
     config_file = options.config_file or _config_file(options, name, opened)
     test_options = replace(
         options, quant_mode="test", config_file=config_file, deploy=(target,), overwrite=False

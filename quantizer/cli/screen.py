@@ -131,12 +131,23 @@ class _StderrHandler(logging.Handler):
     While a progress bar is shown, that is a stream that prints above the bar.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._warnings: set[str] = set()
+
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
+        """Print one record. A warning that was printed before is left out: each pass over the
+        data gives it.
+        """
         if screen().muted and not screen().verbose and record.levelno < logging.ERROR:
             return
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            text = self.format(record)
+            is_repeated = record.levelno == logging.WARNING and text in self._warnings
+            if is_repeated and not screen().verbose:
+                return
+            self._warnings.add(text)
+            print(text, file=sys.stderr, flush=True)
         except Exception:  # noqa: BLE001 - as the handlers of logging do
             self.handleError(record)
 

@@ -6,6 +6,7 @@ from difflib import unified_diff
 import click
 
 from quantizer.cli.options import command, write_output
+from quantizer.cli.places import WrittenPath
 from quantizer.cli.render import RENDERERS, say
 from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import ConfigError, Diagnostic
@@ -16,7 +17,7 @@ from quantizer.errors import UsageError
 
 
 @command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=WrittenPath())
 @click.option(
     "--format",
     type=click.Choice(list(RENDERERS)),

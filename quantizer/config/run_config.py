@@ -13,6 +13,7 @@ from quantizer.config.load import load_text
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.storage.atomic_write import replace_file
+from quantizer.storage.files import cannot_use
 
 RUN_CONFIG = "quantize_config.json"
 """The name of the config in the folder of a run."""
@@ -55,8 +56,8 @@ def run_config(
 
     Raises:
         ConfigError: the config that is there cannot be read.
-        UsageError: it was made for another destination or model or from another preset, or
-            cannot be written.
+        UsageError: it was made for another destination or model or from another preset.
+        ResultError: it cannot be written.
     """
     path = folder / RUN_CONFIG
     if path.exists() and not overwrite:
@@ -67,7 +68,7 @@ def run_config(
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise cannot_use(folder, error) from None
     return path
 
 

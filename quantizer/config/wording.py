@@ -38,11 +38,13 @@ def listed(words: Iterable[Any]) -> str:
 
 
 def a_kind(value: object) -> str:
-    """Return a value's type with its article.
+    """Return a value's type with its article, or "None".
 
-    >>> a_kind(3), a_kind([])
-    ('an int', 'a list')
+    >>> a_kind(3), a_kind([]), a_kind(None)
+    ('an int', 'a list', 'None')
     """
+    if value is None:
+        return "None"
     return with_article(type(value).__name__)
 
 

@@ -127,8 +127,8 @@ class Scores:
                 return f"the metric {name} of the quantized network is NaN"
         if not self.metrics:
             return (
-                "nothing can be compared: the model returns no tensors, and there is no "
-                "evaluate()"
+                "nothing can be compared: the model's outputs hold no values on this data, and "
+                "there is no evaluate()"
             )
         return None
 

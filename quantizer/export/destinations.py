@@ -2,10 +2,15 @@
 file to write. Imports no torch.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from quantizer.errors import UsageError
+
+_logger = logging.getLogger(__name__)
+_TRANSPOSED_LINEAR = "Conv1D"
+"""The linear layers of GPT-2, whose weights are transposed."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,20 @@ class Destination:
     def target_of(self, model: Any) -> str:
         """Return the target of `--deploy` for a model."""
         is_of_transformers = callable(getattr(model, "save_pretrained", None))
-        if is_of_transformers and self.transformers_target is not None:
-            return self.transformers_target
-        return self.target
+        if not is_of_transformers or self.transformers_target is None:
+            return self.target
+        classes = {type(module).__name__ for module in model.modules()}
+        if _TRANSPOSED_LINEAR in classes:
+            _logger.warning(
+                "%s has layers of the class %s, for which %s has no place: --deploy %s is "
+                "written instead",
+                type(model).__name__,
+                _TRANSPOSED_LINEAR,
+                self.transformers_target,
+                self.target,
+            )
+            return self.target
+        return self.transformers_target
 
     def improvement(self, *, has_data: bool) -> str:
         """Return what would lose less than this run; empty if that is not known."""

@@ -11,7 +11,7 @@ from torch import nn
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.output_names import unused_names
+from quantizer.graph.output_names import output_leaves, unused_names
 
 _Path = tuple[Any, ...]
 """Keys and indices that lead into a nested value."""
@@ -125,6 +125,27 @@ def chosen_names(
             help="give each tensor another name",
         )
     return chosen
+
+
+def require_fitting_names(
+    choices: Mapping[str, str],
+    model: nn.Module | None,
+    graph: Graph,
+) -> None:
+    """Check `--input_names` and `--output_names` against a traced model, before it is run.
+
+    Raises:
+        UsageError: they do not fit it.
+    """
+    inputs = chosen_names(
+        "input_names", choices.get("input_names", ""), input_names(model, graph)
+    )
+    names_in_model = [name for name, _ in output_leaves(graph)]
+    outputs = chosen_names(
+        "output_names", choices.get("output_names", ""), output_names(names_in_model)
+    )
+    if choices.get("output_names") or choices.get("input_names"):
+        require_apart(inputs, outputs)
 
 
 def require_apart(

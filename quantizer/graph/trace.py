@@ -46,6 +46,11 @@ _BATCH = Dim("batch", min=1)
 _BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
 """On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
+_CONVOLUTIONS = (
+    torch.ops.aten.conv1d.default,
+    torch.ops.aten.conv2d.default,
+    torch.ops.aten.conv3d.default,
+)
 _NO_STACK_TRACES = "do_not_emit_stack_traces"
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, which is not")
 """The beginning of torch's message about an output of a class that it does not know."""
@@ -139,9 +144,22 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
         "%s fixes its batch size at %d: only such batches can run%s",
         type(module).__name__,
         size,
-        _undeclared_arguments(module, call),
+        _undeclared_arguments(module, call) or _missing_axis(program),
     )
     return call, program
+
+
+def _missing_axis(program: ExportedProgram) -> str:
+    """Return the remedy for images that have no axis of samples, "" if they have it."""
+    for node in program.graph.find_nodes(op="placeholder"):
+        for reader in node.users:
+            if reader.target not in _CONVOLUTIONS or reader.args[0] is not node:
+                continue
+            shape = list(node.meta["val"].shape)
+            weight = reader.args[1]
+            if len(shape) < weight.meta["val"].dim():
+                return f"; {shape} has no axis of samples: add it with unsqueeze(0)"
+    return ""
 
 
 def _with_batch(call: _Call, size: int, count: int) -> _Call:

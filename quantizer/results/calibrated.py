@@ -155,6 +155,11 @@ def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> 
         except ModelError:
             try_first_batch(module, batch)
             raise
+    if graph.output is None:
+        raise ModelError(
+            f"{graph.model} returns None",
+            help="end forward() with `return` and the outputs",
+        )
     if compared:
         compare_with_model(module, graph, batch)
     return graph

@@ -18,7 +18,7 @@ from pathlib import Path
 from quantizer.errors import ResultError
 from quantizer.graph.emit import is_emitted
 from quantizer.storage.atomic_write import remove_left_over
-from quantizer.storage.files import cannot_write, write_json
+from quantizer.storage.files import cannot_use, cannot_write, write_json
 from quantizer.storage.folder_lock import folder_lock
 from quantizer.storage.opened_files import (
     MOVES_FILE,
@@ -221,9 +221,10 @@ def locked(folder: Path) -> Iterator[None]:
             _refuse_folders(folder)
             stack.enter_context(folder_lock(folder))
         except OSError as error:
-            kind = ReadOnlyError if error.errno in READ_ONLY_ERRNOS else ResultError
-            text = f"cannot use {folder} for results: {error.strerror}"
-            raise kind(text, help="choose another --output_dir") from error
+            refusal = cannot_use(folder, error)
+            if error.errno in READ_ONLY_ERRNOS:
+                raise ReadOnlyError(refusal.message, help=refusal.help) from error
+            raise refusal from error
         _remove_left_over_files(folder)
         yield
 

@@ -104,8 +104,10 @@ class Arguments:
         elif self.needed == self.most:
             wanted = counted(self.needed, "input")
         elements = counted(count, "element")
+        taken = ", ".join(self.names)
         raise BatchError(
-            f"has {elements}, but the model takes {wanted} (and one target may follow)"
+            f"has {elements}, but the model takes {wanted} (and one target may follow)",
+            help=f"forward() of the model takes {taken}; a dict leaves no doubt",
         )
 
     def _is_target(self, item: Sequence[Any]) -> bool:

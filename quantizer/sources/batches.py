@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -87,6 +88,10 @@ class Batch:
         if self.is_stable:
             return self
         return replace(self._map(_copy), is_stable=True)
+
+    def detached(self) -> Batch:
+        """Return the batch with tensors that need no gradients."""
+        return self._map(Tensor.detach)
 
     def first(self, count: int) -> Batch:
         """Return the first `count` samples."""
@@ -214,9 +219,24 @@ def as_batch(item: Any, arguments: Arguments) -> Batch:
     elif isinstance(item, tuple | list):
         batch = _from_sequence(item, arguments)
     else:
-        raise BatchError(f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors")
+        raise BatchError(
+            f"is {a_kind(item)}, not a tensor, a tuple or a dict of tensors",
+            help=_remedy_for_item(item),
+        )
     _check_samples(batch)
+    tensors = [*batch.tensors(), *_named_tensors("raw", batch.raw)]
+    if any(tensor.requires_grad for _, tensor in tensors):
+        return batch.detached()
     return batch
+
+
+def _remedy_for_item(item: Any) -> str:
+    """Return what to do with an item that is no batch."""
+    if hasattr(item, "__array_interface__"):
+        return "torch.from_numpy(array) makes a tensor of an array"
+    if isinstance(item, str | PurePath):
+        return "open the file, and give a tensor of what is in it"
+    return "a batch is a tensor whose dimension 0 counts the samples"
 
 
 def _from_mapping(
@@ -244,7 +264,10 @@ def _from_sequence(
         return Batch(tuple(item), {}, None, item)
     *args, target = item
     if isinstance(target, int | float):
-        raise BatchError("is one sample and its label, not a batch of them")
+        raise BatchError(
+            "is one sample and its label, not a batch of them",
+            help="wrap the samples: torch.utils.data.DataLoader(dataset, batch_size=32)",
+        )
     if arguments.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
         return _from_mapping(args[0], target, item, arguments)
     return Batch(tuple(args), {}, _tensor_or_none(target), item)
@@ -286,7 +309,8 @@ def _check_samples(batch: Batch) -> None:
                 f"cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
             )
     if not inputs:
-        raise BatchError("holds no tensor")
+        values = [value for value in (*batch.args, *batch.kwargs.values()) if value is not None]
+        raise BatchError("holds no tensor", help=_remedy_for_item(next(iter(values), None)))
     name, tensor = inputs[0]
     if tensor.dim() == 0:
         raise BatchError(

@@ -165,7 +165,10 @@ class Batches:
             # used
             trim_heap(TRIM_AFTER_GROWTH)
         if seen.batches == 0:
-            raise DataError(f"{self.label} gives no batch", help=_FORMS)
+            remedy = "give at least one batch, a tensor whose dimension 0 counts the samples"
+            if self._first is not None:
+                remedy = "return a new iterator in each call: the first one is used up"
+            raise DataError(f"{self.label} gives no batch", help=remedy)
         if self.subset_len and seen.samples < self.subset_len:
             _logger.warning(
                 "%s has %d samples of the %d asked for",

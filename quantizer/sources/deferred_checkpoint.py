@@ -9,9 +9,9 @@ from torch import nn
 
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
+from quantizer.sources.tensor_files import read_deferred
 from quantizer.storage.allocator import map_large_blocks
 from quantizer.storage.deferred_tensor import DeferredTensor
-from quantizer.storage.safetensors_file import deferred_file
 
 CHECKPOINT_FILE = "model.safetensors"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
@@ -28,7 +28,7 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     """
     transformers = importlib.import_module("transformers")
     accelerate = importlib.import_module("accelerate")
-    stored = _stored_tensors(folder)
+    stored = stored_tensors(folder)
     config = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
@@ -54,8 +54,12 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     return module
 
 
-def _stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
-    """Return the tensors of the folder's safetensors files by name."""
+def stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
+    """Return the tensors of the folder's safetensors files by name.
+
+    Raises:
+        ModelError: a file is missing or damaged, or a file of another folder is named.
+    """
     files: list[str] = []
     if (folder / CHECKPOINT_INDEX).is_file():
         files = indexed_files(folder / CHECKPOINT_INDEX)
@@ -63,7 +67,7 @@ def _stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
         files = [CHECKPOINT_FILE]
     tensors: dict[str, DeferredTensor] = {}
     for name in files:
-        tensors |= deferred_file(folder / name)
+        tensors |= read_deferred(folder / name, ModelError)
     return tensors
 
 

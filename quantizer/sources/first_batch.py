@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
 from quantizer.sources.tensor_kinds import dtype_name
@@ -71,6 +73,9 @@ def _remedies(
                 f"argument {index} is a {kind} of {len(argument)}: for inputs and a target "
                 "write (left, right, target), not ((left, right), target)"
             )
+    unfilled = _unfilled(module, batch)
+    if "NoneType" in str(cause) and unfilled:
+        yield f"the batch leaves these arguments of forward() at None: {first_names(unfilled)}"
     failed = _failed_layer(module, cause)
     if failed is None:
         return
@@ -80,6 +85,19 @@ def _remedies(
         return
     yield f"the layer {path}, a {_described(layer)}, got {_shown(tensor)}"
     yield from _misfits(layer, tensor)
+
+
+def _unfilled(
+    module: nn.Module,
+    batch: Batch,
+) -> list[str]:
+    """Return the arguments of `forward` that are None by default, and that a batch lacks."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    names: list[str] = []
+    for parameter in parameters[len(batch.args) :]:
+        if parameter.default is None and parameter.name not in batch.kwargs:
+            names.append(parameter.name)
+    return names
 
 
 def _failed_layer(
@@ -128,7 +146,7 @@ def _misfits(
         return
     weight = layer.weight
     if tensor.dtype != weight.dtype:
-        yield f"it computes in {dtype_name(weight.dtype)}: convert what the batch holds"
+        yield f"it computes in {dtype_name(weight.dtype)}: convert the batch"
     if isinstance(layer, nn.Linear):
         if tensor.shape[-1:] != (layer.in_features,):
             yield f"it takes {layer.in_features} values in the last axis"

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.config.wording import counted, first_names
+from quantizer.config.wording import closest_word, counted, first_names
 from quantizer.errors import DataError, ModelError, pip_line
 from quantizer.sources.deferred_checkpoint import (
+    CHECKPOINT_FILE,
     CHECKPOINT_INDEX,
     deferred_model,
     indexed_files,
     require_inside,
+    stored_tensors,
 )
 from quantizer.sources.text import longest_window
 from quantizer.sources.user_code import user_errors
@@ -45,19 +47,32 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
     if importlib.util.find_spec("transformers") is None:
         message = f"{folder} is a Hugging Face model, and transformers is missing"
         raise ModelError(message, help=pip_line("llm"))
-    with user_errors(f"transformers, loading {folder},", ModelError):
-        config = json.loads((folder / HUGGING_FACE_CONFIG).read_text("utf-8"))
-        if not isinstance(config, dict):
-            raise ModelError(f"{folder / HUGGING_FACE_CONFIG} is not a JSON object")
+    config = _read_config(folder / HUGGING_FACE_CONFIG)
+    remedy = f"transformers.AutoModel.from_pretrained('{folder}') shows where it fails"
+    with user_errors(f"transformers, loading {folder},", ModelError, remedy=remedy):
         _require_own_files(folder, config)
         _require_unquantized(folder, config)
         architecture = _class_name(config, folder, trust=trust)
+        _require_weights(folder, config, architecture)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
+            _require_known_type(folder, config)
             deferred = deferred_model(folder, architecture)
             if deferred is not None:
                 return prepare_for_windows(deferred)
-        module, report = read_checkpoint(folder, architecture, trust_remote_code=trust)
+        module, report = read_checkpoint(
+            folder, architecture, trust_remote_code=trust, ignore_mismatched_sizes=True
+        )
+    misshaped: list[str] = []
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        misshaped.append(f"{name} {list(stored)} instead of {list(expected)}")
+    if misshaped:
+        weights = counted(len(misshaped), "weight")
+        raise ModelError(
+            f"{folder} has {weights} of other shapes than its {HUGGING_FACE_CONFIG} says: "
+            f"{first_names(misshaped)}",
+            help=f"give the {HUGGING_FACE_CONFIG} that was saved with these weights",
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         weights = counted(len(missing), "weight")
@@ -67,6 +82,72 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             "missing weights would be drawn at random",
         )
     return module
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the object in a config.json.
+
+    Raises:
+        ModelError: it cannot be read, or is something else.
+    """
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ModelError(
+            f"{path}:{error.lineno}:{error.colno}: {error.msg}",
+            help="copy or download the file again",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return config
+
+
+def _require_weights(folder: Path, config: dict[str, Any], architecture: str) -> None:
+    """Check that the folder has safetensors files, and that they are whole.
+
+    Raises:
+        ModelError: it has none, or one is damaged.
+    """
+    is_explicit = bool(config.get("transformers_weights"))
+    if is_explicit or stored_tensors(folder):
+        return
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(folder.glob("*.bin"))
+    if pickles:
+        raise ModelError(
+            f"{folder} has its weights in {pickles[0].name}, a pickle, which can run code",
+            help=f"if you trust it, transformers.{architecture}.from_pretrained('{folder}')"
+            ".save_pretrained('converted') writes a folder with safetensors",
+        )
+    raise ModelError(
+        f"{folder} has no weights: there is no {CHECKPOINT_FILE}",
+        help="copy or download the whole model",
+    )
+
+
+def _require_known_type(folder: Path, config: dict[str, Any]) -> None:
+    """Check that transformers knows the kind of the model.
+
+    Raises:
+        ModelError: it does not; the closest kind is named.
+    """
+    transformers = importlib.import_module("transformers")
+    known = list(transformers.CONFIG_MAPPING)
+    kind = config.get("model_type")
+    if kind in known:
+        return
+    near = closest_word(str(kind), known)
+    remedy = "install a newer transformers"
+    if near is not None:
+        remedy = f"did you mean {near}? Otherwise {remedy}"
+    raise ModelError(
+        f"{folder / HUGGING_FACE_CONFIG} has the model_type {kind!r}, which transformers "
+        f"{transformers.__version__} does not have",
+        help=remedy,
+    )
 
 
 def _require_own_files(folder: Path, config: dict[str, Any]) -> None:

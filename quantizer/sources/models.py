@@ -2,10 +2,10 @@
 code.
 """
 
-import inspect
+import difflib
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from quantizer.sources.tokenizer import TextTokenizer, has_tokenizer, load_token
 from quantizer.sources.user_code import (
     UserModule,
     import_user_module,
+    require_callable,
     split_spec,
     user_errors,
     user_exits,
@@ -52,11 +53,19 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
         "give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
     ),
     ".json": ("{path} is not a model", "a config is given as --config_file {path}"),
+    ".ipynb": (
+        "{path} is a notebook, not a Python file",
+        "jupyter nbconvert --to script {path} writes one",
+    ),
     **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
 }
 """The reason and the help of the error for files that are not models, by suffix."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """How a model of the Hugging Face Hub is named: owner/name."""
+_LOOKED_FOR = ("calibration_data", "evaluation_data", "evaluate", "example_input")
+"""The functions of the model's file that may be missing."""
+_SIMILAR = 0.76
+"""How similar a name must be to pass for a wrong one; `calib_data` is."""
 _ADAPTER = "adapter_config.json"
 """The file of a folder that PEFT has written."""
 Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
@@ -198,10 +207,15 @@ def _from_python(spec: str) -> LoadedModel:
     if name is None:
         name = "model"
         if not location.endswith(".py"):
+            if Path(spec).is_file():
+                raise ModelError(f"{spec} is not a Python file", help=_FORMS)
             message = f"{spec!r} is neither a file, a folder nor module:factory"
-            raise ModelError(message, help=_FORMS)
+            file = Path(f"{spec}.py")
+            remedy = f"did you mean {file}?" if file.is_file() else _FORMS
+            raise ModelError(message, help=remedy)
     user = import_user_module(location, ModelError)
     module = _build(user, name)
+    _note_similar_names(user)
     with user_errors("eval() of the model", ModelError):
         prepare_for_windows(module)
     directions = Directions.declared_by(user)
@@ -231,24 +245,45 @@ def _build(user: UserModule, name: str) -> nn.Module:
         raise ModelError(
             f"{what} is {a_kind(factory)}, not a function that returns a torch.nn.Module"
         )
-    required = _required_parameters(factory)
-    if required:
-        remedy = f"give them defaults, or write a function without parameters that calls {name}"
-        raise ModelError(f"{what} needs arguments: {', '.join(required)}", help=remedy)
+    require_callable(factory, 0, what, ModelError)
     module = user.call(factory, ModelError)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"{what} returned {a_kind(module)}, not a torch.nn.Module")
+        raise ModelError(
+            f"{what} returned {a_kind(module)}, not a torch.nn.Module",
+            help=_remedy_for(module),
+        )
     return module
 
 
-def _required_parameters(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    # Builtins have no signature. The error of the call shows what is missing
-    except (ValueError, TypeError):
-        return []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+def _remedy_for(returned: Any) -> str:
+    """Return what to do if the function of the model returned something else."""
+    if returned is None:
+        return "end the function with `return` and the module"
+    is_state = isinstance(returned, Mapping) and bool(returned)
+    if is_state and all(isinstance(value, torch.Tensor) for value in returned.values()):
+        return (
+            "this is a state_dict: build the module and load it with "
+            "module.load_state_dict(), or give the file as --weights"
+        )
+    return "return the module alone"
+
+
+def _note_similar_names(user: UserModule) -> None:
+    """Warn of a function whose name is close to one that is looked for and not defined."""
+    functions: list[str] = []
+    for name, value in vars(user.module).items():
+        is_own = getattr(value, "__module__", None) == user.module.__name__
+        if is_own and callable(value) and name not in _LOOKED_FOR:
+            functions.append(name)
+    for wanted in _LOOKED_FOR:
+        similar = difflib.get_close_matches(wanted, functions, n=1, cutoff=_SIMILAR)
+        if user.find(wanted) is None and similar:
+            _logger.warning(
+                "%s has no %s(), but %s(), which is not used: is the name wrong?",
+                user.label,
+                wanted,
+                similar[0],
+            )
 
 
 def _getter(user: UserModule, name: str) -> Callable[[], Any] | None:
@@ -260,7 +295,16 @@ def _getter(user: UserModule, name: str) -> Callable[[], Any] | None:
         return None
     if callable(source):
         return partial(user.call, source, DataError)
-    return lambda: source
+
+    def value() -> Any:
+        if isinstance(source, Iterator):
+            raise DataError(
+                f"{name} of {user.label} is an iterator, which can be read only once",
+                help="make it a function that returns the iterator",
+            )
+        return source
+
+    return value
 
 
 def _tokenizer_of(user: UserModule) -> Callable[[], TextTokenizer] | None:
@@ -282,6 +326,8 @@ def _checked_evaluate(user: UserModule, function: Any) -> Measure:
         raise user.error(
             f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)"
         )
+    name = getattr(function, "__name__", "evaluate")
+    require_callable(function, 2, f"{name} of {user.label}", DataError)
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
         metrics = user.call(function, DataError, model, data)

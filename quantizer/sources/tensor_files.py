@@ -14,6 +14,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -24,14 +25,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.config.wording import a_kind
+from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import DataError, QuantizerError
 from quantizer.sources.arguments import UNKNOWN_ARGUMENTS, Arguments
-from quantizer.sources.batches import PLAIN_TENSORS_HELP, Batch
+from quantizer.sources.batches import PLAIN_TENSORS_HELP, Batch, prefix_errors
 from quantizer.sources.tensor_kinds import unsupported_reason
+from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.plain_files import require_file_or_folder
 from quantizer.storage.process_memory import size_text
-from quantizer.storage.safetensors_file import load_tensors
+from quantizer.storage.safetensors_file import deferred_file, load_tensors
 
 DEFAULT_MAX_UNPACKED = 10**9
 """The bytes that a compressed file may unpack to by default. A file of a few bytes can claim
@@ -86,17 +88,39 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
         error: it cannot be read, or is too large.
     """
     limit = DEFAULT_MAX_UNPACKED if max_unpacked is None else max_unpacked
-    try:
+    with _reading(path, error):
         _require_data(path)
         _check_archive(path, limit)
         content = READERS[path.suffix.lower()](path)
         _check_tensors(path, content, limit)
+    return content
+
+
+def read_deferred(path: Path, error: type[QuantizerError]) -> dict[str, DeferredTensor]:
+    """Return the tensors of a safetensors file, each to be read when it is needed.
+
+    Raises:
+        error: the file is missing, damaged or something else.
+    """
+    with _reading(path, error):
+        _require_data(path)
+        try:
+            return deferred_file(path)
+        except (SafetensorError, KeyError) as cause:
+            text = f"it is truncated or not a safetensors file ({cause})"
+            raise _UnreadableError(text, _AGAIN) from cause
+
+
+@contextmanager
+def _reading(path: Path, error: type[QuantizerError]) -> Iterator[None]:
+    """Raise `error` if the file cannot be read inside the `with` block."""
+    try:
+        yield
     except _UnreadableError as cause:
         reason, remedy = cause.args
         raise error(f"{path} cannot be read: {reason}", help=remedy) from cause.__cause__
     except OSError as cause:
         raise error(f"{path} cannot be read: {cause.strerror or cause}") from cause
-    return content
 
 
 def _require_data(path: Path) -> None:
@@ -335,6 +359,10 @@ def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -
         names = f"{', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
         raise DataError(f"{path} holds no input tensor", help=f"name it {names}")
     _check_samples(path, named)
+    keywords = [name for name in named if name not in arguments.labels]
+    if len(keywords) > 1 and not set(keywords) & set(INPUT_NAMES):
+        with prefix_errors(f"{path} "):
+            arguments.require(keywords)
     return dict(named)
 
 
@@ -356,8 +384,10 @@ def _check_samples(path: Path, named: Mapping[str, Tensor]) -> None:
         if count is not None and count > size and not tensor.numel():
             raise DataError(f"{path} holds no values of {name}: its shape is {shape}")
     if None in counts or len(counts) != 1:
-        listed = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
-        raise DataError(f"the tensors of {path} differ in dimension 0, the samples: {listed}")
+        shapes = [f"{name} {list(tensor.shape)}" for name, tensor in named.items()]
+        raise DataError(
+            f"the tensors of {path} differ in dimension 0, the samples: {first_names(shapes)}"
+        )
 
 
 def _concatenate_samples(first: NamedTensors, second: NamedTensors, path: Path) -> NamedTensors:

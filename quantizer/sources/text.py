@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, UsageError
+from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.documents import Document, read_documents
 from quantizer.sources.tokenizer import TextTokenizer
@@ -101,6 +102,12 @@ class TextData:
             DataError: the model needs more than one text.
         """
         model = type(self.module).__name__
+        main_input = getattr(self.module, "main_input_name", _INPUT)
+        if main_input != _INPUT and _INPUT not in arguments_of(self.module).known:
+            raise DataError(
+                f"{model} takes {main_input}, and {self.label} is text",
+                help=f"give batches of your own, dicts with the key {main_input}",
+            )
         config = getattr(self.module, "config", None)
         if getattr(config, "is_encoder_decoder", False):
             raise DataError(

@@ -7,6 +7,7 @@ is restored afterwards.
 import difflib
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from quantizer.config.wording import counted
 from quantizer.errors import GateError, QuantizerError
 
 _logger = logging.getLogger(__name__)
@@ -97,9 +99,11 @@ class UserModule:
         """Return `function(*args)`. During the call, the module's folder is in `sys.path`.
 
         Raises:
-            error: the function raises; the user's frames are given.
+            error: the function does not take these arguments, or raises; the user's frames are
+                given.
         """
         name = getattr(function, "__name__", type(function).__name__)
+        require_callable(function, len(args), f"{name} of {self.label}", error)
         with user_errors(f"{name}() of {self.label}", error), _importable(self.folder):
             return function(*args)
 
@@ -151,6 +155,8 @@ def user_errors(
     what: str,
     error: type[QuantizerError],
     ended: type[QuantizerError] | None = None,
+    *,
+    remedy: str | None = None,
 ) -> Iterator[None]:
     """Turn exceptions of the user's code into `error`: "`what` raised ValueError: …", with the
     user's frames. Errors of quantizer itself and Ctrl-C pass.
@@ -160,6 +166,7 @@ def user_errors(
         error: the error to raise.
         ended: the error for exceptions that would end the process, such as `sys.exit()`;
             `error` if None.
+        remedy: what to do about an error without frames of the user's.
     """
     with user_exits(what, ended or error):
         try:
@@ -171,7 +178,7 @@ def user_errors(
                 raise user_error(what, cause, error) from cause
             raise
         except Exception as cause:
-            raise user_error(what, cause, error) from cause
+            raise user_error(what, cause, error, remedy) from cause
 
 
 @contextmanager
@@ -193,13 +200,78 @@ def user_error(
     what: str,
     cause: BaseException,
     error: type[QuantizerError],
+    remedy: str | None = None,
 ) -> QuantizerError:
-    """Return an `error` saying that `what` raised `cause`, with the user's frames."""
+    """Return an `error` saying that `what` raised `cause`, with the user's frames, or with a
+    remedy if there are none.
+    """
     message = f"{what} raised {type(cause).__name__}"
-    text = " ".join(str(cause).split())
+    text = cause.msg if isinstance(cause, SyntaxError) else str(cause)
+    text = " ".join(text.split())
     if text:
         message += f": {text}"
-    return error(message, help=frames_of(cause) or [_last_frame(cause)])
+    lines = [*_import_remedies(cause), *frames_of(cause)]
+    if not lines:
+        lines.append(remedy or _last_frame(cause))
+    return error(message, help=lines)
+
+
+def _import_remedies(cause: BaseException) -> Iterator[str]:
+    """Yield what to do about an import that failed."""
+    if not isinstance(cause, ImportError):
+        return
+    if "relative import" in str(cause):
+        yield (
+            "a file that is imported alone has no package: give package.module:NAME from the "
+            "folder that holds the package"
+        )
+    elif isinstance(cause, ModuleNotFoundError) and cause.name:
+        package = cause.name.partition(".")[0]
+        yield f"install {package} beside quantizer, or put its folder on PYTHONPATH"
+
+
+def require_callable(
+    function: Callable[..., Any],
+    arguments: int,
+    what: str,
+    error: type[QuantizerError],
+) -> None:
+    """Check that a function of the user's can be called with this number of arguments.
+
+    Args:
+        function: the function, or a class.
+        arguments: how many it is called with, by position.
+        what: names it in messages.
+        error: the error to raise.
+
+    Raises:
+        error: it needs more or takes fewer.
+    """
+    try:
+        signature = inspect.signature(function)
+    # Builtins have no signature. The error of the call shows what is missing
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        pass
+    else:
+        return
+    if arguments > 0:
+        raise error(
+            f"{what} takes {signature}, and it is called with {counted(arguments, 'argument')}"
+        )
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.default is parameter.empty and parameter.kind not in variadic:
+            names.append(parameter.name)
+    name = what.partition(" ")[0]
+    raise error(
+        f"{what} needs arguments: {', '.join(names)}",
+        help=f"give them defaults, or write a function without parameters that calls {name}",
+    )
 
 
 def was_called(model: Any, cause: BaseException) -> bool:
@@ -227,7 +299,8 @@ def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     # dataclasses and typing look up the module of a class there
     sys.modules[name] = module
     try:
-        with user_errors(str(path), error), _importable(folder):
+        remedy = "it has to be a text file in Python"
+        with user_errors(str(path), error, remedy=remedy), _importable(folder):
             spec.loader.exec_module(module)
     except QuantizerError:
         del sys.modules[name]
@@ -286,12 +359,15 @@ def _forget_namesakes(folder: Path) -> None:
 
 def frames_of(cause: BaseException) -> list[str]:
     """Return the last frames of the user's code, such as `file.py:12 in build: the line`, the
-    innermost last.
+    innermost last. A line that Python cannot read is the last one, with its column.
     """
     lines: list[str] = []
     for frame in traceback.extract_tb(cause.__traceback__):
         if not frame.filename.startswith(_FOREIGN_PREFIXES):
             lines.append(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
+    if isinstance(cause, SyntaxError) and cause.filename:
+        place = f"{cause.filename}:{cause.lineno or 1}:{cause.offset or 1}"
+        lines.append(f"{place}: {(cause.text or '').strip()}")
     return lines[-_MAX_FRAMES:]
 
 

@@ -124,8 +124,8 @@ def _iterable(source: Any, label: str) -> Iterable[Any]:
             help="wrap it: torch.utils.data.DataLoader(dataset, batch_size=32)",
         )
     if isinstance(source, Tensor | str | Mapping) or not isinstance(source, Iterable):
-        raise DataError(
-            f"{label} is {a_kind(source)}, not an iterable of batches",
-            help="give a list of batches, a DataLoader, or a function that returns one",
-        )
+        remedy = "give a list of batches, a DataLoader, or a function that returns one"
+        if source is None:
+            remedy = "end the function with `return` and its batches, or use `yield`"
+        raise DataError(f"{label} is {a_kind(source)}, not an iterable of batches", help=remedy)
     return source

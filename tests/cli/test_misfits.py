@@ -92,7 +92,7 @@ CONV = "the layer conv, a Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1)), got"
             "bytes_",
             [
                 f"{CONV} [4, 3, 8, 8] uint8",
-                "it computes in float32: convert what the batch holds",
+                "it computes in float32: convert the batch",
             ],
         ),
         (

@@ -84,11 +84,10 @@ def steps(**inputs: str) -> dict[str, tuple[str, dict[str, str]]]:
 def test_a_config_alone_is_validated_at_its_lines_and_needs_no_torch(repository: Path) -> None:
     found = steps(config="quantize_config.json")
     assert list(found) == ["Install", "Validate"]
-    assert shell(
-        found["Install"][0].replace("python -m pip install --quiet", "echo"),
-        repository,
-        **found["Install"][1],
-    ) == ("quantizer-torch\n")
+    command, variables = found["Install"]
+    command = command.replace("python -m pip install --quiet", "echo")
+    assert shell(command, repository, **variables, GITHUB_ACTION_PATH=str(ROOT)) == f"{ROOT}\n"
+    assert shell(command, repository, **{**variables, "PACKAGE": "mirror"}) == "mirror\n"
     assert shell(found["Validate"][0], repository, **found["Validate"][1]).strip() == ""
     config = repository / "quantize_config.json"
     config.write_text(config.read_text().replace('"maxmin"', '"minmax"', 1))

@@ -93,6 +93,7 @@ def test_programs_state_their_origin_and_keep_the_names_of_the_model(
     program = torch.export.load(path, extra_files=files)
     assert json.loads(files["quantizer.json"]) == expected
     assert program.graph_signature.user_inputs == ("image", "mask")
+    assert program.graph_signature.user_outputs == ("boxes", "scores")
     outputs = program.module()(torch.ones(4, 3), torch.ones(4, 3))
     assert list(outputs) == ["boxes", "scores"]
 

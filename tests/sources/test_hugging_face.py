@@ -171,3 +171,68 @@ def test_a_config_that_names_no_model_is_a_sentence(config: str, tmp_path: Path)
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=r"config\.json|transformers, loading"):
         load_model(str(tmp_path))
+
+
+def refusal(place: Path) -> tuple[str, str]:
+    """The message and the help of the error of loading a folder."""
+    with pytest.raises(ModelError) as caught:
+        load_model(str(place))
+    return caught.value.message, str(caught.value.help)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "remedy"),
+    [
+        (None, "has no weights: there is no model.safetensors", "download the whole model"),
+        (b"version https://git-lfs.github.com/spec/v1", "it is a Git LFS pointer", "git lfs"),
+        (b"", "model.safetensors cannot be read: it is empty", "download it again"),
+        (b"\x08" + b"\0" * 99, "model.safetensors cannot be read: it is truncated", "again"),
+    ],
+)
+def test_weights_that_are_missing_or_damaged_name_their_file(
+    content: bytes | None, reason: str, remedy: str, tmp_path: Path
+) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "model.safetensors").unlink()
+    if content is not None:
+        (place / "model.safetensors").write_bytes(content)
+    message, help_ = refusal(place)
+    assert reason in message
+    assert remedy in help_
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "model.safetensors").rename(place / "pytorch_model.bin")
+    message, remedy = refusal(place)
+    assert "has its weights in pytorch_model.bin, a pickle" in message
+    assert "LlamaForCausalLM.from_pretrained(" in remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "remedy"),
+    [
+        ({"model_type": "lama"}, "has the model_type 'lama'", "did you mean llama?"),
+        (
+            {"intermediate_size": 128},
+            "model.layers.0.mlp.down_proj.weight [64, 96] instead of [64, 128]",
+            "give the config.json that was saved with these weights",
+        ),
+    ],
+)
+def test_a_config_of_other_weights_is_refused(
+    change: dict[str, object], reason: str, remedy: str, tmp_path: Path
+) -> None:
+    place = saved(tmp_path / "model", llama())
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | change))
+    message, help_ = refusal(place)
+    assert reason in message
+    assert remedy in help_
+
+
+def test_a_config_that_is_no_json_has_its_place(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "config.json").write_text('{\n  "model_type": "llama",\n}')
+    message, _ = refusal(place)
+    assert message.startswith(f"{place / 'config.json'}:3:1: ")

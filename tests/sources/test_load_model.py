@@ -143,6 +143,11 @@ def test_importing_leaves_no_trace(folder: Path) -> None:
         (
             "net",
             "'net' is neither a file, a folder nor module:factory",
+            "did you mean net.py?",
+        ),
+        (
+            "nets",
+            "'nets' is neither a file, a folder nor module:factory",
             "package.module:factory",
         ),
         ("net.py:wied", "net.py has no 'wied'", "did you mean wide?"),
@@ -157,6 +162,8 @@ def test_importing_leaves_no_trace(folder: Path) -> None:
         ("net.pth", "net.pth holds weights, not a model", "--model FILE.py --weights net.pth"),
         (".", "is a folder without a config.json", "Hugging Face folder"),
         ("missing.pt2", "there is no file missing.pt2", ""),
+        ("net.ipynb", "net.ipynb is a notebook", "jupyter nbconvert --to script"),
+        ("table.csv", "table.csv is not a Python file", "FILE.py:factory"),
         ("", "is a folder without a config.json", ""),
         ("net.py:", "net.py has no ''", ""),
         ("__import__('os').mkdir('x'):f", "is neither a file nor a module", ""),
@@ -164,6 +171,7 @@ def test_importing_leaves_no_trace(folder: Path) -> None:
     ],
 )
 def test_a_spec_that_leads_nowhere(folder: Path, spec: str, sentence: str, remedy: str) -> None:
+    (folder / "table.csv").write_text("1,2")
     error = refusal(spec)
     assert sentence in error.message
     assert remedy in (error.help or "")

@@ -1,4 +1,6 @@
-"""Commands of a docs page, run as they are written: pip install, quantizer …, python -c …."""
+"""Commands of a docs page, run as they are written: perhaps pip install, then quantizer …, and
+python -c ….
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class Commands:
     them.
     """
 
-    extra: str
+    extra: str | None
     quantizing: list[list[str]]
     code: str
 
@@ -26,10 +28,13 @@ class Commands:
         text = (ROOT / "docs" / page).read_text("utf-8").partition(f"\n{heading}\n")[2]
         lines = re.findall(r"```\n(.*?)```", text, re.DOTALL)[0].splitlines()
         assert len(lines) <= 5
-        install, *quantizing, ending = map(shlex.split, lines)
-        assert (install[:2], ending[:2]) == (["pip", "install"], ["python", "-c"])
+        *quantizing, ending = map(shlex.split, lines)
+        extra = None
+        if quantizing[0][:2] == ["pip", "install"]:
+            extra = quantizing.pop(0)[2]
+        assert ending[:2] == ["python", "-c"]
         assert all(words[0] == "quantizer" for words in quantizing)
-        return cls(install[2], [words[1:] for words in quantizing], ending[2])
+        return cls(extra, [words[1:] for words in quantizing], ending[2])
 
     def quantize(self) -> None:
         """Run the calls of quantizer in this process, in the current folder."""

@@ -4,6 +4,7 @@ The program keeps no trace of where it was made, and of the code that it was mad
 """
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
@@ -19,6 +21,8 @@ from quantizer.graph.lengths import Length
 from quantizer.graph.trace import quiet, without_stack_traces
 
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
+_NO_LETTER = re.compile(r"\W", re.ASCII)
+"""The characters that names in a program cannot have."""
 
 
 def program_bytes(program: ExportedProgram, files: Mapping[str, str]) -> bytes:
@@ -49,12 +53,14 @@ def export_program(
     kwargs: dict[str, Any],
     *,
     names: Sequence[str] = (),
+    output_names: Sequence[str] = (),
 ) -> ExportedProgram:
     """Return the program of a module that is called as `graph`'s model.
 
     Args:
         args, kwargs: a call without data of the user, as the program keeps it.
         names: what the model calls its first positional arguments.
+        output_names: of the tensors that it returns, which its signature then has.
 
     Raises:
         ModelError: torch.export refuses the module.
@@ -68,7 +74,32 @@ def export_program(
     for node in program.graph.nodes:
         for key in _SOURCE_KEYS:
             node.meta.pop(key, None)
+    _name_outputs(program, output_names)
     return program
+
+
+def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
+    """Rename what a program returns: torch.export calls outputs by their operators.
+
+    An input that is returned keeps its name. A value that is returned twice gets its first one.
+    """
+    [output] = program.graph.find_nodes(op="output")
+    tensors: list[Node] = []
+    for value in output.args[0]:
+        if isinstance(value, Node):
+            tensors.append(value)
+    if len(tensors) != len(names):
+        return
+    signature = program.graph_signature
+    renamed: set[Node] = set()
+    for node, name in zip(tensors, names, strict=True):
+        if node in renamed or node.op != "call_function":
+            continue
+        renamed.add(node)
+        old_name = node.name
+        node._rename(_NO_LETTER.sub("_", name))
+        signature.replace_all_uses(old_name, node.name)
+    program.graph_module.recompile()
 
 
 def _with_open_sizes(

@@ -52,7 +52,11 @@ class Pt2Exporter(ProgramExporter):
             float_layers = overflowing(network, solution, MAX_SUM_BIAS)
         coded = _CodedNetwork(network, solution, CODE_TYPES[activations], float_layers)
         program = export_program(
-            coded, graph, *deployment.blank, names=deployment.parameter_names
+            coded,
+            graph,
+            *deployment.blank,
+            names=deployment.parameter_names,
+            output_names=deployment.output_names,
         )
         if is_for_executorch:
             _dequantize_for_each(program)

@@ -26,5 +26,9 @@ class Pt2FloatExporter(ProgramExporter):
         graph = deployment.graph.replaced(rebuild=None)
         network = dataclasses.replace(deployment, graph=graph).network()
         return export_program(
-            network, graph, *deployment.blank, names=deployment.parameter_names
+            network,
+            graph,
+            *deployment.blank,
+            names=deployment.parameter_names,
+            output_names=deployment.output_names,
         )
