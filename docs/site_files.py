@@ -1,5 +1,5 @@
-"""A hook of the site: files of the repository that pages link to come with it, and the schemas
-at their addresses.
+"""A hook of the site: the version in its title, files of the repository that pages link to, and
+the schemas at their addresses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+)\)")
 README = re.compile(r"\]\(\.\./README\.md(#[\w-]+)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Write the package's version into the title. Without a repository, no page has an edit
+    link.
+    """
+    source = (ROOT / "quantizer" / "__init__.py").read_text("utf-8")
+    (version,) = re.findall(r'^__version__ = "([\d.]+)"$', source, re.MULTILINE)
+    config.site_name = f"{config.site_name} {version}"
+    if not config.repo_url:
+        config.edit_uri = None
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -82,6 +82,10 @@ class Config:
     type, layer name, exclude.
 
     `save` writes a file for `--config_file`.
+
+    >>> weight = QuantizationSpec(Dtype.int4, qscheme=QSchemeType.per_group, group_size=32)
+    >>> Config(QuantizationConfig(weight=weight), exclude=["kind:head"]).to_dict()["exclude"]
+    ['kind:head']
     """
 
     global_quant_config: QuantizationConfig
@@ -105,7 +109,7 @@ class Config:
         """Return the config of a document in the hierarchical form.
 
         Raises:
-            ConfigError: with all findings, if it cannot be used.
+            ConfigError: it cannot be used. The error has all findings.
             UsageError: it is not a dict, or has no `global_quant_config`.
         """
         if not isinstance(document, Mapping):
@@ -139,7 +143,7 @@ class Config:
         """Return the config of a file in the hierarchical form.
 
         Raises:
-            ConfigError: with all findings and their places, if it cannot be used.
+            ConfigError: it cannot be used. The error has all findings with their lines.
             UsageError: it has the layered form, or `path` is not a path.
         """
         path_of(path)

@@ -59,7 +59,7 @@ class Kernels:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The comparison of a file with test mode.
+    """Holds the comparison of a file with test mode.
 
     Differences are absolute. Shares go from 0 to 1.
 
@@ -79,7 +79,7 @@ class Verification:
             optimizations.
         layers: the codes of layers, each computed from the same codes as in test mode.
         speed: in comparison with the float network; None if it was not measured.
-        remarks: about the file, for the user.
+        remarks: notes about the file, for the user.
         engines: the checks by other engines that are installed.
     """
 
