@@ -11,7 +11,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = re.compile(r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+)\)")
+OUTSIDE = re.compile(
+    r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+|CONTRIBUTING\.md)(?:#[\w-]+)?\)"
+)
 README = re.compile(r"\]\(\.\./README\.md(#[\w-]+)?\)")
 
 
