@@ -65,6 +65,12 @@ class Quantized:
         comparison: the comparison of the quantized network with the float one.
         verification: the comparison of the written file with test mode.
         verdict: at most eight lines in plain words.
+
+    >>> import tempfile, torch, quantizer
+    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     quantizer.quantize(torch.nn.Linear(8, 4), batches, "pt2", folder=folder).path.name
+    'Linear.pt2'
     """
 
     path: Path
@@ -117,14 +123,6 @@ def quantize(
     Raises:
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data.
-
-    >>> import tempfile, torch, quantizer
-    >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
-    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     quantized = quantizer.quantize(network, batches, to="pt2", folder=folder)
-    >>> quantized.path.name
-    'Sequential.pt2'
     """
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
