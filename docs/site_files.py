@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(
     r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+|CONTRIBUTING\.md)(?:#[\w-]+)?\)"
 )
+TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`[^`\n]+`")
 README = re.compile(r"\]\(\.\./README\.md(#[\w-]+)?\)")
 
 
@@ -44,7 +46,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead to these copies; links to the README lead to the first page."""
+    """Write a page as the site needs it.
+
+    Links to files of the repository lead to the copies, those to the README to the first page.
+    In the cells of tables, a bar in code has a backslash for GitHub, which the site would show.
+    """
+    text = TABLE_ROW.sub(_with_bars, markdown)
     if "/" in page.file.src_uri:
-        return markdown
-    return README.sub("](index.md)", OUTSIDE.sub(r"](files/\1.txt)", markdown))
+        return text
+    return README.sub("](index.md)", OUTSIDE.sub(r"](files/\1.txt)", text))
+
+
+def _with_bars(row: re.Match[str]) -> str:
+    return CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.pages import commands_of
 
 import quantizer
 from quantizer.cli.main import run_command
@@ -27,12 +28,17 @@ PAGES = [
     *sorted((DOCS / "decisions").glob("*.md")),
 ]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"(\$ | {4})?(quantizer|torchrun|python|pip|sed|export) ")
+WIDEST_COMMAND = 96
+"""docs/site.css makes the page wide enough for so many characters."""
 TUTORIAL = (DOCS / "tutorial.md").read_text("utf-8")
-COMMANDS = re.findall(
-    r"^(?:quantizer|sed) .*$",
-    "\n".join(re.findall(r"^```\n(.*?)```", TUTORIAL, re.S | re.M)),
-    re.M,
-)
+BLOCKS = re.findall(r"^```\n(.*?)```", TUTORIAL, re.S | re.M)
+COMMANDS = [
+    command
+    for block in BLOCKS
+    if block.startswith(("quantizer ", "sed "))
+    for command in commands_of(block)
+]
 
 
 def anchors(text: str) -> set[str]:
@@ -61,6 +67,18 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
         assert file.exists(), f"{target} is not there"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file.read_text("utf-8")), f"{target} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_is_cut_at_a_width_of_1280_pixels(page: Path) -> None:
+    text = page.read_text("utf-8")
+    code = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    code += re.findall(r"^ {4}\S.*$", FENCED.sub("", text), re.MULTILINE)
+    in_command = False
+    for line in "\n".join(code).splitlines():
+        is_command = in_command or COMMAND.match(line) is not None
+        in_command = is_command and line.endswith("\\")
+        assert not is_command or len(line) <= WIDEST_COMMAND, line
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -38,8 +38,21 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
 
 
 def commands_of(block: str) -> list[str]:
-    """Return the commands of a block; a backslash at the end of a line continues it."""
-    return block.replace("\\\n", " ").splitlines()
+    """Return the commands of a block. A backslash at the end of a line continues it, and so
+    does an open quote.
+    """
+    commands = []
+    command = ""
+    for line in block.replace("\\\n", " ").splitlines():
+        command += line
+        try:
+            shlex.split(command)
+        except ValueError:
+            command += "\n"
+            continue
+        commands.append(command)
+        command = ""
+    return commands
 
 
 def run_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
