@@ -110,7 +110,10 @@ def _part(name: str, value: Any) -> str:
     """Return the section of one name."""
     if not inspect.isclass(value):
         return f"\n### {name}\n\n{_signature(name, value)}{_described(value)}"
-    text = f"\n### {name}\n\n{_described(value)}"
+    text = f"\n### {name}\n\n"
+    if "\nArgs:" in inspect.cleandoc(value.__doc__ or ""):
+        text += _signature(name, value.__init__)
+    text += _described(value)
     if issubclass(value, Enum):
         return text + _members(name, value)
     if issubclass(value, AlgoConfig):
@@ -153,7 +156,6 @@ def _described(value: Any) -> str:
     text = _filled(pieces[0])
     if example:
         text += f"```pycon\n{example}\n```\n\n"
-    annotations = _annotations(value)
     for index in range(1, len(pieces), 3):
         kind, first, body = pieces[index : index + 3]
         if kind == "Source":
@@ -161,6 +163,7 @@ def _described(value: Any) -> str:
         if kind == "Returns":
             text += f"Returns {' '.join(f'{first} {body}'.split())}\n\n"
             continue
+        annotations = _annotations(value) if kind == "Args" else {}
         text += _table(kind, list(_entries(body)), annotations)
     return text
 
@@ -204,15 +207,16 @@ def _table(
 
 
 def _annotations(value: Any) -> dict[str, tuple[str, str]]:
-    """Return the type and the default of each argument, as cells of a table."""
-    if not inspect.isfunction(inspect.unwrap(value)):
-        return {}
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(value))))
+    """Return the type and the default of each argument, as cells of a table. The arguments of a
+    class are those of its constructor.
+    """
+    call = value.__init__ if inspect.isclass(value) else value
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(call))))
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef)
     arguments = function.args
     known = [*arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
-    parameters = inspect.signature(value).parameters
+    parameters = inspect.signature(call).parameters
     cells = {}
     for argument in known:
         if argument is None or argument.annotation is None:

@@ -12,11 +12,11 @@ from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(
-    r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+|CONTRIBUTING\.md)(?:#[\w-]+)?\)"
+    r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+|(?:README|CONTRIBUTING)\.md)"
+    r"(?:#[\w-]+)?\)"
 )
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 CODE = re.compile(r"`[^`\n]+`")
-README = re.compile(r"\]\(\.\./README\.md(#[\w-]+)?\)")
 
 
 def on_config(config: Any) -> Any:
@@ -48,13 +48,13 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Write a page as the site needs it.
 
-    Links to files of the repository lead to the copies, those to the README to the first page.
-    In the cells of tables, a bar in code has a backslash for GitHub, which the site would show.
+    Links to files of the repository lead to the copies. In the cells of tables, a bar in code
+    has a backslash for GitHub, which the site would show.
     """
     text = TABLE_ROW.sub(_with_bars, markdown)
     if "/" in page.file.src_uri:
         return text
-    return README.sub("](index.md)", OUTSIDE.sub(r"](files/\1.txt)", text))
+    return OUTSIDE.sub(r"](files/\1.txt)", text)
 
 
 def _with_bars(row: re.Match[str]) -> str:

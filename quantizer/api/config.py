@@ -108,6 +108,9 @@ class Config:
     def from_dict(cls, document: Mapping[str, Any]) -> Config:
         """Return the config of a document in the hierarchical form.
 
+        Args:
+            document: the content of a config file.
+
         Raises:
             ConfigError: it cannot be used. The error has all findings.
             UsageError: it is not a dict, or has no `global_quant_config`.
@@ -127,6 +130,9 @@ class Config:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a config file.
 
+        Args:
+            path: the file to write.
+
         Raises:
             UsageError: the file cannot be written, or `path` is not a path.
         """
@@ -141,6 +147,9 @@ class Config:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:
         """Return the config of a file in the hierarchical form.
+
+        Args:
+            path: the file to read.
 
         Raises:
             ConfigError: it cannot be used. The error has all findings with their lines.

@@ -23,6 +23,9 @@ class ModelQuantizer:
     layers, their subclasses, and the experts of transformers' mixtures. Other layers with
     weights stay in float and are logged. The command line and `calibrate` instead quantize a
     traced copy of the model.
+
+    Args:
+        config: a path, a dict or a `Config`, in the hierarchical form.
     """
 
     def __init__(self, config: AnyConfig) -> None:
@@ -63,6 +66,9 @@ class ModelQuantizer:
     def freeze(model: Model) -> Model:
         """Disable the gradients of a quantized model, and return it. Its outputs stay the
         same.
+
+        Args:
+            model: a quantized model.
         """
         return model.requires_grad_(False)
 
@@ -97,6 +103,10 @@ class ModelQuantizer:
         """Write the state of a quantized model to the files `model.safetensors` and
         `quantizer.json` of a folder.
 
+        Args:
+            model: a quantized model.
+            folder: the folder to write to. Its files stay until both new ones are complete.
+
         Raises:
             ModelError: the model is not quantized, or has state that is not a tensor.
             ResultError: the folder cannot be written.
@@ -110,6 +120,10 @@ class ModelQuantizer:
     def load(model: Model, folder: str | os.PathLike[str]) -> Model:
         """Load a saved quantized model into a float model of the same architecture, and return
         it. If the call fails, the model is unchanged.
+
+        Args:
+            model: a float model. Its weights may have any values, or be on the meta device.
+            folder: a folder that `save` has written.
 
         Raises:
             ModelError: the model is quantized already, or has another architecture.

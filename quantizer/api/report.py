@@ -27,6 +27,9 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page.
 
+        Args:
+            path: the file to write.
+
         Raises:
             ResultError: it cannot be written.
         """
@@ -51,6 +54,9 @@ class Report:
 
     def save_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write figures and histograms for TensorBoard.
+
+        Args:
+            folder: the folder to write to.
 
         Raises:
             UsageError: the package tensorboard is missing.

@@ -108,6 +108,9 @@ class Comparison:
         `require(sqnr_db=20, top1_drop=0.01)`. The metric of one output or part is written
         `require(**{"sqnr_db[0.scores]": 30})`.
 
+        Args:
+            bounds: the bound of each metric, by its name.
+
         Raises:
             GateError: metrics are worse than their bounds. The message names these bounds.
             UsageError: there is no such metric, or it is not known whether less is better.
@@ -263,6 +266,10 @@ class Result:
 
         Its files are equal to those that the command line writes, byte for byte. Only run.json,
         run.log and the commands in reports are missing.
+
+        Args:
+            folder: the folder to write to.
+            overwrite: whether results of another model are replaced.
 
         Raises:
             ResultError: the folder cannot be written, is in use, or holds results of another
