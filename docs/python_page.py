@@ -145,7 +145,7 @@ def _signature(title: str, function: Any) -> str:
             pieces.append("*")
         pieces.append(piece)
     call = textwrap.fill(f"{title}({', '.join(pieces)})", 90, subsequent_indent="    ")
-    return f"```python\n{call}\n```\n\n"
+    return f"```text\n{call}\n```\n\n"
 
 
 def _described(value: Any) -> str:

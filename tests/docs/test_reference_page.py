@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text("utf-8")
 SECTIONS = {
     part.partition("\n")[0]: part for part in re.split(r"^###+ ", PAGE, flags=re.MULTILINE)[1:]
 }
-CALLS = [title for title, part in SECTIONS.items() if "```python\n" in part]
+CALLS = [title for title, part in SECTIONS.items() if "```text\n" in part]
 
 
 def test_every_public_name_has_a_section() -> None:
@@ -22,7 +22,7 @@ def test_every_public_name_has_a_section() -> None:
 
 @pytest.mark.parametrize("title", CALLS)
 def test_every_argument_of_a_call_has_a_type_and_a_meaning(title: str) -> None:
-    (call,) = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.DOTALL)
+    (call,) = re.findall(r"```text\n(.*?)```", SECTIONS[title], re.DOTALL)
     arguments = re.findall(r"[(,]\s*\**(\w+)", call.partition("(")[1] + call.partition("(")[2])
     rows = re.findall(
         r"^\| `(\w+)` \| (`.+?`) \| .*? \| (.+) \|$", SECTIONS[title], re.MULTILINE
