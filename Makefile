@@ -76,7 +76,7 @@ soak: $(VENV)/.test
 
 # The documentation as a site, in dist/docs.
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.docs: $(VENV)/.run
 	$(INSTALL) -e '.[docs]'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
@@ -11,9 +13,11 @@ from quantizer.cli.main import SUBCOMMANDS, cli
 _TITLE = """# All commands
 
 `python docs/generate.py` writes this page from the program. `quantizer COMMAND --help` prints
-the same. Hyphens may stand for underscores (`--config-file`).
+the same. Hyphens may stand for underscores (`--config-file`). Options of `--quant_mode` link to
+an example.
 
 """
+_DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
 _ROOT_NAME = "quantizer --quant_mode"
 
 
@@ -39,13 +43,26 @@ def _section(command: click.Command, title: str) -> str:
             arguments.append(parameter.make_metavar(context))
     if arguments:
         text += f"Usage: `{title} {' '.join(arguments)}`\n\n"
+    examples = _examples() if command is cli else {}
     rows = []
     for parameter in command.params:
         if isinstance(parameter, click.Option) and not parameter.hidden:
-            rows.append(_row(parameter, context))
+            rows.append(_row(parameter, context, examples))
     if rows:
-        text += "| option | meaning |\n|---|---|\n" + "".join(rows) + "\n"
+        text += "| option | values | default | meaning |\n|---|---|---|---|\n"
+        text += "".join(rows) + "\n"
     return text
+
+
+def _examples() -> dict[str, str]:
+    """Return the heading of docs/run.md with an example, by option."""
+    page = Path(__file__).with_name("run.md").read_text("utf-8")
+    anchors = {}
+    for heading in re.findall(r"^##+ (`--.*)$", page, re.MULTILINE):
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for name in re.findall(r"`(--\w+)`", heading):
+            anchors[name] = anchor
+    return anchors
 
 
 def _description(command: click.Command) -> str:
@@ -60,12 +77,33 @@ def _description(command: click.Command) -> str:
     return text
 
 
-def _row(option: click.Option, context: click.Context) -> str:
-    """Return an option's row: its spellings with values, its meaning with the default."""
+def _row(option: click.Option, context: click.Context, examples: Mapping[str, str]) -> str:
+    """Return an option's row: spellings, values, default and meaning."""
     record = option.get_help_record(context)
     assert record is not None
-    names, meaning = (" ".join(part.split()) for part in record)
-    return f"| `{_cell(names)}` | {_cell(meaning)} |\n"
+    meaning = " ".join(record[1].split())
+    default = ""
+    found = _DEFAULT.search(meaning)
+    if found is not None:
+        default = _cell(found[1])
+        meaning = meaning[: found.start()]
+    names = []
+    for name in (*option.opts, *option.secondary_opts):
+        shown = f"`{name}`"
+        if name in examples:
+            shown = f"[{shown}](run.md#{examples[name]})"
+        names.append(shown)
+    cells = [", ".join(names), _values(option, context), default, _cell(meaning)]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _values(option: click.Option, context: click.Context) -> str:
+    """Return the values that an option takes; nothing for a switch."""
+    if option.is_flag:
+        return ""
+    if isinstance(option.type, click.Choice):
+        return ", ".join(f"`{choice}`" for choice in option.type.choices)
+    return f"`{_cell(option.make_metavar(context))}`"
 
 
 def _cell(text: str) -> str:

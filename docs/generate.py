@@ -1,10 +1,10 @@
 """Write what follows from the schemas, from the table of algorithms and from that of formats.
 
-These are: docs/cli.md; the tables in docs/one_command.md and docs/metrics.md; the table of what
-was tested in README.md; the part on algorithms in both schemas; the rules for editors in
-layered.schema.json;
-the options of method, round_mode and dtype in quantization_spec.schema.json; docs/config and
-docs/rules.md; the table of presets in docs/hierarchical.md.
+These are: docs/cli.md from the command line; docs/reference.md from the docstrings; the tables
+in docs/one_command.md and docs/metrics.md; the table of what was tested in README.md; the part
+on algorithms in both schemas; the rules for editors in layered.schema.json; the options of
+method, round_mode and dtype in quantization_spec.schema.json; docs/config and docs/rules.md; the
+table of presets in docs/hierarchical.md.
 
 Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
 number format. A test fails while a file is stale.
@@ -23,6 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 
 from command_pages import commands_page
+from python_page import python_page
 from tested_table import with_table
 
 from quantizer.config.algorithm_schema import form_schema
@@ -72,6 +73,7 @@ def generated() -> dict[Path, str]:
     schemas[SPEC] = spec_schema()
     pages[HIERARCHICAL_PAGE] = hierarchical_page()
     pages[ROOT / "docs" / "cli.md"] = commands_page()
+    pages[ROOT / "docs" / "reference.md"] = python_page()
     pages[DESTINATIONS_PAGE] = destinations_page()
     pages[METRICS_PAGE] = metrics_page()
     readme = ROOT / "README.md"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from quantizer.graph.trace import trace
 from quantizer.numerics.hadamard import factors, rotate_rows
 from quantizer.report.page import charts, figures
 from quantizer.report.page.charts import Point, Series
-from quantizer.report.page.html import Markup
+from quantizer.report.page.html import Markup, page_file
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES, CONFIGS, TARGET = ROOT / "examples", ROOT / "configs", ROOT / "docs" / "pictures"
@@ -251,6 +252,21 @@ def run(*arguments: str) -> None:
         sys.exit(code)
 
 
+def in_both_themes(drawing: Markup) -> str:
+    """Return the content of an SVG file that is dark where the reader's theme is dark."""
+    picture = figures.standalone(drawing)
+    light, _, others = page_file("drawing.css").partition("@media")
+    dark, _, _ = others.partition("\n}\n")
+    light_colours = dict(re.findall(r"--(\w+): (#\w+);", light))
+    dark_colours = dict(re.findall(r"--(\w+): (#\w+);", dark))
+    rules = picture.partition("<style>")[2].partition("</style>")[0]
+    for name, colour in light_colours.items():
+        rules = rules.replace(colour, dark_colours[name])
+    paper = f"style + rect {{ fill: {dark_colours['back']}; }}\n"
+    block = f"@media (prefers-color-scheme: dark) {{\n{rules}{paper}}}\n"
+    return picture.replace("</style>", f"{block}</style>", 1)
+
+
 PICTURES: Mapping[str, Callable[[], Markup]] = {
     each.__name__: each
     for each in (
@@ -267,4 +283,4 @@ PICTURES: Mapping[str, Callable[[], Markup]] = {
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:
-        (TARGET / f"{name}.svg").write_text(figures.standalone(PICTURES[name]()), "utf-8")
+        (TARGET / f"{name}.svg").write_text(in_both_themes(PICTURES[name]()), "utf-8")

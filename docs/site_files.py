@@ -1,5 +1,5 @@
-"""A hook of the site: files of the repository that pages link to come with it, and the schemas
-at their addresses.
+"""A hook of the site: the version in its title, files of the repository that pages link to, and
+the schemas at their addresses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,24 @@ from typing import Any
 from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = re.compile(r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+)\)")
-README = re.compile(r"\]\(\.\./README\.md(#[\w-]+)?\)")
+OUTSIDE = re.compile(
+    r"\]\(\.\./((?:examples|configs|quantizer|schemas)/[\w./-]+|(?:README|CONTRIBUTING)\.md)"
+    r"(?:#[\w-]+)?\)"
+)
+TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`[^`\n]+`")
+
+
+def on_config(config: Any) -> Any:
+    """Write the package's version into the title. Without a repository, no page has an edit
+    link.
+    """
+    source = (ROOT / "quantizer" / "__init__.py").read_text("utf-8")
+    (version,) = re.findall(r'^__version__ = "([\d.]+)"$', source, re.MULTILINE)
+    config.site_name = f"{config.site_name} {version}"
+    if not config.repo_url:
+        config.edit_uri = None
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -30,7 +46,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead to these copies; links to the README lead to the first page."""
+    """Write a page as the site needs it.
+
+    Links to files of the repository lead to the copies. In the cells of tables, a bar in code
+    has a backslash for GitHub, which the site would show.
+    """
+    text = TABLE_ROW.sub(_with_bars, markdown)
     if "/" in page.file.src_uri:
-        return markdown
-    return README.sub("](index.md)", OUTSIDE.sub(r"](files/\1.txt)", markdown))
+        return text
+    return OUTSIDE.sub(r"](files/\1.txt)", text)
+
+
+def _with_bars(row: re.Match[str]) -> str:
+    return CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])

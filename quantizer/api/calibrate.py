@@ -74,24 +74,36 @@ def calibrate(
             function that returns one, or a text as for `--data`. Each pass has to give the same
             batches. If no ranges are calibrated, only the shape of the first batch matters.
         batch_size: samples per batch, if `data` is a text.
-        subset_len: use only the first samples.
-        seed: of all randomness.
+        subset_len: how many samples to use, from the first on; None for all.
+        seed: the seed of all random numbers.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
         dpu_accuracy: "high" to also equalize layers, correct biases and finetune, for the DPU.
-        folder: of checkpoints.
+        folder: the folder for checkpoints; None for no checkpoints.
         resume: whether to continue from the checkpoint in `folder`.
-        memory: for activations, in bytes or as "8GB"; the rest is written to files. None for
-            half of the free memory.
+        memory: the memory for activations, in bytes or as "8GB". What does not fit is written
+            to files. None for half of the free memory.
         events: receives progress and messages; None for bars in a notebook and log records
             elsewhere.
 
     Raises:
-        ConfigError: all findings on the config, alone and with this model.
+        ConfigError: the config cannot be used, alone or with this model. It has all findings.
         ModelError: the model cannot be traced, or has NaN or Inf in its weights.
         DataError: there is no data, or the model cannot take it.
         ResultError: another run uses `folder`, or it has links among its files.
         UsageError: `memory` is not a size, or the config excludes `fast_finetune` or
             `dpu_accuracy`.
+
+    >>> import torch, quantizer
+    >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> config = {"global_quant_config": {"weight": {"dtype": "int8"}}}
+    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
+    >>> result = quantizer.calibrate(network, config, batches)
+    >>> print(result)
+    Result(1 tensor of Sequential quantized)
+      1 weights int8
+      11.1% of the parameters stay float; weights 0.00 MB -> 0.00 MB
+    >>> result.test().require(sqnr_db=30).metrics["sqnr_db"] > 30
+    True
     """
     check_float(model, traced=True)
     settings = CalibrationSettings(
@@ -227,12 +239,23 @@ def load(
     """Load a result folder for the same float model.
 
     Args:
-        folder: that `Result.save` or the shell has written.
+        folder: a result folder, which `Result.save` or the shell has written.
         model: the float model that was calibrated, with the same weights.
         data: as in `calibrate`, and the default of `Result.test`; None if no data is needed.
 
     Raises:
         ResultError: the folder is incomplete or damaged, or of another model.
+
+    >>> import tempfile, torch, quantizer
+    >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> config = {"global_quant_config": {"weight": {"dtype": "int8"}}}
+    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
+    >>> result = quantizer.calibrate(network, config, batches)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     result.save(folder)
+    ...     loaded = quantizer.load(folder, network)
+    >>> torch.equal(loaded.network(batches[0]), result.network(batches[0]))
+    True
     """
     check_float(model, traced=True)
     info = read_info(Path(folder))

@@ -82,6 +82,10 @@ class Config:
     type, layer name, exclude.
 
     `save` writes a file for `--config_file`.
+
+    >>> weight = QuantizationSpec(Dtype.int4, qscheme=QSchemeType.per_group, group_size=32)
+    >>> Config(QuantizationConfig(weight=weight), exclude=["kind:head"]).to_dict()["exclude"]
+    ['kind:head']
     """
 
     global_quant_config: QuantizationConfig
@@ -104,8 +108,11 @@ class Config:
     def from_dict(cls, document: Mapping[str, Any]) -> Config:
         """Return the config of a document in the hierarchical form.
 
+        Args:
+            document: the content of a config file.
+
         Raises:
-            ConfigError: with all findings, if it cannot be used.
+            ConfigError: it cannot be used. The error has all findings.
             UsageError: it is not a dict, or has no `global_quant_config`.
         """
         if not isinstance(document, Mapping):
@@ -123,6 +130,9 @@ class Config:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a config file.
 
+        Args:
+            path: the file to write.
+
         Raises:
             UsageError: the file cannot be written, or `path` is not a path.
         """
@@ -138,8 +148,11 @@ class Config:
     def load(cls, path: str | os.PathLike[str]) -> Config:
         """Return the config of a file in the hierarchical form.
 
+        Args:
+            path: the file to read.
+
         Raises:
-            ConfigError: with all findings and their places, if it cannot be used.
+            ConfigError: it cannot be used. The error has all findings with their lines.
             UsageError: it has the layered form, or `path` is not a path.
         """
         path_of(path)

@@ -23,6 +23,9 @@ class ModelQuantizer:
     layers, their subclasses, and the experts of transformers' mixtures. Other layers with
     weights stay in float and are logged. The command line and `calibrate` instead quantize a
     traced copy of the model.
+
+    Args:
+        config: a path, a dict or a `Config`, in the hierarchical form.
     """
 
     def __init__(self, config: AnyConfig) -> None:
@@ -34,16 +37,25 @@ class ModelQuantizer:
         and its training mode. If the call fails, the model is unchanged.
 
         Args:
-            model: to quantize.
+            model: the model to quantize.
             dataloader: batches; each is a tensor, a tuple or list (positional arguments, and
                 optionally a target) or a dict (keyword arguments). They are read only if an
                 activation has a static scale.
 
         Raises:
-            ConfigError: all findings on the config, alone and with this model.
+            ConfigError: the config cannot be used, alone or with this model. It has all
+                findings.
             ModelError: weights have NaN, Inf or no values; or the model is already quantized.
             DataError: a static config has no batches, or the model cannot take them, or gives
                 NaN.
+
+        >>> import torch
+        >>> from quantizer import Config, Dtype, ModelQuantizer
+        >>> from quantizer import QuantizationConfig, QuantizationSpec
+        >>> config = Config(QuantizationConfig(weight=QuantizationSpec(Dtype.int8)))
+        >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> ModelQuantizer(config).quantize_model(network) is network
+        True
         """
         from quantizer.api.in_place import quantize
 
@@ -54,6 +66,9 @@ class ModelQuantizer:
     def freeze(model: Model) -> Model:
         """Disable the gradients of a quantized model, and return it. Its outputs stay the
         same.
+
+        Args:
+            model: a quantized model.
         """
         return model.requires_grad_(False)
 
@@ -67,9 +82,9 @@ class ModelQuantizer:
         transformers, vLLM and SGLang load, and verify it.
 
         Args:
-            model: that is quantized.
-            folder: a new one, or an earlier export.
-            dataloader: batches to compare on, as `quantize_model` takes them; None for an
+            model: a quantized model.
+            folder: a new folder, or an earlier export.
+            dataloader: the batches to compare on, as `quantize_model` takes them; None for an
                 example input.
 
         Raises:
@@ -85,15 +100,35 @@ class ModelQuantizer:
 
     @staticmethod
     def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-        """Write the state of a quantized model; see `storage.save_quantized`."""
+        """Write the state of a quantized model to the files `model.safetensors` and
+        `quantizer.json` of a folder.
+
+        Args:
+            model: a quantized model.
+            folder: the folder to write to. Its files stay until both new ones are complete.
+
+        Raises:
+            ModelError: the model is not quantized, or has state that is not a tensor.
+            ResultError: the folder cannot be written.
+            UsageError: `folder` is not a path.
+        """
         from quantizer.api import storage
 
         storage.save_quantized(model, folder)
 
     @staticmethod
     def load(model: Model, folder: str | os.PathLike[str]) -> Model:
-        """Load a saved quantized model into a float model of the same architecture; see
-        `storage.load_quantized`.
+        """Load a saved quantized model into a float model of the same architecture, and return
+        it. If the call fails, the model is unchanged.
+
+        Args:
+            model: a float model. Its weights may have any values, or be on the meta device.
+            folder: a folder that `save` has written.
+
+        Raises:
+            ModelError: the model is quantized already, or has another architecture.
+            ResultError: the folder is incomplete or damaged.
+            UsageError: `folder` is not a path.
         """
         from quantizer.api import storage
 

@@ -59,15 +59,21 @@ from quantizer.storage.files import write_json, write_text
 
 @dataclass(frozen=True, repr=False)
 class Quantized:
-    """What `quantize` has made. Its text is the verdict.
+    """Holds what `quantize` returns. Its text is the verdict.
 
     Attributes:
-        path: of the written file or folder.
-        folder: of config, results and report.
+        path: the written file or folder.
+        folder: the folder with config, results and report.
         result: the calibrated model, to test and export further.
-        comparison: of the quantized network with the float one.
-        verification: of the written file.
+        comparison: the comparison of the quantized network with the float one.
+        verification: the comparison of the written file with test mode.
         verdict: at most eight lines in plain words.
+
+    >>> import tempfile, torch, quantizer
+    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     quantizer.quantize(torch.nn.Linear(8, 4), batches, "pt2", folder=folder).path.name
+    'Linear.pt2'
     """
 
     path: Path
@@ -108,17 +114,17 @@ def quantize(
         data: as in `calibrate`; None for a model of transformers if `to` needs no data.
         to: "onnx", "pt2", "w8", "w4", "w8a8", "fp8" or "gguf". None for "w4" if the model
             generates text, and "onnx" otherwise.
-        folder: of config, results, report and the written file.
+        folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
             written from a preset if it is not there.
-        evaluation_data: to test and verify with; `data` if None.
+        evaluation_data: the data to test and verify with; `data` if None.
         evaluate, lower_is_better: as in `Result.test`.
         seed, events: as in `calibrate`.
         overwrite: whether results of another model, and the config in the folder, are replaced.
-        options: of the target, as in `Result.export`.
+        options: the options of the target, as in `Result.export`.
 
     Raises:
-        QuantizerError: as `calibrate`, `Result.save`, `Result.test` and `Result.export`.
+        QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data.
     """
     name = _known_destination(to or default_destination(model))

@@ -14,7 +14,7 @@ from quantizer.storage.files import write_text
 
 
 class Report:
-    """The report of a calibration and of a test of it; a notebook shows it as a page.
+    """Holds the report of a calibration and of a test of it. A notebook shows it as a page.
 
     Attributes:
         values: the content of report.json.
@@ -26,6 +26,9 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page.
+
+        Args:
+            path: the file to write.
 
         Raises:
             ResultError: it cannot be written.
@@ -40,8 +43,8 @@ class Report:
         """Write each drawing as a file, and return the paths.
 
         Args:
-            folder: to write to.
-            kind: "svg", or with the extra "plots" also "png".
+            folder: the folder to write to.
+            kind: "svg", or "png", which needs the extra "plots".
 
         Raises:
             UsageError: there is no such kind, or its package is missing.
@@ -51,6 +54,9 @@ class Report:
 
     def save_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write figures and histograms for TensorBoard.
+
+        Args:
+            folder: the folder to write to.
 
         Raises:
             UsageError: the package tensorboard is missing.

@@ -70,16 +70,17 @@ class PlanView:
 
 
 class Comparison:
-    """The result of a test.
+    """Holds the figures of a test.
 
     Attributes:
-        metrics: by name. `sqnr_db` and `cosine` are those of the worst output or part,
-            `sqnr_db_pooled` is that of all together. A metric X of the task has the value of
-            the float network, `X_float`, next to it. If it is known whether more or less of X
-            is better, it also has the loss of quality, `X_drop`.
+        metrics: the figures by name. `sqnr_db` and `cosine` are those of the worst output or
+            part, `sqnr_db_pooled` is that of all together. For a metric X of the task,
+            `X_float` is the value of the float network. If it is known whether more or less of
+            X is better, `X_drop` is the loss of quality.
         outputs: a row of figures for each output, and for each part of an output that is joined
             from several.
-        warnings: about outputs that lose much more than the others, with the causes.
+        warnings: the warnings about outputs that lose much more than the others, with the
+            causes.
         layers: a row for each quantized tensor, the most damaged first, with local and
             accumulated SQNR in dB.
         passes: the losses by passes that change the model's function and by quantization, on
@@ -106,6 +107,9 @@ class Comparison:
         A bound is a minimum, or a maximum for metrics of which less is better:
         `require(sqnr_db=20, top1_drop=0.01)`. The metric of one output or part is written
         `require(**{"sqnr_db[0.scores]": 30})`.
+
+        Args:
+            bounds: the bound of each metric, by its name.
 
         Raises:
             GateError: metrics are worse than their bounds. The message names these bounds.
@@ -188,7 +192,7 @@ class Comparison:
 
 
 class Result:
-    """A calibrated model.
+    """Holds a calibrated model, to test, save and export.
 
     Attributes:
         plan: the decisions for each tensor; a notebook shows them as a table.
@@ -235,12 +239,12 @@ class Result:
             data: as in `calibrate`; None for the data of `calibrate` or `load`.
             evaluate: `evaluate(model, data)` returns a dict of metrics. Without it, top-1
                 accuracy or perplexity is measured if the data has targets.
-            lower_is_better: metrics of `evaluate` of which less is better, if their names do
-                not say so.
-            higher_is_better: metrics of which more is better.
+            lower_is_better: the metrics of `evaluate` of which less is better, if their names
+                do not show it.
+            higher_is_better: the metrics of which more is better.
 
         Raises:
-            DataError: no batches, or outputs that are not finite.
+            DataError: there are no batches, or outputs are not finite.
             UsageError: a metric is declared as both.
         """
         directions = Directions.of(lower_is_better, higher_is_better)
@@ -262,6 +266,10 @@ class Result:
 
         Its files are equal to those that the command line writes, byte for byte. Only run.json,
         run.log and the commands in reports are missing.
+
+        Args:
+            folder: the folder to write to.
+            overwrite: whether results of another model are replaced.
 
         Raises:
             ResultError: the folder cannot be written, is in use, or holds results of another
@@ -289,8 +297,8 @@ class Result:
         """Return the report of this calibration, and of a test of it.
 
         Args:
-            path: the page is also written there.
-            tested: the result of `test`.
+            path: the file to which the page is also written; None to write no file.
+            tested: the result of `test`, which adds the figures of the test.
 
         Raises:
             ResultError: it cannot be written.
@@ -318,11 +326,11 @@ class Result:
         Args:
             target: "onnx", "pt2", "pt2_float" or "safetensors"; for models of transformers also
                 "compressed-tensors" (a folder) and "gguf" (scales are rounded to float16).
-            path: of the file or folder.
-            data: to verify it with; as in `test`.
-            options: of the target, by the names of the command line's options without dashes:
-                pt2_activations, onnx_profile, onnx_weights or gguf_template, as
-                `quantizer.export.targets` describes them.
+            path: the file or folder to write.
+            data: the data to verify it with, as in `test`.
+            options: the options of the target, by the names of the command line's options
+                without dashes: `pt2_activations`, `onnx_profile`, `onnx_weights` or
+                `gguf_template`.
 
         Raises:
             DataError: there is no data.
@@ -367,8 +375,8 @@ class Result:
         return self._batches
 
     def _title(self) -> str:
-        count = len(self._calibrated.solution.tensors)
-        return f"Result({count} tensors of {self._calibrated.graph.model} quantized)"
+        tensors = counted(len(self._calibrated.solution.tensors), "tensor")
+        return f"Result({tensors} of {self._calibrated.graph.model} quantized)"
 
     def __repr__(self) -> str:
         return f"{self._title()}\n{_summary(self.plan.plan)}"

@@ -39,6 +39,9 @@ itself).
 
 _FIELDS: Mapping[Form, Mapping[str, str]] = {"layered": FIELDS, "hierarchical": FIELDS_OF_KEYS}
 
+_WIDEST_COMMAND = 96
+"""The characters of a line that a page of the site shows without a scroll bar."""
+
 _RULES_INTRO = (
     "# Codes\n\nEvery finding has a code: QZ0xx syntax, QZ1xx values, QZ2xx device "
     "restrictions, QZ3xx conflicts, "
@@ -244,13 +247,28 @@ def _worked_example(name: str) -> Iterator[str]:
     yield "## Worked example"
     yield f"A copy of `{example['config']}`{both}, as `changed.json`, in which is set"
     yield _block("json", [paste(example["change"])])
-    yield _block("", [f"$ {command}" for command in example["commands"]])
+    commands = []
+    for command in example["commands"]:
+        commands += _command_lines(f"$ {command}")
+    yield _block("", commands)
     yield "Among the lines printed are"
     yield _block("", example["after"])
     yield f"and without {change}"
     yield _block("", example["before"])
     if "note" in example:
         yield example["note"]
+
+
+def _command_lines(command: str) -> list[str]:
+    """Return a command in two lines if it is too long for one.
+
+    >>> _command_lines("$ quantizer --model " + "a" * 70 + " --overwrite")[1]
+    '    --overwrite'
+    """
+    if len(command) <= _WIDEST_COMMAND:
+        return [command]
+    end = command.rindex(" --", 0, _WIDEST_COMMAND - 2)
+    return [f"{command[:end]} \\", f"    {command[end + 1 :]}"]
 
 
 def _block(language: str, lines: Sequence[str]) -> str:

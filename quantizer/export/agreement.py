@@ -59,7 +59,7 @@ class Kernels:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The comparison of a file with test mode.
+    """Holds the comparison of a file with test mode.
 
     Differences are absolute. Shares go from 0 to 1.
 

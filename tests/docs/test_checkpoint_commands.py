@@ -9,48 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.documented import Commands
-
-from quantizer.export import EXPORTERS
-
-TEXT = (
-    "It is a truth universally acknowledged, that a sentence in want of readers must be "
-    "repeated. "
-)
+from support.llamas import text_llama
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a LLaMA in bfloat16 whose layers have 128 inputs, a tokenizer of bytes, and a
-    text.
-    """
-    for package in (*EXPORTERS["compressed-tensors"].needs, "tokenizers"):
-        pytest.importorskip(package, reason="needs quantizer-torch[llm]")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-    }
-    config = LlamaConfig(
-        vocab_size=256, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, **sizes
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "my_llama")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE({letter: index for index, letter in enumerate(letters)}, [])
-    )
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "my_llama")
-    (tmp_path / "book.txt").write_text(TEXT * 4, encoding="utf-8")
+    """A folder with a LLaMA that has a tokenizer, and a text."""
+    text_llama(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

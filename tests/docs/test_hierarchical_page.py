@@ -46,7 +46,7 @@ def test_commands_print_what_the_page_shows(
     if "net.json" in block and "init" not in block:
         run_command(["init", "--strategy", "dynamic", "-o", "net.json"])
     for part in block.split("$ quantizer ")[1:]:
-        command, *expected = part.strip().splitlines()
+        command, *expected = part.replace("\\\n", " ").strip().splitlines()
         capsys.readouterr()
         run_command(shlex.split(command))
         printed = _plain("".join(capsys.readouterr()))

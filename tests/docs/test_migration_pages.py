@@ -80,7 +80,7 @@ def test_what_stands_under_here_runs(page: str, folder: Path) -> None:
             ] == []
         elif found["text"].startswith("$ quantizer "):
             for part in found["text"].split("$ quantizer ")[1:]:
-                command, *expected = part.strip().splitlines()
+                command, *expected = part.replace("\\\n", " ").strip().splitlines()
                 printed = _printed(command)
                 assert [line for line in expected if _spaced(line) not in printed] == [], (
                     printed

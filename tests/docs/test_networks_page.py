@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.pages import commands_of
 
 from quantizer.cli.main import run_command
 
@@ -36,8 +37,9 @@ def test_a_network_of_the_page_is_quantized(
     file = code.splitlines()[0].removeprefix("# ")
     monkeypatch.chdir(tmp_path)
     Path(file).write_text(code)
-    program, *words = shlex.split(command)
+    (line,) = commands_of(command)
+    program, *words = shlex.split(line)
     assert (program, run_command(words)) == ("quantizer", 0)
     printed = capsys.readouterr().out
-    for line in shown.splitlines():
-        assert re.search(pattern(line), printed), line
+    for expected in shown.splitlines():
+        assert re.search(pattern(expected), printed), expected

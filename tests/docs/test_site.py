@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.pages import commands_of
 
 import quantizer
 from quantizer.cli.main import run_command
-
-yaml = pytest.importorskip("yaml", reason="mkdocs.yml is YAML (extra: llm)")
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,12 +28,17 @@ PAGES = [
     *sorted((DOCS / "decisions").glob("*.md")),
 ]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"(\$ | {4})?(quantizer|torchrun|python|pip|sed|export) ")
+WIDEST_COMMAND = 96
+"""docs/site.css makes the page wide enough for so many characters."""
 TUTORIAL = (DOCS / "tutorial.md").read_text("utf-8")
-COMMANDS = re.findall(
-    r"^(?:quantizer|sed) .*$",
-    "\n".join(re.findall(r"^```\n(.*?)```", TUTORIAL, re.S | re.M)),
-    re.M,
-)
+BLOCKS = re.findall(r"^```\n(.*?)```", TUTORIAL, re.S | re.M)
+COMMANDS = [
+    command
+    for block in BLOCKS
+    if block.startswith(("quantizer ", "sed "))
+    for command in commands_of(block)
+]
 
 
 def anchors(text: str) -> set[str]:
@@ -61,8 +65,20 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
         assert file.exists(), f"{target} is not there"
-        if anchor:
+        if anchor and file.suffix == ".md":
             assert anchor in anchors(file.read_text("utf-8")), f"{target} has no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_command_is_cut_at_a_width_of_1280_pixels(page: Path) -> None:
+    text = page.read_text("utf-8")
+    code = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    code += re.findall(r"^ {4}\S.*$", FENCED.sub("", text), re.MULTILINE)
+    in_command = False
+    for line in "\n".join(code).splitlines():
+        is_command = in_command or COMMAND.match(line) is not None
+        in_command = is_command and line.endswith("\\")
+        assert not is_command or len(line) <= WIDEST_COMMAND, line
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -103,9 +119,9 @@ def test_the_architecture_is_short() -> None:
 @pytest.mark.parametrize("name", ["layered", "hierarchical", "quantization_spec"])
 def test_a_schema_has_the_address_that_configs_and_the_page_on_editors_name(name: str) -> None:
     schema = json.loads((ROOT / "schemas" / f"{name}.schema.json").read_text("utf-8"))
-    site = yaml.safe_load(re.sub(r"!!\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8")))[
-        "site_url"
-    ]
+    (site,) = re.findall(
+        r"^site_url: (\S+)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE
+    )
     assert schema["$id"] == f"{site}schemas/{name}.schema.json"
     if name != "quantization_spec":
         assert schema["$id"] in (DOCS / "editors.md").read_text("utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.llamas import llama, saved
+from support.pages import commands_of
 
 from quantizer.cli.main import run_command
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.real
 
 def commands(part: str) -> list[str]:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
-    return [line for language, block in blocks if not language for line in block.splitlines()]
+    return [line for language, block in blocks if not language for line in commands_of(block)]
 
 
 def walked(part: str, capsys: Capture) -> dict[str, tuple[int, str]]:

@@ -36,6 +36,7 @@ _BOUNDARY = re.compile(
     re.MULTILINE | re.VERBOSE,
 )
 _WORD = re.compile(r"[^\W_]\S*")
+_FILE_NAME = re.compile(r"`?[\w./-]+\.(?:md|py|ipynb|json|html|ya?ml|toml|svg|png)`?")
 
 
 def main() -> int:
@@ -117,6 +118,9 @@ def _result(check: Check, content: str, words: list[re.Match[str]], advice: str)
 
 def findings(text: Text) -> Iterator[tuple[str, int, str]]:
     """Yield the kind, the line and the message of each finding in a text."""
+    for line, link in text.links:
+        if _FILE_NAME.fullmatch(link):
+            yield "house.link_text", line, f"{link}: write the title of the page, or what it is"
     if not text.content.strip():
         return
     checks = {"house": True, **STYLE["proselint"]}

@@ -57,6 +57,19 @@ def test_code_links_and_comments_are_no_prose() -> None:
     assert kinds(markdown("page.md", page)) == []
 
 
+@pytest.mark.parametrize("link", ["[page.md](page.md)", "[`a/b.py`](../a/b.py)"])
+def test_a_link_with_a_file_name_as_its_text_is_found(link: str) -> None:
+    page = f"# A page\n\nThe details are on another page ({link}).\n"
+    assert kinds(markdown("page.md", page)) == [("house.link_text", 3)]
+    source = f'TEXT = "The details are in {link}."\n'
+    assert kinds(strings("module.py", source)) == [("house.link_text", 1)]
+
+
+def test_a_link_with_a_title_is_no_finding() -> None:
+    page = "See [the page](page.md), [`key`](page.md#key) and `[page.md](page.md)`.\n"
+    assert kinds(markdown("page.md", page)) == []
+
+
 def test_items_cells_and_headings_are_sentences_of_their_own() -> None:
     half = "one two " * 10
     page = f"# {half}\n\n- {half}\n- {half}\n\n| {half} | {half} |\n"

@@ -22,6 +22,7 @@ _HIDDEN = (
     re.compile(r"</?[a-zA-Z][^<>\n]*>"),
     re.compile(r"https?://\S+"),
 )
+_LINK = re.compile(r"(?<!`)\[([^][]+)\]\([^)\s]+\)")
 _MARKS = re.compile(r"[\[\]]|\*(?=\S)|(?<=\S)\*")
 """Brackets of links and stars of emphasis. The star of an item of a list stays."""
 _EXAMPLE = re.compile(r"\n *>>>.*?(?=\n\s*\n|$)", re.DOTALL)
@@ -48,11 +49,13 @@ class Text:
         file: its path in the repository.
         content: sentences, separated by empty lines where the file separates them.
         lines: the line of the file for each line of the content.
+        links: the line and the text of each link.
     """
 
     file: str
     content: str
     lines: tuple[int, ...]
+    links: tuple[tuple[int, str], ...] = ()
 
 
 def texts() -> Iterator[Text]:
@@ -80,11 +83,15 @@ def markdown(file: str, source: str) -> Text:
     """Return a page whose code is one word each, and whose addresses are left out."""
     content = _FENCE.sub(_as_blank, source)
     content = _INDENTED.sub(_as_blank, content)
+    links = []
+    for link in _LINK.finditer(content):
+        line = content.count("\n", 0, link.start()) + 1
+        links.append((line, " ".join(link[1].split())))
     content = _CODE.sub(_as_word, content)
     for pattern in _HIDDEN:
         content = pattern.sub(_as_blank, content)
     content = _MARKS.sub(" ", content)
-    return Text(file, content, tuple(range(1, content.count("\n") + 2)))
+    return Text(file, content, tuple(range(1, content.count("\n") + 2)), tuple(links))
 
 
 def html(file: str, source: str) -> Text:
@@ -141,13 +148,17 @@ def _joined(file: str, blocks: list[tuple[int, str]]) -> Text:
     """Return the blocks that are prose, one paragraph each."""
     contents: list[str] = []
     lines: list[int] = []
+    links: list[tuple[int, str]] = []
     for line, block in sorted(blocks):
         if not (_PROSE.search(block) and _FUNCTION_WORD.search(block)):
             continue
-        content = markdown(file, block).content.strip("\n")
+        text = markdown(file, block)
+        content = text.content.strip("\n")
         contents.append(content)
         lines.extend([line] * (content.count("\n") + 2))
-    return Text(file, "\n\n".join(contents), tuple(lines) or (1,))
+        for _, link in text.links:
+            links.append((line, link))
+    return Text(file, "\n\n".join(contents), tuple(lines) or (1,), tuple(links))
 
 
 def _docstrings(tree: ast.AST) -> set[int]:

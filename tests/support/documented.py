@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass
 
 from quantizer.cli.main import run_command
+from support.pages import commands_of
 from support.runs import ROOT
 
 
@@ -26,7 +27,7 @@ class Commands:
     def under(cls, page: str, heading: str) -> Commands:
         """The first block of commands under a heading."""
         text = (ROOT / "docs" / page).read_text("utf-8").partition(f"\n{heading}\n")[2]
-        lines = re.findall(r"```\n(.*?)```", text, re.DOTALL)[0].splitlines()
+        lines = commands_of(re.findall(r"```\n(.*?)```", text, re.DOTALL)[0])
         assert len(lines) <= 5
         *quantizing, ending = map(shlex.split, lines)
         extra = None

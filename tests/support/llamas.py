@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantizer.export import EXPORTERS
+
 VOCABULARY = 64
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -21,6 +23,10 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
+SENTENCE = (
+    "It is a truth universally acknowledged, that a sentence in want of readers must be "
+    "repeated. "
+)
 
 
 def llama(**settings: Any) -> Any:
@@ -45,3 +51,24 @@ def tokens(count: int = 2) -> list[dict[str, Tensor]]:
         {"input_ids": torch.randint(0, VOCABULARY, (2, 8), generator=generator)}
         for _ in range(count)
     ]
+
+
+def text_llama(folder: Path) -> None:
+    """Write a LLaMA in bfloat16 whose layers have 128 inputs, with a tokenizer of bytes, to
+    `my_llama`, and a text to `book.txt`.
+    """
+    for package in (*EXPORTERS["compressed-tensors"].needs, "tokenizers"):
+        pytest.importorskip(package, reason="needs quantizer-torch[llm]")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}
+    model = llama(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes).bfloat16()
+    saved(folder / "my_llama", model)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "my_llama")
+    (folder / "book.txt").write_text(SENTENCE * 8, encoding="utf-8")

@@ -1,0 +1,80 @@
+"""The how-to pages run as they are written, and print what they show."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.llamas import text_llama
+from support.pages import blocks, commands_of, is_shown, run_page
+from support.runs import ROOT
+
+ON_DIGITS = ["bad_layer.md", "dpu_network.md", "mixed_precision.md"]
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with examples and presets, as the current one."""
+    pytest.importorskip("sklearn", reason="the digits are scikit-learn's (extra: examples)")
+    for name in ("examples", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", ON_DIGITS)
+def test_a_page_on_digits_runs(
+    page: str, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_page(page, capsys)
+
+
+def test_a_language_model_in_four_bits_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text_llama(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_page("language_model_4bit.md", capsys)
+
+
+def test_a_range_method_is_added_as_the_page_says(checkout: Path) -> None:
+    for name in ("quantizer", "schemas", "docs", "tests"):
+        shutil.copytree(ROOT / name, checkout / name)
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout / name)
+    printed = ""
+    for kind, block in blocks("own_observer.md"):
+        if kind == "file":
+            place, _, code = block.partition("\n")
+            with (checkout / place.removeprefix("# ")).open("a") as module:
+                module.write(f"\n\n{code}")
+        elif kind == "diff":
+            subprocess.run(["git", "apply"], input=block, text=True, check=True)
+        elif kind == "commands":
+            printed = shell("\n".join(commands_of(block)), checkout)
+        elif kind == "printed":
+            for line in block.splitlines():
+                assert is_shown(line, printed), printed
+
+
+def shell(script: str, folder: Path) -> str:
+    """Return what bash prints, which ends with the first command that fails."""
+    program = (
+        f'python() {{ {sys.executable} "$@"; }}\nquantizer() {{ python -m quantizer "$@"; }}'
+    )
+    done = subprocess.run(
+        ["bash", "-e", "-c", f"{program}\n{script}"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
