@@ -251,6 +251,8 @@ def main() -> NoReturn:
     output = streams.install()
     interrupts.handle_termination()
     code = run_command(sys.argv[1:])
+    # The interpreter would search all objects for cycles before it ends
+    process_memory.stop_collecting()
     sys.stdout.flush()
     if output.lost is not None:
         reason = output.lost.strerror or output.lost

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantizer.numerics.blocks import flatten_memory
-from quantizer.numerics.metrics import decibel, energy
+from quantizer.numerics.metrics import Approximation, Energies, decibel, noise_energies
 
 _GAP = 32
 """Far values are so many times larger than the others, which takes five bits from these."""
@@ -30,17 +30,16 @@ class Noise:
     other: float = 0.0
     error: float = 0.0
 
-    def add(self, x: Tensor, y: Tensor, signal: float | None = None) -> None:
-        """Add one batch.
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add one batch of the tensor and its approximation."""
+        signal, (energies,) = noise_energies(x, [Approximation(y)])
+        self.add_energies(signal, energies)
 
-        Args:
-            x: the tensor.
-            y: its approximation.
-            signal: the energy of `x`, if it is known.
-        """
-        self.signal += energy(x) if signal is None else signal
-        self.other += energy(y)
-        self.error += energy(x - y)
+    def add_energies(self, signal: float, energies: Energies) -> None:
+        """Add the energies of one batch."""
+        self.signal += signal
+        self.other += energies.other
+        self.error += energies.error
 
     def merge(self, other: Noise) -> None:
         """Add other batches."""

@@ -20,7 +20,9 @@ from quantizer.evaluation.paired_run import NetworkPair, PairedRun
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.nn.segments import segments
+from quantizer.numerics.metrics import Approximation
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import keep_loaded, loaded
 
@@ -81,6 +83,7 @@ def compare(
     *,
     user: Network | None = None,
     outputs: Sequence[Output] | None = None,
+    recorded: RecordedOutputs | None = None,
 ) -> NetworkComparison:
     """Run both networks once on each batch, each rank on its share.
 
@@ -94,13 +97,15 @@ def compare(
         ranks: who share the batches.
         user: the user's model, for the outputs, if `reference` computes another function.
         outputs: the outputs that are compared; those of the graph if None.
+        recorded: keeps the outputs of the quantized network, if they are needed again.
 
     Raises:
         DataError: there is no batch, or an output of the float network is not finite.
         ModelError: a tensor has different shapes in the two networks.
         RankError: the ranks do not have the same batches.
     """
-    pair = NetworkPair.of(reference, quantized, ComparedNetworks(reference, user, outputs))
+    compared = ComparedNetworks(reference, user, outputs)
+    pair = NetworkPair.of(reference, quantized, compared, recorded)
     runs = _GroupedRuns(pair)
     total = pair.empty()
 
@@ -214,6 +219,6 @@ class _ParameterNoise:
             else:
                 rounded = loaded(layer.get_parameter(key))
             row = LayerNoise(name, role)
-            row.add(exact, rounded)
+            row.add(exact, Approximation(rounded))
             rows.append(row)
         return rows

@@ -19,7 +19,7 @@ from quantizer.comparison.output_figures import (
     worst,
 )
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
-from quantizer.numerics.metrics import energy
+from quantizer.numerics.metrics import Approximation, noise_energies
 from quantizer.sources.batches import Batch
 
 
@@ -47,24 +47,21 @@ class LayerNoise:
     def add(
         self,
         x: Tensor,
-        local: Tensor,
-        accumulated: Tensor | None = None,
+        local: Approximation,
+        accumulated: Approximation | None = None,
     ) -> None:
         """Add one batch of float values and their two quantized versions."""
+        approximations = [local]
+        if accumulated is not None:
+            approximations.append(accumulated)
         others = None if self.is_bounded else beside_far_values(x)
         if others is not None:
             x = x[others]
-            local = local[others]
-            if accumulated is not None:
-                accumulated = accumulated[others]
-        if self.accumulated is None or accumulated is None:
-            self.local.add(x, local)
-            return
-        signal = energy(x)
-        self.accumulated.add(x, accumulated, signal)
-        # The cosine is that of the whole network, so the energy of `local` is not needed
-        self.local.signal += signal
-        self.local.error += energy(x - local)
+            approximations = [row.masked(others) for row in approximations]
+        signal, energies = noise_energies(x, approximations)
+        self.local.add_energies(signal, energies[0])
+        if self.accumulated is not None and accumulated is not None:
+            self.accumulated.add_energies(signal, energies[1])
 
     @property
     def cosine(self) -> float:

@@ -18,6 +18,8 @@ from quantizer.config.roles import is_parameter
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.nn.recorded_outputs import RecordedOutputs, digest_of
+from quantizer.numerics.metrics import Approximation
 from quantizer.sources.batches import Batch
 
 _Taps = dict[str, list[tuple[TensorQuantizer, int]]]
@@ -36,6 +38,7 @@ class NetworkPair:
         outputs: compares their outputs.
         taps: the quantizers of activations.
         no_noise: a `LayerNoise` without a batch for each of them.
+        recorded: keeps the outputs of the quantized network; None if nothing will need them.
     """
 
     reference: Network
@@ -43,6 +46,7 @@ class NetworkPair:
     outputs: ComparedNetworks
     taps: _Taps
     no_noise: Sequence[LayerNoise]
+    recorded: RecordedOutputs | None
 
     @classmethod
     def of(
@@ -50,10 +54,11 @@ class NetworkPair:
         reference: Network,
         quantized: Network,
         outputs: ComparedNetworks,
+        recorded: RecordedOutputs | None = None,
     ) -> NetworkPair:
         """Return the pair of two networks."""
         no_noise, taps = _taps(quantized)
-        return cls(reference, quantized, outputs, taps, no_noise)
+        return cls(reference, quantized, outputs, taps, no_noise, recorded)
 
     def empty(self) -> NetworkComparison:
         """Return a comparison without a batch."""
@@ -75,6 +80,9 @@ class PairedRun:
         self._float_run = pair.reference.start(batch.args, batch.kwargs)
         self._quantized_run = pair.quantized.start(batch.args, batch.kwargs)
         self._recorders = pair.outputs.recorders()
+        self._digest: bytes | None = None
+        if pair.recorded is not None:
+            self._digest = digest_of(self._quantized_run.values.values())
 
     def advance(self, stop: int) -> None:
         """Run the nodes before index `stop` in both networks, and compare their values."""
@@ -87,10 +95,13 @@ class PairedRun:
             for quantizer, index in self._pair.taps.get(name, ()):
                 require_same_shape(name, x, y)
                 noise = self._result.layers[index]
-                # The quantized network has not applied a quantizer of a layer's input yet
-                is_output = noise.layer == name
-                accumulated = y if is_output else quantizer.quantized_copy(y)
-                noise.add(x, quantizer.quantized_copy(x), accumulated)
+                # The cosine is that of the whole network
+                local = _quantized(quantizer, x, is_measured=False)
+                accumulated = Approximation(y)
+                if noise.layer != name:
+                    # The quantized network has not applied a quantizer of a layer's input yet
+                    accumulated = _quantized(quantizer, y)
+                noise.add(x, local, accumulated)
 
     def finish(self) -> NetworkComparison:
         """Return the comparison of the batch, whose nodes have all run."""
@@ -100,7 +111,18 @@ class PairedRun:
             executions, self._recorders, self._batch
         )
         _record_predictions(result, self._batch, expected, self._quantized_run.outputs())
+        if self._pair.recorded is not None:
+            self._pair.recorded.record(self._digest, self._quantized_run.output())
         return result
+
+
+def _quantized(
+    quantizer: TensorQuantizer, values: Tensor, *, is_measured: bool = True
+) -> Approximation:
+    """Return what a quantizer makes of some values."""
+    if quantizer.is_elementwise:
+        return Approximation(values, quantizer.quantized_copy, is_measured)
+    return Approximation(quantizer.quantized_copy(values), None, is_measured)
 
 
 def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:

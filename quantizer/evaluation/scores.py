@@ -24,6 +24,7 @@ from quantizer.evaluation.output_warnings import OutputWarning, output_warnings
 from quantizer.evaluation.pass_loss import PassLoss, pass_loss
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.nn.network import Network
+from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME, Directions
@@ -232,7 +233,8 @@ class _Test:
             before = self._measured(self.module, "evaluate float", function)
             check(before.keys())
             _warn_of_unknown(function.directions, before)
-        compared = self._compared()
+        recorded = None if function is None else RecordedOutputs(quantized)
+        compared = self._compared(recorded)
         batches.require_same(self.ranks)
         passes = None
         if self.ranks.is_first:
@@ -242,7 +244,10 @@ class _Test:
         directions = BY_NAME
         if function is not None:
             directions = function.directions
+            # The comparison has run the network on the same data
+            quantized.recorded = recorded
             after = self._measured(quantized, "evaluate quantized", function)
+            quantized.recorded = None
             pairs = {}
             for name, value in before.items():
                 if name in after:
@@ -264,8 +269,8 @@ class _Test:
             function=function,
         )
 
-    def _compared(self) -> NetworkComparison:
-        """Compare the networks on all batches."""
+    def _compared(self, recorded: RecordedOutputs | None) -> NetworkComparison:
+        """Compare the networks on all batches, and record the outputs of the quantized one."""
         networks = self.networks
         with RunStage(self.events, "test", networks.batches.total) as stage:
             moved = (batch.to(networks.device) for batch in networks.batches)
@@ -276,6 +281,7 @@ class _Test:
                 self.ranks,
                 user=networks.user,
                 outputs=networks.outputs,
+                recorded=recorded,
             )
 
 

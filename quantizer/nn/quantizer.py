@@ -71,6 +71,11 @@ class TensorQuantizer(nn.Module):
             return QuantizedTensor(self.spec)
         return QuantizedTensor(self.spec, self.scale, self.zero_point)
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Return whether each value is quantized by itself, whatever the other values are."""
+        return self.spec.has_one_scale and not self.spec.is_dynamic
+
     def forward(self, x: Any) -> Any:
         """Return the tensor quantized. Anything that is not a floating-point tensor, or holds
         no values, passes unchanged.

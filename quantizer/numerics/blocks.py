@@ -156,9 +156,12 @@ def _has_exact_inverse(scale: Tensor) -> bool:
     return not any(part.bitwise_and(_FLOAT32_MANTISSA).max() for part in parts)
 
 
-def scratch(x: Tensor) -> Tensor | None:
-    """Return memory of the shape and dtype of the block `x` to work in, or None if `x` only
-    stands for a tensor.
+def scratch(
+    x: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """Return memory of the shape of the block `x` to work in, of its dtype if none is given, or
+    None if `x` only stands for a tensor.
 
     Each thread keeps its memory: what the system hands out anew for every block costs more than
     the work in it.
@@ -167,11 +170,11 @@ def scratch(x: Tensor) -> Tensor | None:
         return None
     buffers: dict[tuple[torch.dtype, torch.device], Tensor]
     buffers = vars(_thread).setdefault("buffers", {})
-    key = x.dtype, x.device
+    key = dtype or x.dtype, x.device
     if key not in buffers or buffers[key].numel() < x.numel():
         # Memory made in inference mode could not be written to outside of it
         with torch.inference_mode(False):
-            buffers[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+            buffers[key] = torch.empty(x.numel(), dtype=key[0], device=x.device)
     return buffers[key][: x.numel()].view(x.shape)
 
 

@@ -1,11 +1,18 @@
 """Measures of how close two tensors are: SQNR, cosine, top-1 agreement. Sums are float64."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import flatten_memory, memory_order
+from quantizer.numerics.blocks import (
+    flat_view,
+    flatten_memory,
+    memory_order,
+    scratch,
+)
 
 # Values converted to float64 at a time: they stay in the cache
 VALUES_PER_SUM = 1 << 18
@@ -17,13 +24,148 @@ def energy(x: Tensor) -> float:
     >>> energy(torch.tensor([3.0, 4.0]))
     25.0
     """
+    sums = _sums_of_squares(x)
+    return _total(sums)
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """An approximation of a tensor.
+
+    Args:
+        values: of the shape of the tensor.
+        function: changes each of `values` by itself, not in place; None if nothing is changed.
+        is_measured: whether the energy of the approximation is wanted.
+    """
+
+    values: Tensor
+    function: Callable[[Tensor], Tensor] | None = None
+    is_measured: bool = True
+
+    def of(
+        self,
+        values: Tensor,
+    ) -> Tensor:
+        """Return the approximation of some values."""
+        return values if self.function is None else self.function(values)
+
+    def masked(
+        self,
+        is_counted: Tensor,
+    ) -> "Approximation":
+        """Return the approximation of the values that a mask selects."""
+        values = self.of(self.values)[is_counted]
+        return Approximation(
+            values,
+            None,
+            self.is_measured,
+        )
+
+
+@dataclass(frozen=True)
+class Energies:
+    """The energies of an approximation y of a tensor x.
+
+    Attributes:
+        other: |y|^2; 0 if it is not wanted.
+        error: |x - y|^2.
+    """
+
+    other: float
+    error: float
+
+
+def noise_energies(
+    x: Tensor,
+    approximations: Sequence[Approximation],
+) -> tuple[float, list[Energies]]:
+    """Return the energy of `x`, and the energies of each approximation: what `energy` returns
+    for each tensor.
+
+    All tensors are read once, in parts that stay in the cache.
+
+    >>> x = torch.tensor([3.0, 4.0])
+    >>> noise_energies(x, [Approximation(x + 1)])
+    (25.0, [Energies(other=41.0, error=2.0)])
+    """
+    signals: list[Tensor] = []
+    others: list[list[Tensor]] = [[] for _ in approximations]
+    errors: list[list[Tensor]] = [[] for _ in approximations]
+    for part, *values in _parts(x, approximations):
+        signals += _sums_of_squares(part)
+        for index, approximation in enumerate(approximations):
+            other = approximation.of(values[index])
+            if approximation.is_measured:
+                others[index] += _sums_of_squares(other)
+            errors[index] += _sums_of_squares(_difference(part, other))
+    energies = []
+    for other_sums, error_sums in zip(others, errors, strict=True):
+        row = Energies(
+            _total(other_sums),
+            _total(error_sums),
+        )
+        energies.append(row)
+    return _total(signals), energies
+
+
+def _parts(
+    x: Tensor,
+    approximations: Sequence[Approximation],
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the values of `x` and of each approximation in parts, in the order of memory.
+
+    They are one part if the tensors have different layouts.
+    """
+    tensors = [x.detach()]
+    for approximation in approximations:
+        tensors.append(approximation.values.detach())
+    parts = []
+    for tensor in tensors:
+        flat = flat_view(tensor)
+        is_alike = tensor.stride() == x.stride() and tensor.dtype == x.dtype
+        if flat is None or not is_alike:
+            yield tuple(tensors)
+            return
+        parts.append(torch.split(flat, VALUES_PER_SUM))
+    yield from zip(*parts, strict=True)
+
+
+def _difference(
+    x: Tensor,
+    other: Tensor,
+) -> Tensor:
+    """Return x - other, in memory that the next call may overwrite."""
+    if x.dim() != 1 or x.numel() > VALUES_PER_SUM or x.dtype != other.dtype:
+        # The layout of the difference decides the order of its sums
+        return x - other
+    return torch.sub(x, other, out=scratch(x))
+
+
+def _sums_of_squares(
+    x: Tensor,
+) -> list[Tensor]:
+    """Return the sum of the squares of each part of `x`, in float64."""
     sums = []
     # Reading in another order than that of memory takes many times as long
-    for part in torch.split(flatten_memory(x), VALUES_PER_SUM):
-        wide = part.double()
+    for part in torch.split(flatten_memory(x.detach()), VALUES_PER_SUM):
+        wide = scratch(part, torch.float64)
+        if wide is None:
+            wide = part.double()
+        else:
+            wide.copy_(part)
         sums.append(torch.dot(wide, wide))
+    return sums
+
+
+def _total(
+    sums: Sequence[Tensor],
+) -> float:
+    """Return the sum of tensors with one value each."""
+    if not sums:
+        return 0.0
     # One copy from a GPU, which would otherwise wait for each sum
-    return math.fsum(torch.stack(sums).tolist())
+    values = torch.stack(list(sums))
+    return math.fsum(values.tolist())
 
 
 def decibel(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -269,6 +270,7 @@ class _Run:
                 raise DifferentError(f"{name} follows a length elsewhere")
 
 
+@cache
 def _takes_list_of_parameters(target: str) -> bool:
     """Return whether an operator takes all parameters of a recurrent layer as one list."""
     schema: Any = getattr(resolve_target(target), "_schema", None)

@@ -87,6 +87,12 @@ def importing(module: str) -> Iterator[None]:
             gc.freeze()
 
 
+def stop_collecting() -> None:
+    """Leave all garbage where it is, because the process is about to end."""
+    gc.disable()
+    gc.freeze()
+
+
 def available_bytes() -> int | None:
     """Return how much more memory this process can use without swapping, within the limits of
     its control groups.

@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 from quantizer.numerics.metrics import (
     VALUES_PER_SUM,
+    Approximation,
+    Energies,
     cosine,
     decibel,
     energy,
+    noise_energies,
     sqnr_db,
     top1_agreement,
 )
@@ -37,6 +40,42 @@ def test_energy_adds_up_over_blocks_layouts_and_dtypes():
     x = torch.full((3, VALUES_PER_SUM), 0.5)
     assert energy(x) == energy(x.T) == energy(x.half()) == 0.75 * VALUES_PER_SUM
     assert energy(torch.zeros(0)) == 0
+
+
+LAYOUTS = {
+    "alike": (torch.channels_last, torch.channels_last),
+    "different": (torch.channels_last, torch.contiguous_format),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
+def test_energies_in_one_go_are_those_of_each_tensor(layouts, dtype):
+    """Bit for bit, over several parts."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    for layout in layouts:
+        values = torch.randn(4, 5, 120, 130, generator=generator).to(dtype)
+        tensors.append(values.contiguous(memory_format=layout))
+    x, y = tensors
+    assert x.numel() > VALUES_PER_SUM
+    signal, energies = noise_energies(
+        x, [Approximation(y), Approximation(x, torch.round), Approximation(y, None, False)]
+    )
+    assert signal == energy(x)
+    rounded = x.round()
+    assert energies == [
+        Energies(energy(y), energy(x - y)),
+        Energies(energy(rounded), energy(x - rounded)),
+        Energies(0.0, energy(x - y)),
+    ]
+
+
+def test_energies_of_a_parameter_keep_no_graph():
+    x = torch.nn.Parameter(torch.ones(3))
+    signal, (energies,) = noise_energies(x, [Approximation(x + 1)])
+    assert (signal, energies) == (3.0, Energies(12.0, 3.0))
+    assert energy(torch.full((3,), 2.0)) == 12
 
 
 class Operators(TorchDispatchMode):
@@ -62,7 +101,8 @@ def test_energy_reads_values_in_the_order_of_memory_without_a_copy_of_all(order)
     with Operators() as seen:
         found = energy(x)
     assert found == pytest.approx(float(x.double().square().sum()), rel=1e-12)
-    assert not {"clone", "copy_", "_reshape_copy", "contiguous"} & seen.names
+    # Each part is converted by `copy_`
+    assert not {"clone", "_reshape_copy", "contiguous"} & seen.names
 
 
 def test_cosine_of_one_tensor_in_two_orders_is_one():
