@@ -12,6 +12,7 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.experts import Mixture, group_targets
+from quantizer.export.compressed_tensors.fusing import with_shared_factors
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
@@ -123,6 +124,7 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
         coded,
         TARGET_NAME,
     )
+    layers = with_shared_factors(deployment.graph, layers)
     remarks = float_remarks(solution.specs, placement)
     checkpoint = CompressedCheckpoint(
         layers,

@@ -19,6 +19,7 @@ from quantizer.export.compressed_tensors.checkpoint import (
     linears_of,
     with_experts,
 )
+from quantizer.export.compressed_tensors.fusing import with_shared_factors
 from quantizer.export.compressed_tensors.placement import (
     INSERTION_REASON,
     CodePlacement,
@@ -112,6 +113,7 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     for node in placement.experts.values():
         path = node.params["weight"].partition("@")[0]
         stacks[path] = _stack(quantized[node.scope], node)
+    layers = with_shared_factors(graph, layers)
     remarks = float_remarks(specs, placement)
     checkpoint = CompressedCheckpoint(layers, tensors, linears_of(model), remarks)
     return with_experts(checkpoint, model, stacks)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
+from quantizer.export.compressed_tensors.fusing import fused_refusals
 from quantizer.export.compressed_tensors.schemes import (
     Reason,
     input_refusal,
@@ -83,6 +84,7 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
             reason = _place_activation(graph, linears, inputs, (layer, role))
         if reason is not None:
             refusals.append(Refusal(*reason, layer, role))
+    refusals += fused_refusals(graph, specs, linears, inputs)
     for layer, key in inputs.items():
         reason = input_refusal(specs[key], specs[layer, "weights"], linears[layer].rank)
         if reason is not None:
