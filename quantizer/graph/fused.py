@@ -2,16 +2,21 @@
 the two factors of a gated product.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import (
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 
+from quantizer.graph.axis_rules import PRODUCT
 from quantizer.graph.ir import (
     Graph,
     Node,
-    references,
 )
 
-_MEETINGS = ("matmul", "mul", "scaled_dot_product_attention")
-"""The operators in which outputs of fused layers meet."""
+_NO_LAYERS: frozenset[str] = frozenset()
 _ENTRY = "module_input"
 """The input of a layer in the graph of a module tree, which shows no values between layers."""
 _FUSED_NAMES = (
@@ -44,25 +49,35 @@ def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
     return groups
 
 
-def _find_groups(graph: Graph) -> tuple[tuple[str, ...], ...]:
+def _find_groups(
+    graph: Graph,
+) -> tuple[tuple[str, ...], ...]:
     linears: list[Node] = []
     for node in graph.nodes:
-        is_linear = node.is_multiplying and node.row.spatial == 0
-        if is_linear and not node.row.experts:
+        row = node.row
+        is_linear = row.spatial == 0 and not row.experts
+        if is_linear and node.is_multiplying:
             linears.append(node)
     if any(node.op == _ENTRY for node in graph.nodes):
         return _named_alike(graph, linears)
-    candidates: dict[tuple[str, ...], list[Node]] = {}
+    readers: dict[tuple[str, ...], list[Node]] = {}
     for node in linears:
-        key = (_parent(node), *node.operands.values())
-        candidates.setdefault(key, []).append(node)
+        operands = node.operands.values()
+        key = (_parent(node), *operands)
+        readers.setdefault(key, []).append(node)
     by_module: dict[str, list[list[Node]]] = {}
-    for (module, *_), members in candidates.items():
-        if len({node.scope for node in members}) > 1:
-            by_module.setdefault(module, []).append(members)
+    for key, members in readers.items():
+        scopes = {node.scope for node in members}
+        if len(scopes) > 1:
+            of_module = by_module.setdefault(key[0], [])
+            of_module.append(members)
     groups: list[tuple[str, ...]] = []
-    for module, of_module in by_module.items():
-        groups += _meeting_groups(graph, module, of_module)
+    for module, candidates in by_module.items():
+        groups += _meeting_groups(
+            graph,
+            module,
+            candidates,
+        )
     groups.sort(key=lambda group: graph.index[group[0]])
     return tuple(groups)
 
@@ -76,16 +91,22 @@ def _named_alike(
     linears: Sequence[Node],
 ) -> tuple[tuple[str, ...], ...]:
     """Return groups of layers by their names in one module, with equal numbers of inputs."""
-    by_path = {node.scope: node for node in linears}
+    by_path: dict[str, Node] = {}
+    for node in linears:
+        by_path[node.scope] = node
+    parents = dict.fromkeys(map(_parent, linears))
     groups: list[tuple[str, ...]] = []
-    for parent in dict.fromkeys(map(_parent, linears)):
+    for parent, names in itertools.product(parents, _FUSED_NAMES):
         prefix = f"{parent}." if parent else ""
-        for names in _FUSED_NAMES:
-            paths = [prefix + name for name in names]
-            members = [by_path[path] for path in paths if path in by_path]
-            inputs = {graph.weight(node).shape[1] for node in members}
-            if len(members) > 1 and len(inputs) == 1:
-                groups.append(tuple(node.name for node in members))
+        layers: list[str] = []
+        inputs: set[int] = set()
+        for name in names:
+            member = by_path.get(prefix + name)
+            if member is not None:
+                layers.append(member.name)
+                inputs.add(graph.weight(member).shape[1])
+        if len(layers) > 1 and len(inputs) == 1:
+            groups.append(tuple(layers))
     return tuple(groups)
 
 
@@ -96,56 +117,74 @@ def _meeting_groups(
 ) -> list[tuple[str, ...]]:
     """Return the parts of the candidates of one module whose outputs meet in it."""
     group_of: dict[str, set[str]] = {}
-    for members in candidates:
-        for node in members:
-            group_of[node.name] = {node.name}
-    inputs_of: dict[str, int] = {}
+    value_read: dict[str, int] = {}
     for number, members in enumerate(candidates):
         for node in members:
-            inputs_of[node.name] = number
-    prefix = f"{module}." if module else ""
+            group_of[node.name] = {node.name}
+            value_read[node.name] = number
     labels: _Labels = {}
-    for node in graph.nodes:
-        if node.scope != module and not node.scope.startswith(prefix):
-            continue
-        arguments = _labels_of_arguments(labels, node)
-        if node.op in _MEETINGS:
-            _unite(arguments, inputs_of, group_of)
-        value = frozenset().union(*arguments)
+    for node in _nodes_within(graph, module):
+        arguments: list[frozenset[str]] = []
+        for name in node.refs():
+            arguments.append(labels.get(name, _NO_LAYERS))
+        if _multiplies_values(node):
+            _unite(arguments, value_read, group_of)
+        value = _NO_LAYERS.union(*arguments)
         if node.name in group_of:
             value |= {node.name}
         if value:
             labels[node.name] = value
+    united: dict[int, set[str]] = {}
+    for layers in group_of.values():
+        united[id(layers)] = layers
     groups: list[tuple[str, ...]] = []
-    for united in {id(group): group for group in group_of.values()}.values():
-        if len(united) > 1:
-            groups.append(tuple(sorted(united, key=graph.index.__getitem__)))
+    for layers in united.values():
+        in_order = sorted(
+            layers,
+            key=graph.index.__getitem__,
+        )
+        if len(layers) > 1:
+            groups.append(tuple(in_order))
     return groups
 
 
-def _labels_of_arguments(
-    labels: Mapping[str, frozenset[str]], node: Node
-) -> list[frozenset[str]]:
-    """Return for each argument the layers that its value depends on."""
-    arguments: list[frozenset[str]] = []
-    for value in node.inputs.values():
-        layers: set[str] = set()
-        for name in references(value):
-            layers |= labels.get(name, frozenset())
-        arguments.append(frozenset(layers))
-    return arguments
+def _nodes_within(
+    graph: Graph,
+    module: str,
+) -> Iterator[Node]:
+    """Yield the nodes of a module and of those inside it."""
+    prefix = f"{module}." if module else ""
+    for node in graph.nodes:
+        is_inside = node.scope.startswith(prefix)
+        if is_inside or node.scope == module:
+            yield node
+
+
+def _multiplies_values(node: Node) -> bool:
+    """Return whether a node multiplies two values, elementwise or as matrices."""
+    row = node.row
+    is_matrix_product = row.kind == "mac" and not row.weight
+    return is_matrix_product or row.axes is PRODUCT
 
 
 def _unite(
     arguments: Sequence[frozenset[str]],
-    inputs_of: Mapping[str, int],
+    value_read: Mapping[str, int],
     group_of: dict[str, set[str]],
 ) -> None:
-    """Unite the groups of layers that read one value and reach different arguments."""
-    for number, first in enumerate(arguments):
-        for second in arguments[number + 1 :]:
-            for layer in sorted(first - second):
-                for other in sorted(second - first):
-                    if inputs_of[layer] == inputs_of[other]:
-                        united = group_of[layer] | group_of[other]
-                        group_of.update(dict.fromkeys(united, united))
+    """Make one group of layers that read one value and reach different arguments.
+
+    Args:
+        arguments: for each argument of a product the layers that it depends on.
+        value_read: for each layer the number of the value that it reads.
+        group_of: the groups, which change.
+    """
+    for first, second in itertools.combinations(arguments, 2):
+        only_first = sorted(first - second)
+        only_second = sorted(second - first)
+        for layer, other in itertools.product(only_first, only_second):
+            if value_read[layer] != value_read[other]:
+                continue
+            united = group_of[layer] | group_of[other]
+            for member in united:
+                group_of[member] = united

@@ -21,16 +21,22 @@ def tied_layers(
     for group in fused_layers(graph):
         by_spec: dict[QuantizationSpec, list[str]] = {}
         for layer in group:
-            spec = specs.get((layer, "weights"))
-            if spec is not None and has_tensor_scale(spec):
-                by_spec.setdefault(spec, []).append(layer)
+            key = (layer, "weights")
+            spec = specs.get(key)
+            if spec is None:
+                continue
+            if has_tensor_scale(spec):
+                members = by_spec.setdefault(spec, [])
+                members.append(layer)
         for layers in by_spec.values():
             if len(layers) > 1:
                 groups.append(tuple(layers))
     return tuple(groups)
 
 
-def has_tensor_scale(spec: QuantizationSpec) -> bool:
+def has_tensor_scale(
+    spec: QuantizationSpec,
+) -> bool:
     """Return whether a float format has one scale, or one factor of its scales, for a tensor.
 
     Integers of one scale are stored with a scale for each row, so engines need not share it.

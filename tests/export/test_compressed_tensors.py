@@ -119,9 +119,9 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 SEVERAL = config(
     INT4,
     layer_quant_config={
-        "*.down_proj": {"weight": INT8},
-        "*.q_proj": {"weight": INT8, "input_tensors": DYNAMIC},
-        "*.v_proj": {"weight": FP8 | CHANNEL, "input_tensors": FP8 | TOKEN},
+        "*.down_proj": {"weight": FP8 | CHANNEL, "input_tensors": FP8 | TOKEN},
+        "*.gate_proj": {"weight": INT8, "input_tensors": DYNAMIC},
+        "*.up_proj": {"weight": INT8, "input_tensors": DYNAMIC},
     },
     exclude=[*FLOAT, "*.o_proj"],
 )
@@ -158,15 +158,12 @@ def test_several_widths_are_disjoint_groups_by_exact_name(tmp_path: Path) -> Non
     groups = quantization["config_groups"].values()
     assert quantization["format"] == "mixed-precision"
     assert quantization["ignore"] == ["lm_head", "model.layers.0.self_attn.o_proj"]
-    assert sorted(target for group in groups for target in group["targets"]) == [
-        "Linear",
-        *(
-            f"model.layers.0.{layer}"
-            for layer in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
-        ),
-    ]
+    names = sorted(target for group in groups for target in group["targets"])
+    fused = ["model.layers.0.mlp.gate_up_proj", "model.layers.0.self_attn.qkv_proj"]
+    quantized = [path for path in PATHS if not path.endswith("o_proj")]
+    assert names == sorted([*quantized, *fused])
     assert sorted(group["format"] for group in groups) == [
-        *("float-quantized", "int-quantized", "pack-quantized", "pack-quantized"),
+        *("float-quantized", "int-quantized", "pack-quantized"),
     ]
 
 

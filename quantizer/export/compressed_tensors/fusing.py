@@ -1,7 +1,7 @@
 """What layers that engines fuse must have in common, and the factor that they share.
 
-Source: vLLM and SGLang, July to November 2026. They build query, key and value as one layer with
-one scheme, and take the largest `weight_global_scale` for all of its rows.
+Source: vLLM and SGLang, July to November 2026. They build query, key and value as one layer
+with one scheme, and take the largest `weight_global_scale` for all of its rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +22,11 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.two_level import split_global
 from quantizer.plan.model import Key
 
+_ENGINE_NAMES = {
+    frozenset({"q_proj", "k_proj", "v_proj"}): "qkv_proj",
+    frozenset({"gate_proj", "up_proj"}): "gate_up_proj",
+    frozenset({"q_a_proj", "kv_a_proj_with_mqa"}): "fused_qkv_a_proj",
+}
 _HELP = "quantize the layers alike, or exclude all of them"
 _OTHER_FACTORS = "calibrate again: this version gives them one factor"
 
@@ -89,6 +94,19 @@ def with_shared_factors(
         for path in paths:
             shared[path] = replace(layers[path], global_scale=codes_and_factor[1])
     return shared
+
+
+def fused_names(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Return the paths that engines give to fused layers, each with the paths of its parts."""
+    names: dict[str, tuple[str, ...]] = {}
+    for group in fused_layers(graph):
+        paths = tuple(graph.by_name[layer].scope for layer in group)
+        parent = paths[0].rpartition(".")[0]
+        parts = frozenset(path.rpartition(".")[2] for path in paths)
+        if parts in _ENGINE_NAMES:
+            prefix = f"{parent}." if parent else ""
+            names[prefix + _ENGINE_NAMES[parts]] = paths
+    return names
 
 
 def _words(
