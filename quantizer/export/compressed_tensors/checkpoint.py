@@ -231,12 +231,12 @@ def linears_of(model: nn.Module) -> tuple[str, ...]:
 
 def head_of(model: nn.Module) -> str:
     """Return the path of the layer that makes a language model's logits; empty if none does."""
-    get_head = getattr(model, "get_output_embeddings", None)
+    get_head: Any = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
+    paths: dict[int, str] = {}
     for path, module in model.named_modules():
-        if module is head:
-            return path
-    return ""
+        paths[id(module)] = path
+    return paths.get(id(head), "")
 
 
 def _is_equal(
