@@ -51,6 +51,7 @@ from quantizer.algorithms.fold import (
     fold_factors,
     parameter,
     shared_folds,
+    without_insertions,
 )
 from quantizer.algorithms.gram import (
     DEEPEST,
@@ -118,6 +119,11 @@ class _Search:
             lambda group: bool(quantized_layers(task, group)),
             before,
         )
+        if not settings.online:
+            rescaled = settings.scale_search and not task.done
+            self.groups, remarks = without_insertions(self.groups, before)
+            if rescaled:
+                self.adjustment = adjustment.with_remarks(*remarks)
         for group in self.groups:
             for name in quantized_layers(task, group):
                 weight = parameter(task.graph, adjustment, name)
