@@ -148,6 +148,8 @@ def test_several_groups_have_exact_names_and_those_of_fused_layers(tmp_path: Pat
 
 def test_a_quantized_head_is_a_target_beside_the_class(tmp_path: Path) -> None:
     settings = config(INT4) | {"exclude": ["kind:embedding"]}
-    folder = exported(settings, tmp_path / "out", llama())
+    folder = tmp_path / "out"
+    verification = quantizer.calibrate(llama(), settings, tokens()).export(TARGET, folder)
     groups = written(folder)["quantization_config"]["config_groups"]
     assert groups["group_0"]["targets"] == ["Linear", "lm_head"]
+    assert "SGLang, and vLLM before" in verification.remarks[0]

@@ -24,6 +24,10 @@ TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
 # The class that most layers have, which their group names.
 _LINEAR_TARGET = "Linear"
+_HEAD_LIMITS = (
+    "SGLang, and vLLM before its pull request 37291, build heads in float and cannot load it; "
+    'exclude "kind:lm_head" for them'
+)
 _NO_CODES_REMEDY = "quantize it with another scale_type"
 
 
@@ -61,6 +65,13 @@ class CompressedCheckpoint:
     def is_weight_only(self) -> bool:
         """Return whether all inputs stay float."""
         return all(layer.input is None for layer in self.layers.values())
+
+    @property
+    def head_remarks(self) -> tuple[str, ...]:
+        """Return a sentence on a quantized head, which not all engines load."""
+        if self.head not in self.layers:
+            return ()
+        return (f"{self.head} is quantized: {_HEAD_LIMITS}",)
 
     @property
     def schemes(self) -> list[tuple[dict[str, Any], list[str]]]:

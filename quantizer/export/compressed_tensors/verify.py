@@ -69,7 +69,8 @@ def verify_folder(
     is_rounded = any(layer.format == NVFP4_FORMAT for layer in checkpoint.layers.values())
     is_exact = checkpoint.is_weight_only and not is_rounded
     verification = verify_calls(load, calls, sqnr_db, name, is_exact=is_exact)
-    return replace(verification, remarks=(*checkpoint.remarks, *remarks))
+    of_checkpoint = (*checkpoint.remarks, *checkpoint.head_remarks)
+    return replace(verification, remarks=(*of_checkpoint, *remarks))
 
 
 def _loaded(
