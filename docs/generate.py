@@ -3,8 +3,8 @@
 These are: docs/cli.md from the command line; docs/reference.md from the docstrings; the tables
 in docs/one_command.md and docs/metrics.md; the table of what was tested in README.md; the part
 on algorithms in both schemas; the rules for editors in layered.schema.json; the options of
-method, round_mode and dtype in quantization_spec.schema.json; docs/config and docs/rules.md; the
-table of presets in docs/hierarchical.md.
+method, round_mode and dtype in quantization_spec.schema.json; docs/config and docs/rules.md;
+the table of presets in docs/hierarchical.md.
 
 Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
 number format. A test fails while a file is stale.

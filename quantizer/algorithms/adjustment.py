@@ -12,6 +12,7 @@ from dataclasses import (
     field,
     replace,
 )
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
+from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import deferred_like
 
@@ -167,6 +169,14 @@ class Task:
     before: Adjustment = field(default_factory=Adjustment)
     ranks: Ranks = ALONE
     memory: int | None = None
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[str, ...]]:
+        """Return for each layer whose scale is not its own all layers that share it."""
+        groups: dict[str, tuple[str, ...]] = {}
+        for group in tied_layers(self.graph, self.specs):
+            groups.update(dict.fromkeys(group, group))
+        return groups
 
 
 Run = Callable[[Task, Any, Adjustment], Adjustment]

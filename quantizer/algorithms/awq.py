@@ -51,6 +51,7 @@ from quantizer.algorithms.fold import (
     fold_factors,
     parameter,
     shared_folds,
+    without_insertions,
 )
 from quantizer.algorithms.gram import (
     DEEPEST,
@@ -72,6 +73,7 @@ from quantizer.algorithms.sequential_runner import (
     SequentialRunner,
     watching,
 )
+from quantizer.algorithms.shared_steps import shared_steps
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import rescale_weight
@@ -117,6 +119,11 @@ class _Search:
             lambda group: bool(quantized_layers(task, group)),
             before,
         )
+        if not settings.online:
+            rescaled = settings.scale_search and not task.done
+            self.groups, remarks = without_insertions(self.groups, before)
+            if rescaled:
+                self.adjustment = adjustment.with_remarks(*remarks)
         for group in self.groups:
             for name in quantized_layers(task, group):
                 weight = parameter(task.graph, adjustment, name)
@@ -256,8 +263,9 @@ class _Search:
     def _round(self, sums: GroupSums, factors: Tensor) -> None:
         """Find the scales of a group's layers, and round their weights to nearest."""
         sums.divide(factors)
+        steps = shared_steps(self.task, self.adjustment, sums.layers)
         for name in sums.layers:
-            rounded = self._rounded(name, sums, factors)
+            rounded = self._rounded(name, sums, factors, steps.get(name))
             if rounded.after > rounded.before:
                 ratio = rounded.after / max(rounded.before, 1e-30)
                 text = f"its error is {ratio:.2f} times that of round-to-nearest"
@@ -274,6 +282,7 @@ class _Search:
         name: str,
         sums: GroupSums,
         factors: Tensor,
+        shared_step: float | None,
     ) -> RoundedWeight:
         spec = self.task.specs[name, "weights"]
         layer = self.layers[name]
@@ -281,7 +290,7 @@ class _Search:
         gram = sums.matrix(name)
         stored = parameter(self.task.graph, self.adjustment, name).detach()
         weight = stored.float()
-        qparams = layer_qparams(name, spec, weight)
+        qparams = layer_qparams(name, spec, weight, shared_step)
         change = nearest(weight, spec, qparams).sub_(weight)
         error = output_error(gram, weight_matrix(layer, change))
         error_rtn = error
@@ -291,11 +300,21 @@ class _Search:
             change = nearest(original, spec, original_qparams).sub_(original)
             change = rescale_weight(node, change, inputs=factors)
             error_rtn = output_error(gram, weight_matrix(layer, change))
-        if self.settings.clip_search:
+        # Layers that share one scale would need one share of the range
+        has_own_scale = shared_step is None or spec.qscheme != "per_tensor"
+        if self.settings.clip_search and has_own_scale:
             # First with room for inputs that were always zero; without if that costs too much
             for search_gram in (sums.alive(name), gram):
                 shares = clip_shares(spec)
-                clipped = ClipSearch(layer, spec, weight, search_gram, shares=shares).qparams
+                search = ClipSearch(
+                    layer,
+                    spec,
+                    weight,
+                    search_gram,
+                    shares=shares,
+                    shared_step=shared_step,
+                )
+                clipped = search.qparams
                 change = nearest(weight, spec, clipped).sub_(weight)
                 clipped_error = output_error(gram, weight_matrix(layer, change))
                 if clipped_error < error:

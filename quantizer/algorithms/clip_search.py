@@ -100,6 +100,7 @@ class ClipSearch:
             such layers.
         gram: of the layer's inputs, [groups, depth, depth].
         shares: of the full range, what is tried.
+        shared_step: as `nearest_qparams` takes it.
 
     Attributes:
         errors: of the best scales, float64, of `scale_shape`.
@@ -113,12 +114,14 @@ class ClipSearch:
         gram: Tensor,
         *,
         shares: Iterable[float],
+        shared_step: float | None = None,
     ) -> None:
         self._layer = layer
         self._spec = spec
         self._shape = tuple(weight.shape)
         self._gram = gram
-        self._full = nearest_qparams(spec, weight)
+        self._shared_step = shared_step
+        self._full = nearest_qparams(spec, weight, shared_step)
         self._scale = self._full.scale
         self.errors = torch.full_like(
             self._scale,
@@ -142,7 +145,12 @@ class ClipSearch:
 
     def _try(self, share: float) -> None:
         smaller = (self._full.scale * share).clamp_min(SMALLEST_SCALE)
-        scale = nearest_group_scale(smaller, self._full.scale, self._spec.scale_type)
+        scale = nearest_group_scale(
+            smaller,
+            self._full.scale,
+            self._spec.scale_type,
+            self._shared_step,
+        )
         errors = self._errors(scale)
         per_group = self._spec.scales_per_group
         if per_group > 1:

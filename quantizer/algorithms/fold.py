@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
+from quantizer.algorithms.adjustment import Adjustment, Remark
 from quantizer.graph.edits import (
     Insertion,
     channels_of,
@@ -29,6 +29,7 @@ from quantizer.graph.structure import (
 from quantizer.storage.deferred_tensor import deferred_like
 
 SCALE_OP = "input_scale"
+_KEEPS_INPUTS = "no layer takes up factors of its inputs, so these are not rescaled"
 
 
 def fold_factors(
@@ -209,6 +210,27 @@ def shared_folds(
             changed[number] = replace(group, fold=None, is_fixed=True)
             leads[number] = lead
     return changed, leads
+
+
+def without_insertions(
+    groups: Sequence[InputGroup],
+    adjustment: Adjustment,
+) -> tuple[list[InputGroup], list[Remark]]:
+    """Return the groups, where those whose factors fold into no layer are fixed.
+
+    Returns:
+        The groups, and a note on each layer whose inputs can be divided by an operator only.
+    """
+    changed: list[InputGroup] = []
+    remarks: list[Remark] = []
+    for group in groups:
+        if group.is_fixed or _fold(group, adjustment) is not None:
+            changed.append(group)
+            continue
+        changed.append(replace(group, is_fixed=True))
+        for layer in group.layers:
+            remarks.append(Remark(layer, _KEEPS_INPUTS, is_warning=False))
+    return changed, remarks
 
 
 def _fold(

@@ -13,9 +13,18 @@ _SEARCHED_ROWS = 512
 """Rows of a group's layers that a search looks at."""
 
 
-def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
+def nearest_qparams(
+    spec: QuantizationSpec,
+    weight: Tensor,
+    shared_step: float | None = None,
+) -> QParams:
     """Return the scale and zero point of the weight's range, as calibration finds them, on the
     weight's device.
+
+    Args:
+        spec: of the weight.
+        weight: of a layer.
+        shared_step: as `Observer.qparams` takes it.
 
     Raises:
         ObservationError: the weight holds NaN or infinity.
@@ -23,13 +32,14 @@ def nearest_qparams(spec: QuantizationSpec, weight: Tensor) -> QParams:
     """
     observer = Observer(spec)
     observer.observe(weight.detach())
-    return observer.qparams().to(weight.device)
+    return observer.qparams(shared_step).to(weight.device)
 
 
 def layer_qparams(
     layer: str,
     spec: QuantizationSpec,
     weight: Tensor,
+    shared_step: float | None = None,
 ) -> QParams:
     """Return the same for the weight of a named layer.
 
@@ -37,7 +47,7 @@ def layer_qparams(
         DataError: the weight holds NaN or infinity; the layer is named.
     """
     try:
-        return nearest_qparams(spec, weight)
+        return nearest_qparams(spec, weight, shared_step)
     except ObservationError as error:
         raise DataError(
             f"the weight of {layer} has no range: {error}", help="check the checkpoint"

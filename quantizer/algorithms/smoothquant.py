@@ -35,6 +35,7 @@ from quantizer.algorithms.fold import (
     input_name,
     parameter,
     shared_folds,
+    without_insertions,
 )
 from quantizer.algorithms.gram import (
     geometry,
@@ -105,6 +106,10 @@ def smoothquant(
         return _is_smoothed(task, group)
 
     all_groups, _ = shared_folds(task.graph, task.structure.groups, is_smoothed, adjustment)
+    if not settings.online and not task.done:
+        smoothed = [group for group in all_groups if is_smoothed(group)]
+        all_groups, remarks = without_insertions(smoothed, adjustment)
+        adjustment = adjustment.with_remarks(*remarks)
     groups = [group for group in all_groups if is_smoothed(group)]
     if task.done or not groups:
         # All groups are done in one pass, so an interrupted run has done all or none

@@ -15,6 +15,7 @@ from torch import Tensor
 from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.calibration.solution import Solution
+from quantizer.calibration.tied_steps import tied_steps
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
@@ -429,12 +430,13 @@ def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
 def observed_solution(calibration: Calibration) -> Solution:
     """Return scale and zero point of every planned tensor; 1 and 0 for those that have none."""
     plan = calibration.plan
+    steps = tied_steps(plan, calibration.observers)
     tensors = {}
     for key, planned in plan.tensors.items():
         tensor = QuantizedTensor(planned.spec)
         observer = calibration.observers.get(key)
         if observer is not None:
-            tensor = tensor.with_qparams(observer.qparams())
+            tensor = tensor.with_qparams(observer.qparams(steps.get(key)))
         if is_parameter(key[1]) and planned.spec.qscheme == "per_group":
             # The scales of groups are large: those of a parameter on disk go to disk, too
             parameter = plan.parameter(key)

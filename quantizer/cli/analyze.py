@@ -30,8 +30,9 @@ from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
-from quantizer.evaluation.analyze import Analysis, Budget, Width, WidthChoice, width_bits
+from quantizer.evaluation.analyze import Analysis, Width, WidthChoice, width_bits
 from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
+from quantizer.evaluation.width_choice import Budget, best_choice, uniform_choice
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
@@ -355,8 +356,8 @@ def _choose(
     """Choose mixed widths or one uniform width: those with less noise, measured on some
     batches.
     """
-    choices = {"mixed": engine.best_choice(analysis, budget)}
-    uniform = engine.uniform_choice(analysis, budget)
+    choices = {"mixed": best_choice(analysis, budget)}
+    uniform = uniform_choice(analysis, budget)
     if uniform is not None:
         choices["uniform"] = uniform
     noise = {}

@@ -33,6 +33,10 @@ __all__ = [
 """What a row in another file needs."""
 
 _IGNORED = "The weights' specification decides; another value only draws a warning."
+_ONLINE = (
+    "Whether an operator divides the inputs of layers where no layer before them can. "
+    "Checkpoints have no place for it; with false, such layers keep their inputs."
+)
 _HEADS = Setting(
     "Of older files; not read.",
     unread="heads are found on the graph",
@@ -130,6 +134,7 @@ class SmoothQuantConfig(PreQuantOptConfig):
         examples=[0.5],
     )
     scale_clamp_min: float = setting(1e-3, "Factors are at least this.", exclusiveMinimum=0)
+    online: bool = setting(True, _ONLINE)
     scaling_layers: list[dict[str, Any]] | None = None
     embedding_layers: list[str] | None = None
     model_decoder_layers: str | None = None
@@ -189,6 +194,7 @@ class AWQConfig(AlgoConfig):
         True, "Whether to search for smaller ranges of the weights.", is_part=True
     )
     grid: int = setting(20, "Candidates of the search for factors.", minimum=1, maximum=1000)
+    online: bool = setting(True, _ONLINE)
     num_attention_heads: int = -1
     num_key_value_heads: int = -1
 

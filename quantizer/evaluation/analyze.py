@@ -8,7 +8,6 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.budget import Option, choose
 from quantizer.algorithms.output_gradients import PROJECTIONS, predicted_noise
 from quantizer.algorithms.sensitivity import (
     AfterLayer,
@@ -25,6 +24,7 @@ from quantizer.comparison.output_measure import AlikeOutputs
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
+from quantizer.graph.fused import fused_layers
 from quantizer.graph.output_parts import output_parts
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
@@ -36,8 +36,6 @@ from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4
 """Batches on which outputs are compared. Each costs half a pass per layer, or 8 gradients."""
-CURVE_POINTS = 24
-"""Budgets between the smallest and the largest widths for which a curve has the best choice."""
 NOISE_METHODS = ("network", "every", "fast")
 """How the output noise is found: measured at the smallest width and scaled by the layer's
 error, measured at every width, or predicted from gradients.
@@ -87,6 +85,7 @@ class Analysis:
         energy: of the network's output.
         rest: bytes of all other weights.
         passes: one of `NOISE_METHODS`.
+        tied: the numbers of rows that get one width, because engines fuse their layers.
     """
 
     widths: Sequence[Width]
@@ -95,6 +94,7 @@ class Analysis:
     energy: float
     rest: int
     passes: str
+    tied: Sequence[Sequence[int]] = ()
 
     @property
     def bits(self) -> list[int]:
@@ -122,21 +122,6 @@ class Analysis:
         for row, index in zip(self.rows, choice, strict=True):
             bits += row.values * widths[index]
         return bits / sum(row.values for row in self.rows)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A size limit. One field is set.
-
-    Attributes:
-        bits: per value of the analysed weights, without scales.
-        share: of the size that all weights have in the config.
-        max_bytes: of all weights.
-    """
-
-    bits: float | None = None
-    share: float | None = None
-    max_bytes: int | None = None
 
 
 def analyze_weights(
@@ -194,7 +179,21 @@ def analyze_weights(
         rows.append(_row(plan, candidate, widths, noise))
     other_bytes = weight_bytes(plan)[1]
     other_bytes -= sum(row.own_bytes for row in rows)
-    return Analysis(widths, rows, fixed_widths, energy, other_bytes, passes)
+    tied = _tied_rows(plan, candidates)
+    return Analysis(widths, rows, fixed_widths, energy, other_bytes, passes, tied)
+
+
+def _tied_rows(plan: Plan, candidates: Sequence[Candidate]) -> list[list[int]]:
+    """Return the numbers of candidates with layers that engines fuse, for each group."""
+    numbers: dict[str, int] = {}
+    for number, candidate in enumerate(candidates):
+        numbers.update(dict.fromkeys(candidate.layers, number))
+    tied: list[list[int]] = []
+    for group in fused_layers(plan.graph):
+        rows = {numbers[layer] for layer in group if layer in numbers}
+        if len(rows) > 1:
+            tied.append(sorted(rows))
+    return tied
 
 
 def _scaled_noise(measured: Sequence[float], errors: Sequence[float]) -> Sequence[float]:
@@ -320,81 +319,6 @@ def _row(
         sizes=sizes,
         noise=noise,
     )
-
-
-def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
-    """Return the choice with the least predicted noise within the budget.
-
-    Raises:
-        GateError: the smallest widths are too large.
-    """
-    costs, limit = _costs(analysis, budget)
-    items = []
-    for sizes, row in zip(costs, analysis.rows, strict=True):
-        items.append(list(map(Option, sizes, row.noise)))
-    choice = choose(items, limit)
-    if choice is None:
-        bits = analysis.bits
-        smallest = [bits.index(min(bits))] * len(analysis.rows)
-        raise GateError(
-            "the budget cannot be met: the smallest choice takes "
-            f"{analysis.mean_bits(smallest):.4g} bits per weight, "
-            f"{analysis.bytes(smallest) / 1e6:.4g} MB with all other weights "
-            f"({analysis.rest / 1e6:.4g} MB) and scales",
-            help="raise the budget, or give smaller widths in --choices",
-        )
-    return choice
-
-
-def uniform_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...] | None:
-    """Return the widest single width for all weights within the budget; None if all exceed
-    it.
-    """
-    costs, limit = _costs(analysis, budget)
-    fitting = []
-    for index in range(len(analysis.widths)):
-        if sum(sizes[index] for sizes in costs) <= limit:
-            fitting.append(index)
-    if not fitting:
-        return None
-    widest = max(fitting, key=analysis.bits.__getitem__)
-    return (widest,) * len(analysis.rows)
-
-
-def budget_curve(analysis: Analysis) -> list[tuple[int, ...]]:
-    """Return the best choices under growing budgets, from the smallest to the largest
-    widths.
-    """
-    smallest = analysis.rest
-    largest = analysis.rest
-    for row in analysis.rows:
-        smallest += min(row.sizes)
-        largest += max(row.sizes)
-    span = largest - smallest
-    choices = []
-    for step in range(CURVE_POINTS):
-        max_bytes = smallest + span * step // (CURVE_POINTS - 1)
-        choices.append(best_choice(analysis, Budget(max_bytes=max_bytes)))
-    return list(dict.fromkeys(choices))
-
-
-def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
-    """Return what each row costs at each width, and the limit of their sum.
-
-    Both are in bits without scales, or in bytes with scales.
-    """
-    if budget.bits is not None:
-        bits = analysis.bits
-        costs = []
-        for row in analysis.rows:
-            costs.append([row.values * width for width in bits])
-        values = sum(row.values for row in analysis.rows)
-        return costs, math.floor(budget.bits * values)
-    limit = budget.max_bytes or 0
-    if budget.share is not None:
-        size = analysis.rest + sum(row.own_bytes for row in analysis.rows)
-        limit = math.floor(budget.share * size)
-    return [list(row.sizes) for row in analysis.rows], limit - analysis.rest
 
 
 def measured_noise(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from quantizer.config.roles import is_parameter
 from quantizer.evaluation.ablation import Ablation
+from quantizer.graph.fused import fused_layers
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 
@@ -68,8 +69,10 @@ def float_parts(
 def _parts_by_layer(
     plan: Plan,
 ) -> dict[str, str]:
-    """Return for each layer the one that stands for its part: layers that share an activation's
-    quantization are one part.
+    """Return for each layer the first one of its part.
+
+    Layers that share an activation's quantization are one part. So are layers that engines
+    fuse.
     """
     owner: dict[str, str] = {}
     for name, role in plan.tensors:
@@ -88,6 +91,10 @@ def _parts_by_layer(
         if not is_parameter(role):
             for member in tensor.members:
                 owner[root(member)] = root(name)
+    for group in fused_layers(plan.graph):
+        members = [name for name in group if name in owner]
+        for member in members[1:]:
+            owner[root(member)] = root(members[0])
     return {name: root(name) for name in owner}
 
 

@@ -1,4 +1,6 @@
-"""Writes a folder as `save_pretrained` of transformers does: config.json, shards, tokenizer."""
+"""Writes a folder as `save_pretrained` of transformers does: config.json, shards, and what else
+the model came with.
+"""
 
 import json
 import shutil
@@ -17,23 +19,33 @@ from quantizer.storage.tensor_shards import write_shards
 
 QUANTIZATION = "quantization_config"
 GENERATION = "generation_config.json"
-# Neither code nor weights.
-COPIED_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    GENERATION,
+# Whatever else is in the source is copied.
+_WEIGHT_ENDINGS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".npz",
+    ".pkl",
+    ".ot",
+    ".tflite",
 )
+_CODE_ENDINGS = (".py", ".pyc", ".ipynb", ".sh", ".so")
+_INDEX_ENDING = ".index.json"
+# They describe other weights than those of the new folder.
+_REPLACED_FILES = (
+    HUGGING_FACE_CONFIG,
+    "adapter_config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+)
+_TEMPLATE_FOLDER = "additional_chat_templates"
 
 
 def source_folder(model: nn.Module) -> Path | None:
@@ -94,13 +106,35 @@ def write_folder(
     write_json(folder / HUGGING_FACE_CONFIG, model_config(model) | {QUANTIZATION: quantization})
     write_shards(folder / CHECKPOINT_FILE, tensors, {"format": "pt"})
     source = source_folder(model)
+    remarks = ["no tokenizer is copied: the model does not come from a folder"]
     if source is not None:
-        for name in COPIED_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        remarks = _copy_other_files(source, folder)
     settings = getattr(model, "generation_config", None)
     if settings is not None and not (folder / GENERATION).exists():
         write_json(folder / GENERATION, json.loads(settings.to_json_string()))
-    if source is None:
-        return ["no tokenizer is copied: the model does not come from a folder"]
-    return []
+    return remarks
+
+
+def _copy_other_files(source: Path, folder: Path) -> list[str]:
+    """Copy what is neither weights nor code: tokenizer, processors, templates, model card.
+
+    Returns:
+        A note that names what stays behind, if engines may miss it.
+    """
+    missed: list[str] = []
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if name.startswith(".") or name in _REPLACED_FILES or (folder / name).exists():
+            continue
+        if path.is_dir():
+            if name == _TEMPLATE_FOLDER:
+                shutil.copytree(path, folder / name, copy_function=shutil.copyfile)
+            else:
+                missed.append(f"{name}/")
+        elif name.endswith(_CODE_ENDINGS):
+            missed.append(name)
+        elif not name.endswith((*_WEIGHT_ENDINGS, _INDEX_ENDING)):
+            shutil.copyfile(path, folder / name)
+    if not missed:
+        return []
+    return [f"not copied from {source.name}: {', '.join(missed)}"]

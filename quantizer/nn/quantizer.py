@@ -73,7 +73,7 @@ class TensorQuantizer(nn.Module):
 
     @property
     def is_elementwise(self) -> bool:
-        """Return whether each value is quantized by itself, whatever the other values are."""
+        """Return whether each value is quantized by itself, without regard to other values."""
         return self.spec.has_one_scale and not self.spec.is_dynamic
 
     def forward(self, x: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -117,6 +117,10 @@ class FloatRange:
     - "even" first rounds the magnitude to the format's mantissa, ties up.
     - "ceil" takes the next exponent unless the magnitude is a power of two.
 
+    Attributes:
+        shared_step: the largest step of all tensors that share the scale, or the float of
+            scales of type "e4m3". None if the tensor shares nothing.
+
     Raises:
         ValueError: it is another scale type or mode, or there is no such format.
     """
@@ -125,6 +129,7 @@ class FloatRange:
     scale_type: str = "float"
     scale_mode: str = "floor"
     symmetric: bool = True
+    shared_step: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         format_named(self.dtype)
@@ -285,9 +290,15 @@ def _qparams(
 ) -> QParams:
     """Return the qparams for a step that the scale type allows."""
     least, largest = _scale_bounds(code_range)
+    shared_step = None
+    if isinstance(code_range, FloatRange):
+        shared_step = code_range.shared_step
     if code_range.scale_type == "e4m3":
-        scale = with_global_scale(step.clamp(max=largest), global_scale_of(step)).double()
+        steps = step if shared_step is None else step.clamp(min=shared_step)
+        scale = with_global_scale(step.clamp(max=largest), global_scale_of(steps)).double()
     else:
+        if shared_step is not None:
+            step = torch.full_like(step, shared_step)
         scale = step.clamp(least, largest)
         zeros = _zeros(step)
         if zeros is not None:

@@ -81,13 +81,22 @@ def nearest_group_scale(
     scale: Tensor,
     known: Tensor,
     scale_type: str,
+    shared_step: float | None = None,
 ) -> Tensor:
     """Return the scales nearest to `scale` that groups of a tensor may have if other groups
     have those in `known`.
 
+    Args:
+        scale: of some groups.
+        known: of other groups.
+        scale_type: as in `QuantizationSpec`.
+        shared_step: the largest step of all tensors with one `global_scale`, if there are more.
+
     >>> nearest_group_scale(torch.tensor([0.7]), torch.tensor([1.0, 1.75]), "e4m3").tolist()
     [0.6875]
     """
+    if scale_type == "e4m3" and shared_step is not None:
+        return with_global_scale(scale, global_scale_of(scale.new_tensor([shared_step])))
     if scale_type == "e4m3":
         codes_and_global = split_global(known)
         if codes_and_global is not None:
@@ -130,9 +139,15 @@ def scale_bytes(
 def pack_scales(
     scale: Tensor,
     scale_type: str,
+    global_scale: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors that files store for scales, by name: as many bytes as `scale_bytes`
     says, or float32 if the scales do not fit.
+
+    Args:
+        scale: of the groups of a tensor.
+        scale_type: as in `QuantizationSpec`.
+        global_scale: of several tensors, as `split_global` gives it for all their scales.
 
     Exponents have 127 added. After the exponent of a block comes a byte with a bit for each of
     its pairs, the first in the lowest bit. It is set if the pair's exponent is one less.
@@ -143,6 +158,9 @@ def pack_scales(
         blocks = _blocks_of_pairs(_exponents(scale))
         largest = blocks.amax(-1, keepdim=True)
         return {"scale": torch.cat([largest, pack_bits(largest - blocks, 1)], -1)}
+    if scale_type == "e4m3" and global_scale is not None:
+        codes = cast_round_trip_(scale.double() * global_scale.double(), "fp8_e4m3")
+        return {"scale": codes.to(torch.float8_e4m3fn), "global_scale": global_scale}
     codes_and_global = split_global(scale) if scale_type == "e4m3" else None
     if codes_and_global is None:
         return {"scale": scale}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import (
     CodeRange,
+    FloatRange,
     IntegerRange,
     QParams,
     qparams_from_range,
@@ -163,35 +165,52 @@ class Observer:
             companion._memory.add(x, batch)
             companion.expect(tuple(x.shape))
 
-    def qparams(self) -> QParams:
+    def qparams(self, shared_step: float | None = None) -> QParams:
         """Return scale and zero point for the batches so far, of `scale_shape`.
+
+        Args:
+            shared_step: the `largest_step` of all tensors that share a scale or its factor with
+                this one. Only float formats share any.
 
         Raises:
             UnobservedError: there was no batch yet.
         """
+        if shared_step is not None:
+            assert isinstance(self._code_range, FloatRange)
+            code_range = replace(self._code_range, shared_step=shared_step)
+            return self._compute_qparams(code_range)
         if self._qparams is not None:
             return self._qparams
-        qparams = self._compute_qparams()
+        qparams = self._compute_qparams(self._code_range)
         # Many scales would take memory for nothing
         if self.spec.has_one_scale:
             self._qparams = qparams
         return qparams
 
-    def _compute_qparams(self) -> QParams:
+    def largest_step(self) -> float:
+        """Return the largest distance between two codes, of a weight that was observed once.
+
+        Raises:
+            UnobservedError: there was no batch yet.
+        """
+        lows, highs = self._seen().ranges()
+        return float(step_from_range(lows[0], highs[0], self._code_range).max())
+
+    def _compute_qparams(self, code_range: CodeRange) -> QParams:
         statistic = self.spec.statistic
         lows, highs = self._seen().ranges()
         if len(lows) == 1:
             # Any statistic of one range is that range
-            qparams = qparams_from_range(lows[0], highs[0], self._code_range)
-        elif self._code_range.symmetric:
-            steps = step_from_range(lows, highs, self._code_range)
+            qparams = qparams_from_range(lows[0], highs[0], code_range)
+        elif code_range.symmetric:
+            steps = step_from_range(lows, highs, code_range)
             step = reduce_batches(steps, statistic)
-            qparams = qparams_from_step(step, torch.zeros_like(step), self._code_range)
+            qparams = qparams_from_step(step, torch.zeros_like(step), code_range)
         else:
             # Negated, so that the statistic "max" gives the outermost low
             low = -reduce_batches(-lows, statistic)
             high = reduce_batches(highs, statistic)
-            qparams = qparams_from_range(low, high, self._code_range)
+            qparams = qparams_from_range(low, high, code_range)
         return QParams(self._shaped(qparams.scale), self._shaped(qparams.zero_point))
 
     def forget_after(self, batches: int) -> None:

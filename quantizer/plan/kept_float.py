@@ -4,10 +4,12 @@ because they are in a transformer's residual stream.
 
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
+from quantizer.graph.language_parts import router_layers
 from quantizer.plan.floating import OUTSIDE, before_norms, outside_stubs
-from quantizer.plan.match import MatchedRule
+from quantizer.plan.match import RANKS, MatchedRule
 
 FIRST_LAST = "keep_first_last_layer_accuracy"
+ROUTER = "chooses experts, and engines compute it in float"
 
 
 def residual(
@@ -31,11 +33,23 @@ def residual(
     return layers
 
 
-def layers_kept_float(config: Config, graph: Graph) -> dict[str, str]:
+def layers_kept_float(
+    config: Config,
+    graph: Graph,
+    rules: list[MatchedRule],
+) -> dict[str, str]:
     """Return the layers that a global switch or the model's stubs keep in float, with the
-    reason.
+    reason, and the routers of experts that no rule names.
     """
     reasons = dict.fromkeys(outside_stubs(graph), OUTSIDE)
+    routers = router_layers(graph)
+    named: set[str] = set()
+    for rule in rules:
+        if RANKS[rule.found.rank] not in ("all", "weighted", "type"):
+            named.update(rule.found.layers)
+    for router in routers:
+        if router not in named:
+            reasons[router] = ROUTER
     if config.settings.keep_first_last_layer_accuracy:
         weighted = []
         for node in graph.nodes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.language_parts import language_head, router_layers
 from quantizer.graph.module_names import call_paths, module_of
 from quantizer.graph.names import around
 from quantizer.plan.model import RuleMatch
@@ -24,6 +25,8 @@ RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
 SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
     "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
+    "kind:lm_head": language_head,
+    "kind:router": router_layers,
 }
 """Selectors that fit any model, so that a model without such layers is valid. The head is
 the last layer that multiplies.

@@ -94,7 +94,7 @@ class _Resolver:
         self.joins = joins.open_joins(self.layout)
         self.products = joins.products_of(self.joins.values())
         self.watched = joins.parts_to_observe(self.joins.values())
-        self.kept_float = layers_kept_float(config, graph)
+        self.kept_float = layers_kept_float(config, graph, self.rules)
         self.residual = residual(config, graph, self.rules)
         self.tensors: dict[Key, TensorPlan] = {}
         self.floats: dict[str, str] = {}

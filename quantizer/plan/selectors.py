@@ -23,6 +23,9 @@ from quantizer.plan.match import (
     match,
 )
 
+_NAMED_KINDS = ("kind:embedding", "kind:head")
+"""The kinds by which layers are named."""
+
 
 def selectors_for(
     layers: Collection[str],
@@ -41,7 +44,7 @@ def selectors_for(
     """
     wanted = set(layers)
     chosen: dict[str, set[str]] = {}
-    for kind in SELECTED_KINDS if kinds else ():
+    for kind in _NAMED_KINDS if kinds else ():
         of_kind = set(SELECTED_KINDS[kind](graph))
         if of_kind and of_kind <= wanted:
             chosen[kind] = of_kind

@@ -4,7 +4,8 @@ chosen widths.
 
 from quantizer.config.json_types import JsonObject
 from quantizer.evaluation.ablation import Ablation, Effect
-from quantizer.evaluation.analyze import Analysis, WeightRow, WidthChoice, budget_curve
+from quantizer.evaluation.analyze import Analysis, WeightRow, WidthChoice
+from quantizer.evaluation.width_choice import budget_curve
 from quantizer.report.tables import finite_or_none
 from quantizer.report.view import Listing, TableView
 

@@ -231,7 +231,7 @@ def as_batch(item: Any, arguments: Arguments) -> Batch:
 
 
 def _remedy_for_item(item: Any) -> str:
-    """Return what to do with an item that is no batch."""
+    """Return what to do with an item that is not a batch."""
     if hasattr(item, "__array_interface__"):
         return "torch.from_numpy(array) makes a tensor of an array"
     if isinstance(item, str | PurePath):

@@ -222,12 +222,12 @@ def _import_remedies(cause: BaseException) -> Iterator[str]:
         return
     if "relative import" in str(cause):
         yield (
-            "a file that is imported alone has no package: give package.module:NAME from the "
+            "a file has no package if it is imported by its path: give package.module:NAME from the "
             "folder that holds the package"
         )
     elif isinstance(cause, ModuleNotFoundError) and cause.name:
         package = cause.name.partition(".")[0]
-        yield f"install {package} beside quantizer, or put its folder on PYTHONPATH"
+        yield f"install {package} where quantizer is installed, or put its folder on PYTHONPATH"
 
 
 def require_callable(

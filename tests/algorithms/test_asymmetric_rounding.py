@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Run, Task, apply_adjustment
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
-from quantizer.algorithms.gptq.layers import Member, round_layers
+from quantizer.algorithms.gptq.layers import round_layers
+from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
 from quantizer.algorithms.gram import Drift, Gram
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams

@@ -113,5 +113,9 @@ def test_a_language_model_in_groups(
     assert told["mixed"]["predicted_db"] > told["uniform"]["predicted_db"]
     assert told["mixed"]["measured_db"] > told["uniform"]["measured_db"]
     bits = {row["layers"][0]: row["bits"] for row in told["layers"]}
+    for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        widths = {bits[name] for name in bits if any(part in name for part in fused)}
+        assert len(widths) == 1, "engines fuse these layers"
+    assert len(set(bits.values())) > 1
     after = plan_of(written, str(model), capsys)
     assert {name: after[name, "weights"]["bit_width"] for name in bits} == bits

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.documented import Commands
 from support.llamas import text_llama
 

@@ -119,9 +119,9 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
 SEVERAL = config(
     INT4,
     layer_quant_config={
-        "*.down_proj": {"weight": INT8},
-        "*.q_proj": {"weight": INT8, "input_tensors": DYNAMIC},
-        "*.v_proj": {"weight": FP8 | CHANNEL, "input_tensors": FP8 | TOKEN},
+        "*.down_proj": {"weight": FP8 | CHANNEL, "input_tensors": FP8 | TOKEN},
+        "*.gate_proj": {"weight": INT8, "input_tensors": DYNAMIC},
+        "*.up_proj": {"weight": INT8, "input_tensors": DYNAMIC},
     },
     exclude=[*FLOAT, "*.o_proj"],
 )
@@ -158,15 +158,12 @@ def test_several_widths_are_disjoint_groups_by_exact_name(tmp_path: Path) -> Non
     groups = quantization["config_groups"].values()
     assert quantization["format"] == "mixed-precision"
     assert quantization["ignore"] == ["lm_head", "model.layers.0.self_attn.o_proj"]
-    assert sorted(target for group in groups for target in group["targets"]) == [
-        "Linear",
-        *(
-            f"model.layers.0.{layer}"
-            for layer in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
-        ),
-    ]
+    names = sorted(target for group in groups for target in group["targets"])
+    fused = ["model.layers.0.mlp.gate_up_proj", "model.layers.0.self_attn.qkv_proj"]
+    quantized = [path for path in PATHS if not path.endswith("o_proj")]
+    assert names == sorted([*quantized, *fused])
     assert sorted(group["format"] for group in groups) == [
-        *("float-quantized", "int-quantized", "pack-quantized", "pack-quantized"),
+        *("float-quantized", "int-quantized", "pack-quantized"),
     ]
 
 
@@ -296,18 +293,23 @@ def test_the_folder_keeps_what_the_model_came_with(
     source = saved(tmp_path / "float", llama())
     stated = written(source) | {"torch_dtype": "float32", "our_field": [1, 2]}
     (source / "config.json").write_text(json.dumps(stated | {"quantization_config": None}))
+    (source / "additional_chat_templates").mkdir()
     for name in (
         "tokenizer.json",
         "chat_template.jinja",
+        "additional_chat_templates/tool.jinja",
         "generation_config.json",
+        "tekken.json",
         "modeling.py",
         "model.bin",
+        "hf_quant_config.json",
     ):
         (source / name).write_text("{}" if name.endswith("json") else name)
     monkeypatch.setattr("quantizer.storage.tensor_shards.MAX_SHARD_BYTES", 20_000)
     model = transformers.LlamaForCausalLM.from_pretrained(source)
     found = calibrated(config(INT4), model).export(TARGET, tmp_path / "out")
-    assert (found.max_difference, found.remarks) == (0.0, ())
+    assert found.max_difference == 0.0
+    assert found.remarks == ("not copied from float: modeling.py",)
     found_config = written(tmp_path / "out")
     assert found_config.pop("quantization_config")["quant_method"] == TARGET
     assert found_config == stated
@@ -315,7 +317,15 @@ def test_the_folder_keeps_what_the_model_came_with(
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert shards[0] == f"model-00001-of-0000{len(shards)}.safetensors"
     assert sorted(set(index["weight_map"].values())) == shards
-    copied = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"]
+    copied = [
+        "additional_chat_templates",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "tekken.json",
+        "tokenizer.json",
+    ]
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool.jinja").is_file()
     others = sorted(
         path.name for path in (tmp_path / "out").iterdir() if "safetensors" not in path.name
     )

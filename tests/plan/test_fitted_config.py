@@ -234,10 +234,9 @@ def test_blocks_of_a_fixed_size_leave_out_what_they_do_not_divide(preset: str) -
 def test_few_bits_spare_embeddings_routers_and_heads() -> None:
     result = fitted("weight_int4_group", "experts")
     assert result.document["exclude"] == [
+        "kind:lm_head",
         "kind:embedding",
-        "model.layers.*.mlp.gate",
-        "kind:head",
-    ]
+    ], "and routers need no entry"
     specs = weights_of(result.document, "experts")
     assert specs.keys().isdisjoint({"embed_tokens", "gate", "lm_head"})
     assert "q_proj" in specs
@@ -246,12 +245,13 @@ def test_few_bits_spare_embeddings_routers_and_heads() -> None:
 
 def test_experts_that_are_modules_have_routers_too() -> None:
     result = fitted("nvfp4", "expert_modules")
-    assert result.document["exclude"] == ["kind:embedding", "kind:head", "layers.*.moe.router"]
+    assert result.document["exclude"] == ["kind:embedding", "kind:head"]
+    assert not any("router" in name for name in weights_of(result.document, "expert_modules"))
 
 
 def test_every_head_of_a_detector_is_spared() -> None:
     result = fitted("weight_int4_group", "detector")
-    assert set(result.document["exclude"]) == {"kind:head", "boxes"}
+    assert set(result.document["exclude"]) == {"kind:lm_head", "kind:head", "boxes"}
     assert weights_of(result.document, "detector").keys() == {"stem", "body"}
 
 
@@ -378,7 +378,7 @@ def test_entries_of_the_user_stay() -> None:
     entries = result.document["layer_quant_config"]
     assert entries["head"] == {"weight": {"dtype": "int8"}}
     assert entries["//"] == "kept"
-    assert "exclude" not in result.document
+    assert result.document["exclude"] == ["kind:lm_head"]
     assert weights_of(result.document, "vision")["head"].bit_width == 8
 
 

@@ -57,7 +57,10 @@ def test_a_line_that_python_cannot_read_has_its_place(
 @pytest.mark.parametrize(
     ("line", "remedy"),
     [
-        ("import no_such_package.parts", "install no_such_package beside quantizer"),
+        (
+            "import no_such_package.parts",
+            "install no_such_package where quantizer is installed",
+        ),
         ("from .blocks import Block", "give package.module:NAME from the folder"),
     ],
 )

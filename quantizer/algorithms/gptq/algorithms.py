@@ -28,10 +28,10 @@ from quantizer.algorithms.adjustment import (
 )
 from quantizer.algorithms.gptq.experts import round_experts
 from quantizer.algorithms.gptq.layers import (
-    Member,
     RoundedLayers,
     round_layers,
 )
+from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.target import (
     GptaqTarget,
     GptqTarget,
@@ -51,6 +51,7 @@ from quantizer.algorithms.gram import (
 )
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
+from quantizer.algorithms.shared_steps import shared_steps
 from quantizer.config.algorithms import (
     GPTAQConfig,
     GPTQConfig,
@@ -315,10 +316,12 @@ class _SequentialRounding:
                 tokens=gathered.gram.by_group,
                 target=self.target,
             )
-        members = [
-            Member.of(name, layer, specs[name], fixed.get(name))
-            for name, layer in layers.items()
-        ]
+        steps = shared_steps(self.task, self.adjustment, layers)
+        members = []
+        for name, layer in layers.items():
+            step = steps.get(name)
+            member = Member.of(name, layer, specs[name], fixed.get(name), shared_step=step)
+            members.append(member)
         return round_layers(members, gathered.products(), gathered.gram.tokens, self.target)
 
     def _quantized_weight(self, name: str) -> Tensor:
@@ -327,7 +330,10 @@ class _SequentialRounding:
             return self.adjustment.rounded[name].weight
         spec = self.task.specs[name, "weights"]
         weight = self.runner.network.layers[name].get_parameter("weight")
-        qparams = self.adjustment.qparams.get(name) or nearest_qparams(spec, weight)
+        qparams = self.adjustment.qparams.get(name)
+        if qparams is None:
+            steps = shared_steps(self.task, self.adjustment, [name])
+            qparams = nearest_qparams(spec, weight, steps.get(name))
         return nearest(weight, spec, qparams)
 
     def _set_weight(self, name: str, weight: Tensor) -> None:

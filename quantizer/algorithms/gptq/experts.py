@@ -22,11 +22,11 @@ from quantizer.algorithms.adjustment import (
 )
 from quantizer.algorithms.gptq.layers import (
     NOT_STABLE,
-    Member,
     RoundedLayers,
     is_stable,
     round_layers,
 )
+from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.target import (
     GptqTarget,
     Products,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantizer.algorithms.adjustment import Remark, RoundedWeight
 from quantizer.algorithms.gptq.block_rounder import ColumnScales
@@ -21,6 +21,7 @@ from quantizer.algorithms.gptq.column_scales import (
     group_size,
     scale_index,
 )
+from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import round_columns
 from quantizer.algorithms.gptq.target import (
     GptqTarget,
@@ -29,9 +30,7 @@ from quantizer.algorithms.gptq.target import (
 )
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.output_error import estimated_error, output_error
-from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import (
-    layer_qparams,
     nearest,
     nearest_qparams,
 )
@@ -51,68 +50,6 @@ NO_GAIN = (
     "at round-to-nearest"
 )
 NOT_STABLE = "its weights would change if they were rounded again; it stays at round-to-nearest"
-
-
-@dataclass(frozen=True)
-class Member:
-    """Holds a layer to round, with the scales of its weight.
-
-    Attributes:
-        qparams: scales that an earlier algorithm has fixed, or those of the weight's range.
-        is_fixed: whether an earlier algorithm has fixed the scales.
-        weight: the float weight as a float32 matrix [groups, rows, depth].
-        rtn: the weight rounded to nearest, in the same shape.
-    """
-
-    name: str
-    layer: nn.Module
-    spec: QuantizationSpec
-    qparams: QParams
-    is_fixed: bool
-    weight: Tensor
-    rtn: Tensor
-
-    @staticmethod
-    def of(
-        name: str,
-        layer: nn.Module,
-        spec: QuantizationSpec,
-        fixed: QParams | None,
-    ) -> Member:
-        """Create a member with the `fixed` scales, or with those of the weight's range.
-
-        Raises:
-            DataError: there is NaN or infinity in the weight.
-        """
-        weight = layer.get_parameter("weight").detach()
-        qparams = fixed or layer_qparams(name, spec, weight)
-        return Member(
-            name,
-            layer,
-            spec,
-            qparams,
-            fixed is not None,
-            weight_matrix(layer, weight).float(),
-            weight_matrix(layer, nearest(weight, spec, qparams)).float(),
-        )
-
-    def with_spec(self, spec: QuantizationSpec) -> Member:
-        """Return the same layer with the scales of its range under another spec."""
-        qparams = nearest_qparams(spec, self.layer.get_parameter("weight"))
-        return replace(self, spec=spec, qparams=qparams)
-
-    @property
-    def may_have_dynamic_groups(self) -> bool:
-        """Check whether groups are runs of columns whose scales are not fixed. Then a group's
-        scale can be found when the columns before it are rounded.
-        """
-        is_grouped = (self.spec.qscheme, self.spec.ch_axis) == ("per_group", 1)
-        return isinstance(self.layer, nn.Linear) and is_grouped and not self.is_fixed
-
-    def stored(self, matrix: Tensor) -> Tensor:
-        """Return a weight matrix as the layer stores its weight."""
-        dtype = self.layer.get_parameter("weight").dtype
-        return matrix_weight(self.layer, matrix.to(dtype).contiguous())
 
 
 @dataclass(frozen=True)
@@ -413,9 +350,10 @@ class _DynamicGroups:
         index = scale_index(spec, depth, weight.device)
         self.columns = ColumnScales(kernel_of(spec), scale, torch.zeros_like(scale), index)
         self._parts = []
-        for part_spec, part in _rows_by_spec(members):
-            full_scale = nearest_qparams(part_spec, weight[:, part].T).scale
-            self._parts.append((part_spec, part, full_scale))
+        for member, part in _rows_alike(members):
+            full_weight = weight[:, part].T
+            full_scale = nearest_qparams(member.spec, full_weight, member.shared_step).scale
+            self._parts.append((member, part, full_scale))
 
     def begin(self, start: int, block: Tensor) -> None:
         """Find the scales of the group that begins at column `start`. `block` has its weights
@@ -423,13 +361,18 @@ class _DynamicGroups:
         """
         group = start // self.size
         scales = slice(group * self._scales_per_group, (group + 1) * self._scales_per_group)
-        for spec, rows, full_scale in self._parts:
-            block_spec = spec
+        for member, rows, full_scale in self._parts:
+            spec = block_spec = member.spec
             if spec.scale_type == "e4m3":
                 # The tensor's float factor is known, and below only codes are rounded to it
                 block_spec = replace(spec, scale_type="float")
             qparams = nearest_qparams(block_spec, block[:, rows].T)
-            scale = nearest_group_scale(qparams.scale, full_scale, spec.scale_type)
+            scale = nearest_group_scale(
+                qparams.scale,
+                full_scale,
+                spec.scale_type,
+                member.shared_step,
+            )
             self.columns.scale[scales, rows] = scale.T
             self.columns.zero_point[scales, rows] = qparams.zero_point.T.float()
 
@@ -441,10 +384,14 @@ class _DynamicGroups:
         return [QParams(scale.contiguous(), zero.contiguous()) for scale, zero in pairs]
 
 
-def _rows_by_spec(members: Sequence[Member]) -> Iterator[tuple[QuantizationSpec, slice]]:
-    """Yield each spec with the rows of the members' stacked matrices that have it."""
+def _rows_alike(members: Sequence[Member]) -> Iterator[tuple[Member, slice]]:
+    """Yield a member of each run of members with one spec and one step, with the run's rows in
+    the members' stacked matrices.
+    """
     start = 0
-    for spec, alike in itertools.groupby(members, lambda member: member.spec):
+    runs = itertools.groupby(members, lambda member: (member.spec, member.shared_step))
+    for _, run in runs:
+        alike = list(run)
         stop = start + sum(member.weight.shape[1] for member in alike)
-        yield spec, slice(start, stop)
+        yield alike[0], slice(start, stop)
         start = stop

@@ -1,7 +1,7 @@
 """Describes a compressed-tensors checkpoint: layers as codes, tensors as values, the config."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.experts import Mixture, group_targets
+from quantizer.export.compressed_tensors.fusing import fused_names, with_shared_factors
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
@@ -23,6 +24,10 @@ TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
 # The class that most layers have, which their group names.
 _LINEAR_TARGET = "Linear"
+_HEAD_LIMITS = (
+    "SGLang, and vLLM before its pull request 37291, build heads in float and cannot load it; "
+    'exclude "kind:lm_head" for them'
+)
 _NO_CODES_REMEDY = "quantize it with another scale_type"
 
 
@@ -35,12 +40,16 @@ class CompressedCheckpoint:
         tensors: the model's, by name.
         linears: the paths of all linear layers, which readers would otherwise quantize.
         remarks: notes for the user.
+        head: the path of the layer that makes the logits; empty if there is none.
+        fused: the names by which engines know layers that they fuse, each with their paths.
     """
 
     layers: Mapping[str, CompressedLayer]
     tensors: Mapping[str, Tensor]
     linears: tuple[str, ...]
     remarks: tuple[str, ...] = ()
+    head: str = ""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def stored(self) -> dict[str, Tensor]:
         """Return the tensors of the files, by name."""
@@ -58,6 +67,13 @@ class CompressedCheckpoint:
         return all(layer.input is None for layer in self.layers.values())
 
     @property
+    def head_remarks(self) -> tuple[str, ...]:
+        """Return a sentence on a quantized head, which not all engines load."""
+        if self.head not in self.layers:
+            return ()
+        return (f"{self.head} is quantized: {_HEAD_LIMITS}",)
+
+    @property
     def schemes(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Return the distinct schemes, each with its layers, the most frequent first."""
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
@@ -72,11 +88,21 @@ class CompressedCheckpoint:
         No layer is in two groups, as readers disagree on which of them counts. The status must
         be "compressed": with any other, transformers loads random weights without a warning.
         Each group has its format, as readers guess it otherwise.
+
+        The class "Linear" is the target of a single group only: some engines look at classes
+        before they look at the names of fused layers. A head is of another class in engines.
         """
         groups: dict[str, dict[str, Any]] = {}
         formats: set[str] = set()
-        for number, (scheme, paths) in enumerate(self.schemes):
-            targets = [_LINEAR_TARGET] if number == 0 else group_targets(paths)
+        schemes = self.schemes
+        for number, (scheme, paths) in enumerate(schemes):
+            targets = [_LINEAR_TARGET]
+            if len(schemes) > 1:
+                targets = group_targets(paths)
+                targets += self._fused_targets(paths)
+                targets.sort()
+            elif self.head in paths:
+                targets.append(self.head)
             groups[f"group_{number}"] = scheme | {"targets": targets}
             formats.add(scheme["format"])
         return {
@@ -86,6 +112,14 @@ class CompressedCheckpoint:
             "config_groups": groups,
             "ignore": sorted(path for path in self.linears if path not in self.layers),
         }
+
+    def _fused_targets(self, paths: Sequence[str]) -> list[str]:
+        """Return the names of fused layers whose parts are all among `paths`."""
+        names: list[str] = []
+        for name, parts in self.fused.items():
+            if set(parts) <= set(paths):
+                names.append(name)
+        return names
 
 
 def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
@@ -123,12 +157,15 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
         coded,
         TARGET_NAME,
     )
+    layers = with_shared_factors(deployment.graph, layers)
     remarks = float_remarks(solution.specs, placement)
     checkpoint = CompressedCheckpoint(
         layers,
         tensors,
         linears_of(model),
         remarks,
+        head_of(model),
+        fused_names(deployment.graph),
     )
     return with_experts(checkpoint, model, stacks)
 
@@ -201,6 +238,16 @@ def linears_of(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, nn.Linear):
             paths.append(path)
     return tuple(paths)
+
+
+def head_of(model: nn.Module) -> str:
+    """Return the path of the layer that makes a language model's logits; empty if none does."""
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
+    paths: dict[int, str] = {}
+    for path, module in model.named_modules():
+        paths[id(module)] = path
+    return paths.get(id(head), "")
 
 
 def _is_equal(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
+from quantizer.export.compressed_tensors.fusing import fused_refusals
 from quantizer.export.compressed_tensors.schemes import (
     Reason,
     input_refusal,
@@ -20,6 +21,7 @@ from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
 from quantizer.plan.model import Key
 
 LINEAR_CLASS = "torch.nn.Linear"
+_LINEAR_NAME = "Linear"
 _BETWEEN_OPERATORS = (
     "is quantized between operators, and checkpoints have no place for that",
     "quantize only inputs of linear layers, or use --deploy pt2",
@@ -32,10 +34,9 @@ INSERTION_REASON = (
     "was inserted by an algorithm, and the model of the checkpoint has no such operator",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
-_NO_LAYER = Refusal(
-    "finds no linear layer with a quantized weight",
-    "quantize weights, or use --deploy safetensors",
-)
+_NO_LAYER = "finds no linear layer with a quantized weight"
+_NO_LAYER_HELP = "quantize weights, or use --deploy safetensors"
+_OTHER_CLASS_HELP = "use --deploy onnx, pt2 or safetensors"
 _SHARING_HELP = "quantize both alike, or neither: kind:head and kind:embedding name them"
 
 
@@ -69,7 +70,7 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
     inputs = {layer: (layer, "input") for layer in linears if (layer, "input") in specs}
     refusals = [*insertion_refusals(graph)]
     if not linears and not experts:
-        refusals.append(_NO_LAYER)
+        refusals.append(_without_layers(graph, specs))
     for (layer, role), spec in specs.items():
         reason: Reason | None = None
         if is_parameter(role):
@@ -83,11 +84,25 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
             reason = _place_activation(graph, linears, inputs, (layer, role))
         if reason is not None:
             refusals.append(Refusal(*reason, layer, role))
+    refusals += fused_refusals(graph, specs, linears, inputs)
     for layer, key in inputs.items():
         reason = input_refusal(specs[key], specs[layer, "weights"], linears[layer].rank)
         if reason is not None:
             refusals.append(Refusal(*reason, *key))
     return CodePlacement(linears, experts, inputs, tuple(refusals))
+
+
+def _without_layers(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Refusal:
+    """Return the refusal of a network without a linear layer to store, with the class of those
+    that readers take for none.
+    """
+    for node in graph.nodes:
+        is_quantized = (node.name, "weights") in specs
+        if is_quantized and node.is_multiplying and node.classes:
+            kind = node.classes[0].rpartition(".")[2]
+            text = f"{_NO_LAYER}: {node.scope} is a {kind}, which readers leave in float"
+            return Refusal(text, _OTHER_CLASS_HELP)
+    return Refusal(_NO_LAYER, _NO_LAYER_HELP)
 
 
 def _place_activation(
@@ -141,11 +156,18 @@ def _expert_refusal(
 def _is_own_linear(graph: Graph, node: Node) -> bool:
     """Return whether a node is a linear module with a weight that no other module uses."""
     path = node.params.get("weight")
-    if not node.is_multiplying or node.classes[:1] != (LINEAR_CLASS,):
+    if not node.is_multiplying or not is_linear_class(node):
         return False
     if path != f"{node.scope}.weight":
         return False
     return all(user.scope == node.scope for user in graph.nodes if path in user.params.values())
+
+
+def is_linear_class(node: Node) -> bool:
+    """Return whether readers take a layer's module for a linear one: by its class, or by the
+    name of a subclass, as of FalconLinear.
+    """
+    return bool(node.classes) and node.classes[0].endswith(_LINEAR_NAME)
 
 
 def sharing_refusal(

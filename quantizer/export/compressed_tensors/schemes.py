@@ -34,10 +34,15 @@ Reason = tuple[str, str]
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """A quantized linear layer: its weight with codes, and its input, which may stay float."""
+    """A quantized linear layer: its weight with codes, and its input, which may stay float.
+
+    Attributes:
+        global_scale: the factor of nvfp4 scales that fused layers share; None for its own.
+    """
 
     weight: QuantizedTensor
     input: QuantizedTensor | None = None
+    global_scale: Tensor | None = None
 
     @property
     def format(self) -> str:
@@ -72,13 +77,33 @@ class CompressedLayer:
         weight = self.weight
         if weight.codes is None:
             raise ValueError("Only a weight that was encoded can be packed.")
-        tensors = _LAYOUTS[self.format](weight, weight.codes)
+        if self.format in _FP4_FORMATS.values():
+            tensors = _fp4_layout(weight, weight.codes, self.global_scale)
+        else:
+            tensors = _LAYOUTS[self.format](weight, weight.codes)
         if self.input is not None and not self.input.spec.is_dynamic:
             tensors["input_scale"] = self.input.scale.reshape(1)
             if not is_symmetric(self.input.spec):
                 zero_point = _as_signed(self.input.zero_point, self.input.spec)
                 tensors["input_zero_point"] = zero_point.reshape(1)
         return tensors
+
+
+def engine_words(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> tuple[Any, ...]:
+    """Return what must be equal in layers that an engine fuses.
+
+    Args:
+        weight: the spec of a layer's weight.
+        inputs: the spec of its input, None if that stays float.
+    """
+    words: list[Any] = []
+    for spec in (weight, inputs):
+        if spec is None:
+            words.append(None)
+            continue
+        words.append((spec.dtype, spec.bit_width, is_symmetric(spec), spec.is_dynamic))
+        words.append((spec.qscheme, spec.group_size, spec.scale_type))
+    return tuple(words)
 
 
 def is_symmetric(spec: QuantizationSpec) -> bool:
@@ -239,13 +264,17 @@ def _fp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale": scale}
 
 
-def _fp4_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
+def _fp4_layout(
+    weight: QuantizedTensor,
+    codes: Tensor,
+    global_scale: Tensor | None,
+) -> dict[str, Tensor]:
     """Return codes with scales that are exponents plus 127, or fp8 numbers.
 
     fp8 numbers are divided by `weight_global_scale`.
     """
     tensors = {"weight_packed": pack(codes, weight.spec).view(len(codes), -1)}
-    parts = pack_scales(weight.scale, weight.spec.scale_type)
+    parts = pack_scales(weight.scale, weight.spec.scale_type, global_scale)
     if "global_scale" in parts:
         tensors["weight_global_scale"] = parts["global_scale"].reshape(1)
     tensors["weight_scale"] = parts["scale"]
@@ -256,8 +285,6 @@ _LAYOUTS = {
     PACKED_FORMAT: _packed_layout,
     _INT8_FORMAT: _int8_layout,
     _FP8_FORMAT: _fp8_layout,
-    MXFP4_FORMAT: _fp4_layout,
-    NVFP4_FORMAT: _fp4_layout,
 }
 
 

@@ -3,6 +3,9 @@ mode.
 """
 
 import json
+import linecache
+import re
+import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +32,11 @@ from quantizer.export.transformers_verify import (
 )
 from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG, read_checkpoint
 
+_WEIGHT_ACCESS = re.compile(r"\b(self|module)\.(?:([\w.]+)\.)?weight\b")
+_NOT_PACKED_HELP = (
+    "leave such layers in float, or quantize weights and inputs to 8 bits, which are not "
+    "packed; --deploy pt2 and safetensors need no such reader"
+)
 # Readers compute these in bfloat16.
 _BFLOAT16_FORMATS = (MXFP4_FORMAT, NVFP4_FORMAT)
 
@@ -61,7 +69,8 @@ def verify_folder(
     is_rounded = any(layer.format == NVFP4_FORMAT for layer in checkpoint.layers.values())
     is_exact = checkpoint.is_weight_only and not is_rounded
     verification = verify_calls(load, calls, sqnr_db, name, is_exact=is_exact)
-    return replace(verification, remarks=(*checkpoint.remarks, *remarks))
+    of_checkpoint = (*checkpoint.remarks, *checkpoint.head_remarks)
+    return replace(verification, remarks=(*of_checkpoint, *remarks))
 
 
 def _loaded(
@@ -86,13 +95,39 @@ def _loaded(
                 f"{name} is not written: {_reader()} cannot run it: {type(error).__name__}: "
                 f"{why}"
             )
-            raise VerificationError(text, help=_remedy(checkpoint)) from error
+            remedy = _remedy(checkpoint)
+            layer = _layer_without_weight(error)
+            if layer is not None:
+                text = (
+                    f"{name} is not written: {_reader()} cannot load it: the model's code "
+                    f"reads the weight of {layer}, which is packed"
+                )
+                remedy = _NOT_PACKED_HELP
+            raise VerificationError(text, help=remedy) from error
     settings = transformers.CompressedTensorsConfig(dequantize=True)
     remark = (
         f"{cause}: load it with quantization_config=CompressedTensorsConfig(dequantize=True), "
         f"or {_remedy(checkpoint)}"
     )
     return _run(folder, call, name, quantization_config=settings), (remark,)
+
+
+def _layer_without_weight(error: Exception) -> str | None:
+    """Return the layer whose weight the code of a model reads, if that is why loading fails.
+
+    Packed layers have no such tensor until their first call.
+    """
+    if not isinstance(error, AttributeError) or error.name != "weight":
+        return None
+    layer = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = linecache.getline(frame.f_code.co_filename, line)
+        access = _WEIGHT_ACCESS.search(code)
+        if access is not None:
+            owner, path = access.groups()
+            holder = type(frame.f_locals.get(owner)).__name__
+            layer = f"{holder}.{path}" if path else holder
+    return layer
 
 
 def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Module:

@@ -1,0 +1,78 @@
+"""Find the parts of language models that engines treat apart: the head that makes the logits,
+and the routers of experts.
+"""
+
+import re
+from collections.abc import Mapping
+
+from quantizer.graph.ir import Graph, Node
+
+_EXPERT_PATH = re.compile(r"(.*?)\.?experts\.(\d+)\.")
+"""The path of a layer of a single expert, as modules without a common tensor have it."""
+_ONE_OUTPUT = 1
+"""The outputs of the gate of a shared expert."""
+
+
+def language_head(graph: Graph) -> list[str]:
+    """Return the layer that makes the logits, with the embedding if that has the same weight.
+
+    It is the last layer that multiplies, and its weight is as large as the table of an
+    embedding.
+    """
+    last: Node | None = None
+    embeddings: list[Node] = []
+    for node in graph.nodes:
+        if node.is_multiplying:
+            last = node
+        if node.row.looks_up and node.params:
+            embeddings.append(node)
+    if last is None:
+        return []
+    weight = graph.weight(last)
+    sizes = {tuple(graph.weight(node).shape) for node in embeddings}
+    if tuple(weight.shape) not in sizes:
+        return []
+    names: list[str] = []
+    for node in embeddings:
+        if node.params["weight"] == last.params["weight"]:
+            names.append(node.name)
+    return [*names, last.name]
+
+
+def router_layers(graph: Graph) -> list[str]:
+    """Return the layers that choose experts, and those that weigh shared experts.
+
+    They stand in the module around the experts, and have as many outputs as there are experts,
+    or one.
+    """
+    counts = _experts_by_module(graph)
+    names: list[str] = []
+    for node in graph.nodes:
+        if not node.is_multiplying or node.row.experts:
+            continue
+        if _EXPERT_PATH.match(node.scope):
+            continue
+        outputs = len(graph.weight(node))
+        for module, count in counts.items():
+            prefix = f"{module}." if module else ""
+            is_inside = node.scope.startswith(prefix)
+            if is_inside and outputs in (count, _ONE_OUTPUT):
+                names.append(node.name)
+                break
+    return names
+
+
+def _experts_by_module(graph: Graph) -> Mapping[str, int]:
+    """Return how many experts a module has, by the path of the module around them."""
+    counts: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.row.experts:
+            module = node.scope.rpartition(".")[0]
+            counts[module] = int(node.attrs["groups"])
+            continue
+        single_expert = _EXPERT_PATH.match(node.scope)
+        if single_expert is not None:
+            module, number = single_expert.groups()
+            count = int(number) + 1
+            counts[module] = max(count, counts.get(module, 0))
+    return counts

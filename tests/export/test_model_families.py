@@ -1,0 +1,79 @@
+"""Checkpoints of models whose layers fold nowhere, are no plain linear layers, or cannot be read
+when they are packed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from export.test_compressed_tensors import DYNAMIC, INT4, INT8, TARGET, config
+from support.llamas import tokens
+
+import quantizer
+from quantizer.errors import UsageError, VerificationError
+from quantizer.export import EXPORTERS
+
+pytestmark = pytest.mark.slow
+
+for package in EXPORTERS[TARGET].needs:
+    pytest.importorskip(package, reason="needs quantizer-torch[llm]")
+
+transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
+
+
+def phi() -> Any:
+    """A model whose second layer of the MLP reads a GELU, into which nothing folds."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**sizes, **heads, **IDS)).eval()
+
+
+def falcon() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1}
+    settings = transformers.FalconConfig(**sizes, num_attention_heads=2, **IDS)
+    return transformers.FalconForCausalLM(settings).eval()
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **IDS)).eval()
+
+
+def exported(model: Any, settings: dict[str, Any], folder: Path) -> Any:
+    return quantizer.calibrate(model, settings, tokens()).export(TARGET, folder)
+
+
+def test_factors_that_fold_nowhere_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = json.loads(Path("configs/smoothquant_int8.json").read_text())
+    with caplog.at_level("INFO"):
+        written = exported(phi(), settings, tmp_path / "out")
+    assert written.max_difference < 1e-6
+    assert "no layer takes up factors of its inputs" in caplog.text
+    settings["pre_quant_opt_config"]["online"] = True
+    with pytest.raises(UsageError, match=r"fc2\]/input_scale was inserted by an algorithm"):
+        exported(phi(), settings, tmp_path / "other")
+
+
+def test_a_subclass_of_linear_is_stored(tmp_path: Path) -> None:
+    assert exported(falcon(), config(INT8, DYNAMIC), tmp_path / "out").max_difference < 1e-6
+    why = "the model's code reads the weight of FalconLinear, which is packed"
+    with pytest.raises(VerificationError, match=why) as refused:
+        exported(falcon(), config(INT4), tmp_path / "packed")
+    assert refused.value.help is not None
+    assert "which are not packed" in refused.value.help
+
+
+def test_layers_that_readers_leave_in_float_are_named(tmp_path: Path) -> None:
+    why = "transformer.h.0.attn.c_attn is a Conv1D, which readers leave in float"
+    with pytest.raises(UsageError, match=why):
+        exported(gpt2(), config(INT4), tmp_path / "out")
