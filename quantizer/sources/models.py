@@ -338,7 +338,7 @@ def checked_measure(
     Args:
         function: the user's.
         what: names it in messages.
-        error: the error to raise if it is no function.
+        error: the error to raise if it is not a function.
         call: how to call it; directly if None.
 
     Raises (also when the function is called): DataError: it does not take a model and data, or

@@ -222,8 +222,8 @@ def _import_remedies(cause: BaseException) -> Iterator[str]:
         return
     if "relative import" in str(cause):
         yield (
-            "a file has no package if it is imported by its path: give package.module:NAME from "
-            "the folder that holds the package"
+            "a file has no package if it is imported by its path: give package.module:NAME "
+            "from the folder that holds the package"
         )
     elif isinstance(cause, ModuleNotFoundError) and cause.name:
         package = cause.name.partition(".")[0]
