@@ -20,6 +20,7 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
@@ -139,6 +140,12 @@ class CalibrationSettings:
     memory: int | str | None = None
     events: Events | None = None
     confirm: Callable[[CalibrationRequest, Plan], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "batch_size", "subset_len"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise UsageError(f"{name} is {a_kind(value)}, not an int")
 
     @property
     def facts(self) -> dict[str, Any]:

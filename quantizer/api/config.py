@@ -206,12 +206,14 @@ def path_of(path: Any, name: str = "path") -> Path:
     """Return the path of a text or path object.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither, or is empty.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError(
             f"{name} is {a_kind(path)}, not a path", help="give it as text or pathlib.Path"
         )
+    if not os.fspath(path):
+        raise UsageError(f"{name} is an empty path", help='"." is the working directory')
     return Path(path)
 
 

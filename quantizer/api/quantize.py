@@ -19,7 +19,7 @@ from quantizer.api.calibrate import (
     open_batches,
     trace_compared,
 )
-from quantizer.api.config import AnyConfig
+from quantizer.api.config import AnyConfig, path_of
 from quantizer.api.result import Comparison, Result
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
@@ -37,7 +37,7 @@ from quantizer.export import (
     size_on_disk,
 )
 from quantizer.export.agreement import Verification
-from quantizer.export.choices import require_choices
+from quantizer.export.choices import checked_choices
 from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
 from quantizer.export.summary import export_summary
 from quantizer.export.value_names import require_fitting_names
@@ -127,18 +127,18 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data.
     """
+    place = path_of(folder, "folder")
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
-    choices = _checked_choices(target, options)
+    require_extras([target])
+    choices = checked_choices(options, target)
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
     settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, target))
     batches = _batches(model, data, settings)
-    graph = trace_compared(model, batches)
-    require_fitting_names(choices, model, graph)
-    place = Path(folder)
+    graph = _trace(model, batches, choices)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
@@ -175,18 +175,11 @@ def _verdict_facts(
     )
 
 
-def _checked_choices(
-    target: str, options: Mapping[str, str | os.PathLike[str]]
-) -> dict[str, str]:
-    """Return the options of a target as texts.
-
-    Raises:
-        UsageError: the target lacks packages or has no such options.
-    """
-    require_extras([target])
-    choices = {name: os.fspath(value) for name, value in options.items()}
-    require_choices(choices, [target])
-    return choices
+def _trace(model: nn.Module, batches: Batches, choices: Mapping[str, str]) -> Graph:
+    """Return the graph of a model, after a check of the names chosen for its tensors."""
+    graph = trace_compared(model, batches)
+    require_fitting_names(choices, model, graph)
+    return graph
 
 
 def _batches(

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.api.config import path_of
 from quantizer.api.notebook import html_table
 from quantizer.api.report import Report
 from quantizer.calibration.events import Events
@@ -22,7 +23,7 @@ from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, score
 from quantizer.export import EXPORTERS, export, require_expressible, require_extras
 from quantizer.export.agreement import Verification
-from quantizer.export.choices import require_choices
+from quantizer.export.choices import checked_choices
 from quantizer.export.deployment import Deployment
 from quantizer.graph.module_names import path_names
 from quantizer.plan.model import Plan
@@ -38,7 +39,7 @@ from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner, write_copy
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
-from quantizer.sources.models import Evaluate
+from quantizer.sources.models import Evaluate, checked_measure
 from quantizer.sources.user_code import user_exits
 
 _SHOWN_METRICS = 8
@@ -248,7 +249,9 @@ class Result:
             UsageError: a metric is declared as both.
         """
         directions = Directions.of(lower_is_better, higher_is_better)
-        function = None if evaluate is None else Evaluate(evaluate, directions)
+        function: Evaluate | None = None
+        if evaluate is not None:
+            function = Evaluate(checked_measure(evaluate, "evaluate"), directions)
         batches = self._batches_of(data)
         with evaluating(self._model):
             scores = score(
@@ -275,7 +278,7 @@ class Result:
             ResultError: the folder cannot be written, is in use, or holds results of another
                 model.
         """
-        place = Path(folder)
+        place = path_of(folder, "folder")
         with locked(place):
             check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
             if self._write is not None:
@@ -343,8 +346,8 @@ class Result:
                 f"there is no export target {target!r}",
                 help=f"known are {', '.join(EXPORTERS)}",
             )
-        choices = {name: os.fspath(value) for name, value in options.items()}
-        require_choices(choices, [target])
+        file = path_of(path)
+        choices = checked_choices(options, target)
         require_extras([target])
         calibrated = self._calibrated
         require_expressible(
@@ -364,7 +367,7 @@ class Result:
             metrics=scores.metrics,
             warnings=scores.lost,
         )
-        return export(target, deployment, Path(path), self._events, total=batches.total)
+        return export(target, deployment, file, self._events, total=batches.total)
 
     def _batches_of(self, data: Any) -> Batches:
         """Return the batches of `data`, or those of `calibrate` or `load` if it is None."""

@@ -1,13 +1,39 @@
 """The options of the targets of `--deploy`, by name. Imports no torch."""
 
+import os
 from collections.abc import Collection, Mapping
+from typing import Any
 
+from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.export.targets import EXPORTERS, TargetOption
 
 CHOICES: dict[str, TargetOption] = {}
 for _target in EXPORTERS.values():
     CHOICES |= {option.name: option for option in _target.options}
+
+
+def checked_choices(options: Mapping[str, Any], target: str) -> dict[str, str]:
+    """Return the options of a target, which are texts or paths, as texts.
+
+    Raises:
+        UsageError: one is something else, or is refused by `require_choices`.
+    """
+    texts: dict[str, str] = {}
+    for name, value in options.items():
+        _require_known(name)
+        if not isinstance(value, (str, os.PathLike)):
+            raise UsageError(f"{name} is {a_kind(value)}, not a text")
+        texts[name] = os.fspath(value)
+    require_choices(texts, [target])
+    return texts
+
+
+def _require_known(name: str) -> None:
+    if name not in CHOICES:
+        raise UsageError(
+            f"no target has the option {name}", help=f"known are {', '.join(CHOICES)}"
+        )
 
 
 def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> None:
@@ -18,10 +44,7 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
             written.
     """
     for name, value in choices.items():
-        if name not in CHOICES:
-            raise UsageError(
-                f"no target has the option {name}", help=f"known are {', '.join(CHOICES)}"
-            )
+        _require_known(name)
         option = CHOICES[name]
         if value not in option.values and not (option.is_file or option.is_text):
             raise UsageError(

@@ -111,9 +111,12 @@ def check_float(model: Any, *, traced: bool = False) -> None:
         ModelError: it is not a module, compiled by torch.jit, or quantized already.
     """
     if not isinstance(model, nn.Module):
+        remedy = "give the Python model; quantize it first, then export or compile it"
+        if isinstance(model, type):
+            remedy = f"give an instance of it: {model.__name__}(…)"
         raise ModelError(
             f"model is {a_kind(model)}, not a torch.nn.Module",
-            help="give the Python model; quantize it first, then export or compile it",
+            help=remedy,
         )
     for path, module in model.named_modules():
         where = path or "the model"

@@ -35,7 +35,7 @@ from quantizer.sources.images import (
 )
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
-from quantizer.sources.user_code import split_spec
+from quantizer.sources.user_code import require_callable, split_spec
 from quantizer.sources.user_data import call_once_if_list, load_python_source, user_batches
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
@@ -300,6 +300,7 @@ def _user_data(
     if isinstance(source, str):
         source = load_python_source(source)
     if callable(source) and not isinstance(source, Iterable):
+        require_callable(source, 0, label, DataError)
         source = call_once_if_list(source)
 
     def open_pass() -> Iterator[Batch]:

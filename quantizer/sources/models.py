@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import DataError, ModelError, QuantizerError
 from quantizer.nn.inplace import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
@@ -322,20 +322,40 @@ def _example_of(user: UserModule) -> Callable[[int], Any] | None:
 
 
 def _checked_evaluate(user: UserModule, function: Any) -> Measure:
+    call = partial(user.call, function, DataError)
+    return checked_measure(function, f"evaluate of {user.label}", user.error, call=call)
+
+
+def checked_measure(
+    function: Any,
+    what: str,
+    error: type[QuantizerError] = DataError,
+    *,
+    call: Callable[..., Any] | None = None,
+) -> Measure:
+    """Return a function that calls the user's `evaluate(model, data)` and checks its metrics.
+
+    Args:
+        function: the user's.
+        what: names it in messages.
+        error: the error to raise if it is no function.
+        call: how to call it; directly if None.
+
+    Raises (also when the function is called): DataError: it does not take a model and data, or
+        does not return a dict of numbers.
+    """
     if not callable(function):
-        raise user.error(
-            f"evaluate of {user.label} is {a_kind(function)}, not a function of (model, data)"
-        )
-    name = getattr(function, "__name__", "evaluate")
-    require_callable(function, 2, f"{name} of {user.label}", DataError)
+        raise error(f"{what} is {a_kind(function)}, not a function of (model, data)")
+    require_callable(function, 2, what, DataError)
+    called = call or function
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
-        metrics = user.call(function, DataError, model, data)
+        metrics = called(model, data)
         try:
             return {str(name): float(value) for name, value in metrics.items()}
         except (AttributeError, TypeError, ValueError) as cause:
             raise DataError(
-                f"evaluate() of {user.label} returned {metrics!r:.80}, not a dict of numbers",
+                f"{what} returned {metrics!r:.80}, not a dict of numbers",
                 help='return for example {"top1": 0.97}',
             ) from cause
 

@@ -226,7 +226,7 @@ def test_data_and_metrics_that_fail_say_whose_fault_it_is(folder: Path) -> None:
     ):
         loaded.calibration_data()
     with pytest.raises(
-        DataError, match=r"evaluate\(\) of net.py returned 0.5, not a dict of numbers"
+        DataError, match=r"evaluate of net.py returned 0.5, not a dict of numbers"
     ):
         loaded.evaluate(loaded.module, [])
 
