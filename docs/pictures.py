@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from report_picture import draw_report
 from safetensors.torch import load_file
+from svg_file import in_both_schemes
 from torch import Tensor
 
 from quantizer.cli.main import run_command
@@ -33,7 +33,7 @@ from quantizer.graph.trace import trace
 from quantizer.numerics.hadamard import factors, rotate_rows
 from quantizer.report.page import charts, figures
 from quantizer.report.page.charts import Point, Series
-from quantizer.report.page.html import Markup, page_file
+from quantizer.report.page.html import Markup
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -65,7 +65,7 @@ def smoothquant() -> Markup:
     after = before / (before / weight.abs().amax(0)).sqrt()
     return by_size(
         {"before": before, "divided by its factor": after},
-        "channels, by their value before →",
+        "channels, sorted by their value before →",
         "↑ greatest |input| of a channel",
     )
 
@@ -82,7 +82,7 @@ def rotation() -> Markup:
     after = rotated.abs().amax(0).log2()
     return by_size(
         {"before": before, "rotated": after},
-        "channels, by their value before →",
+        "channels, sorted by their value before →",
         "↑ greatest |value| of a channel, as a power of two",
     )
 
@@ -124,7 +124,7 @@ def gptq() -> Markup:
         lines[label] = -10 * errors.log10()
     return by_size(
         lines,
-        "layers, by their SQNR with round-to-nearest →",
+        "layers, sorted by their SQNR with round-to-nearest →",
         "↑ SQNR of a layer's outputs in dB; higher is better",
     )
 
@@ -142,7 +142,7 @@ def equalization() -> Markup:
         lines[label] = weight.flatten(2).abs().amax(2).flatten().log2()
     return by_size(
         lines,
-        "channels, by their range before →",
+        "channels, sorted by their range before →",
         "↑ range of a channel's weights, as a power of two",
     )
 
@@ -181,7 +181,7 @@ def bias_correction() -> Markup:
             "weights in 3 bits": (mean - correction)[order],
             "float, and 3 bits after correction": mean[order],
         },
-        "channels, by their mean in float →",
+        "channels, sorted by their mean in float →",
         "↑ mean output of a channel",
     )
 
@@ -270,21 +270,6 @@ def run(*arguments: str) -> None:
         sys.exit(code)
 
 
-def in_both_themes(drawing: Markup) -> str:
-    """Return the content of an SVG file that is dark where the reader's theme is dark."""
-    picture = figures.standalone(drawing)
-    light, _, others = page_file("drawing.css").partition("@media")
-    dark, _, _ = others.partition("\n}\n")
-    light_colours = dict(re.findall(r"--(\w+): (#\w+);", light))
-    dark_colours = dict(re.findall(r"--(\w+): (#\w+);", dark))
-    rules = picture.partition("<style>")[2].partition("</style>")[0]
-    for name, colour in light_colours.items():
-        rules = rules.replace(colour, dark_colours[name])
-    paper = f"style + rect {{ fill: {dark_colours['back']}; }}\n"
-    block = f"@media (prefers-color-scheme: dark) {{\n{rules}{paper}}}\n"
-    return picture.replace("</style>", f"{block}</style>", 1)
-
-
 PICTURES: Mapping[str, Callable[[], Markup]] = {
     "ranges": ranges,
     "smoothquant": smoothquant,
@@ -302,4 +287,4 @@ if __name__ == "__main__":
         if name == REPORT:
             draw_report(DOCS)
         else:
-            (TARGET / f"{name}.svg").write_text(in_both_themes(PICTURES[name]()), "utf-8")
+            (TARGET / f"{name}.svg").write_text(in_both_schemes(PICTURES[name]()), "utf-8")
