@@ -24,7 +24,7 @@ WIDTH = 1180
 MAX_HEIGHT = 4000
 MARGIN = 16
 """Pixels below the last line of text."""
-COLOURS = 64
+COLOURS = 256
 CUT = """<style>
 #layers tbody tr:nth-child(n + 5), #layers details, #depth ~ section { display: none; }
 </style></head>"""
