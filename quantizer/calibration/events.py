@@ -47,7 +47,7 @@ class RunStage:
         saved_as: the name of the checkpoint that `snapshot` is saved as.
         snapshot: returns a snapshot of the results so far; None if the stage has none.
         needs_same_data: whether the snapshot can only be used with the same data.
-        at_boundary: whether this is a good place to save, even if the last save is recent.
+        at_boundary: whether to save now, even if the last save is recent.
     """
 
     events: Events

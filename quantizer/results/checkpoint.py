@@ -29,8 +29,6 @@ from quantizer.storage.opened_files import json_digest
 
 SAVE_INTERVAL_S = 30.0
 """Seconds between two checkpoints, which is the work that a kill may cost."""
-_BOUNDARY_INTERVAL = 0.5
-"""The share of that time after which a checkpoint is saved at a boundary."""
 # 3: says which tensors were deferred. 4: files are named by digest, and there is a checksum.
 # 5: the histograms of samples have weights.
 _FORMAT = 5
@@ -198,8 +196,8 @@ def _move_to_device(
 
 
 class Checkpoints(Events):
-    """Saves checkpoints of the stages of a run: every `SAVE_INTERVAL_S` seconds, at a boundary
-    after half of that time, and when the run stops with an error.
+    """Saves checkpoints of the stages of a run: at their boundaries, every `SAVE_INTERVAL_S`
+    seconds, and when the run stops with an error.
 
     Args:
         folder: the result folder.
@@ -255,12 +253,10 @@ class Checkpoints(Events):
         self._is_unsaved = False
 
     def advanced(self, stage: RunStage) -> None:
-        """Save if the last save is long enough ago; at a boundary it may be more recent."""
+        """Save at a boundary, or if the last save is long enough ago."""
         self._is_unsaved = stage.snapshot is not None
-        interval = SAVE_INTERVAL_S
-        if stage.at_boundary:
-            interval *= _BOUNDARY_INTERVAL
-        if self._is_unsaved and time.monotonic() - self._last_save >= interval:
+        is_due = time.monotonic() - self._last_save >= SAVE_INTERVAL_S
+        if self._is_unsaved and (stage.at_boundary or is_due):
             self._save(stage)
 
     def stopped(
