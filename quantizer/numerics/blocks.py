@@ -129,7 +129,7 @@ def fill(
     return out
 
 
-def is_zero(zero_point: Tensor) -> bool:
+def _is_zero(zero_point: Tensor) -> bool:
     """Return whether no zero point has to be added. On a GPU it is always false: waiting for
     the values costs more than adding them.
     """
@@ -198,7 +198,7 @@ def blocks(
     if ch_axis is None:
         zero = int(zero_point) if x.is_cpu else zero_point.to(x)
     else:
-        zero = 0 if x.is_cpu and is_zero(zero_point) else zero_point.to(x)
+        zero = 0 if x.is_cpu and _is_zero(zero_point) else zero_point.to(x)
     if x.numel() <= size:
         # The order of so few values does not matter
         if isinstance(zero, Tensor):

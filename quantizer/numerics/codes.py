@@ -5,7 +5,6 @@ format's `storage` dtype.
 """
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Protocol
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantizer.numerics.blocks import BLOCK_SIZE, GPU_BLOCK_SIZE, blocks, is_zero, workspace
+from quantizer.numerics.blocks import BLOCK_SIZE, blocks, workspace
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel, work_dtype
 from quantizer.numerics.formats import FloatFormat, format_named
 from quantizer.numerics.granularity import from_rows, to_rows
@@ -100,40 +99,10 @@ def decode(
     if not spec.is_scaled:
         return codes.to(dtype)
     work = work_dtype_of(spec, dtype)
-    if codes.is_floating_point():
-        # Operators of torch compute little in such dtypes
-        codes = codes.to(work)
-    rows = to_rows(codes, spec.cut)
-    out = torch.empty_like(rows, dtype=dtype)
-    zero = zero_point.reshape(-1, 1)
-    has_zero = not is_zero(zero)
-    factor = _factor(spec)
-    steps = scale.reshape(-1, 1).to(work)
-    for place in _places(rows):
-        row_places, _ = place
-        part = out[place]
-        if dtype != work:
-            part = torch.empty_like(part, dtype=work)
-        part.copy_(rows[place])
-        if factor or has_zero:
-            part = _unscaled(part, factor, zero[row_places])
-        part.mul_(steps[row_places])
-        if dtype != work:
-            out[place] = part
-    return from_rows(out, tuple(codes.shape), spec.cut).contiguous()
-
-
-def _places(
-    rows: Tensor,
-) -> Iterator[tuple[slice, slice]]:
-    """Yield the places of blocks of a matrix that stay in the cache."""
-    height, width = rows.shape
-    size = BLOCK_SIZE if rows.is_cpu else GPU_BLOCK_SIZE
-    wide = width if height > 1 else size
-    tall = max(1, size // max(1, width))
-    for top in range(0, height, tall):
-        for left in range(0, width, wide):
-            yield slice(top, top + tall), slice(left, left + wide)
+    rows = to_rows(codes.to(work), spec.cut)
+    rows = _unscaled(rows, _factor(spec), zero_point.reshape(-1, 1))
+    rows.mul_(scale.reshape(-1, 1).to(work))
+    return from_rows(rows, tuple(codes.shape), spec.cut).to(dtype).contiguous()
 
 
 def _unscaled(
