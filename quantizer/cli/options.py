@@ -276,7 +276,7 @@ class Options:
     stride: int | None = _count(
         "For texts: tokens between the starts of samples.  [default: --seq_len]", group="Data"
     )
-    shuffle: bool = option("For texts: shuffle them by --seed.", is_flag=True, group="Data")
+    shuffle: bool = option("For texts: shuffle them by --seed.", default=False, group="Data")
     fast_finetune: str | None = option(
         "Also learn how to round each weight, layer by layer (adaround, the default), or the "
         "scales too (adaquant).",

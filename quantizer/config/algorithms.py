@@ -134,12 +134,12 @@ class SmoothQuantConfig(PreQuantOptConfig):
         examples=[0.5],
     )
     scale_clamp_min: float = setting(1e-3, "Factors are at least this.", exclusiveMinimum=0)
-    online: bool = setting(True, _ONLINE)
     scaling_layers: list[dict[str, Any]] | None = None
     embedding_layers: list[str] | None = None
     model_decoder_layers: str | None = None
     num_attention_heads: int = -1
     num_key_value_heads: int = -1
+    online: bool = setting(True, _ONLINE)
 
 
 @algorithm(
