@@ -403,6 +403,7 @@ MODEL = (
     "weights",
     "trust",
     "data",
+    "preprocess",
     "batch_size",
     "tokenizer",
     "seq_len",

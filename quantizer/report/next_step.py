@@ -23,6 +23,7 @@ DATA_OPTIONS = (
     "data",
     "eval_data",
     "evaluate",
+    "preprocess",
     "batch_size",
     "tokenizer",
     "seq_len",
