@@ -409,7 +409,7 @@ MODEL = (
     "seq_len",
     "max_unpacked",
 )
-LOOK = ("config_file", *MODEL, "output", "json")
+LOOK = ("config_file", *MODEL, "shuffle", "output", "json")
 """The options of a command that examines a model."""
 TABLE = ("names", "top")
 """The options of a table of layers."""

@@ -27,6 +27,7 @@ DATA_OPTIONS = (
     "batch_size",
     "tokenizer",
     "seq_len",
+    "shuffle",
     "max_unpacked",
     "subset_len",
     "seed",

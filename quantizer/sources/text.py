@@ -159,6 +159,11 @@ class TextData:
         for path in self.paths:
             documents.extend(read_documents(path))
         if self.windows.shuffle_seed is not None:
+            if len(documents) == 1:
+                raise UsageError(
+                    f"--shuffle changes nothing: {self.label} is one document",
+                    help="give several files, or rows of .jsonl or .parquet, or leave it out",
+                )
             random.Random(self.windows.shuffle_seed).shuffle(documents)
         parts: list[str] = []
         for document in documents:
@@ -171,8 +176,11 @@ class TextData:
             parts.pop()
         ids = tokenizer.encode("".join(parts))
         # Some templates write the token with which the tokenizer begins each text
-        is_doubled = isinstance(documents[0].content, list) and ids[:1] == ids[1:2]
-        return ids[1:] if is_doubled else ids
+        first = tokenizer.encode("")[:1]
+        is_chat = isinstance(documents[0].content, list)
+        if is_chat and first and ids[:2] == first * 2:
+            return ids[1:]
+        return ids
 
     def _check_vocabulary(self, ids: list[int]) -> None:
         config = getattr(self.module, "config", None)

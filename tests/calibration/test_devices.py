@@ -49,7 +49,7 @@ GIVE_TO_THE_CPU = {
     "algorithms/bias_correction.py:_correct",
     "algorithms/bias_correction.py:observe",
     "algorithms/fast_finetune.py:solve",
-    "algorithms/gptq/block_rounder.py:__init__",
+    "algorithms/gptq/block_rounder.py:_index",
     "comparison/output_comparison.py:see",
     "comparison/output_figures.py:_ends_along",
     "graph/passes/equalization.py:__init__",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import reports
 from support.configs import document
-from torch import Tensor, nn
+from support.reports import Net
 
 import quantizer
 from quantizer.report.metric_words import HIGHER, LOWER, METRICS
@@ -28,15 +28,6 @@ from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.sources.directions import BY_NAME
 
 VOID = {"meta", "input"}
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu().mean((2, 3)))
 
 
 class Elements(HTMLParser):

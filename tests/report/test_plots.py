@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.configs import document
-from torch import Tensor, nn
+from support.reports import Net
 
 import quantizer
 from quantizer.api.report import Report
@@ -18,15 +18,6 @@ from quantizer.cli.main import run_command
 from quantizer.errors import UsageError
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu().mean((2, 3)))
 
 
 @pytest.fixture(scope="module")

@@ -271,6 +271,25 @@ def test_documents_are_shuffled_by_the_seed() -> None:
     assert sorted(orders[0]) == sorted(orders[2]) == ["aa", "bb", "cc", "dd", "ee", "ff"]
 
 
+def test_a_single_document_cannot_be_shuffled() -> None:
+    Path("a.txt").write_text("abcdef")
+    windows = Windows(lambda: TextTokenizer(Bytes(), "bytes"), 2, shuffle_seed=0)
+    assert "--shuffle changes nothing: a.txt is one document" in refusal("a.txt", windows)
+
+
+def test_equal_first_tokens_of_a_chat_are_kept() -> None:
+    class Doubling(Bytes):
+        chat_template = "…"
+
+        def apply_chat_template(self, messages: list[Any], *, tokenize: bool) -> str:
+            return "aab"
+
+    write_rows("rows.jsonl", ROWS[:1])
+    windows = Windows(lambda: TextTokenizer(Doubling(), "doubling"), 3)
+    (batch,) = load_batches("rows.jsonl", windows=windows)
+    assert words(batch.args[0]) == ["aab"]
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

@@ -5,7 +5,20 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import Tensor, nn
+
 LOST = "0.scores is 0 everywhere in the quantized network"
+
+
+class Net(nn.Module):
+    """A network whose two layers have names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu().mean((2, 3)))
 
 
 def export(**others: Any) -> dict[str, Any]:

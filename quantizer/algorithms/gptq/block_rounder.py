@@ -7,6 +7,7 @@ replayed. Launching them one by one takes several times as long as they run.
 # ruff: noqa: N803, N806 - the paper's letters
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -75,8 +76,12 @@ class BlockRounder:
 
     def __init__(self, columns: ColumnScales) -> None:
         self._columns = columns
+
+    @cached_property
+    def _index(self) -> list[int]:
         # Copied to the CPU once, as every copy waits for the device
-        self._index = columns.index.tolist()
+        index: list[int] = self._columns.index.tolist()
+        return index
 
     # In operations this small, a fifth of the time goes to finding out that there is no
     # gradient

@@ -17,6 +17,7 @@ from quantizer.export.compressed_tensors.placement import CodePlacement, place_c
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
+from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
@@ -157,17 +158,46 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
         coded,
         TARGET_NAME,
     )
-    layers = with_shared_factors(deployment.graph, layers)
-    remarks = float_remarks(solution.specs, placement)
+    stored = StoredParts(layers, stacks, tensors, float_remarks(solution.specs, placement))
+    return complete_checkpoint(stored, model, deployment.graph)
+
+
+@dataclass(frozen=True)
+class StoredParts:
+    """Holds what a checkpoint stores of a model.
+
+    Attributes:
+        layers: those stored as codes, by their paths, each with factors of its own.
+        stacks: the quantized tensors of experts by path.
+        tensors: the model's, by name.
+        remarks: notes for the user.
+    """
+
+    layers: Mapping[str, CompressedLayer]
+    stacks: Mapping[str, QuantizedTensor]
+    tensors: Mapping[str, Tensor]
+    remarks: tuple[str, ...]
+
+
+def complete_checkpoint(
+    stored: StoredParts,
+    model: nn.Module,
+    graph: Graph,
+) -> CompressedCheckpoint:
+    """Return the checkpoint of these parts. Layers that engines fuse get one factor.
+
+    Raises:
+        UsageError: the format has no layout for the experts of this model.
+    """
     checkpoint = CompressedCheckpoint(
-        layers,
-        tensors,
+        with_shared_factors(graph, stored.layers),
+        stored.tensors,
         linears_of(model),
-        remarks,
+        stored.remarks,
         head_of(model),
-        fused_names(deployment.graph),
+        fused_names(graph),
     )
-    return with_experts(checkpoint, model, stacks)
+    return with_experts(checkpoint, model, stored.stacks)
 
 
 def with_experts(

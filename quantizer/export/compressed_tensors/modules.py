@@ -15,12 +15,10 @@ from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
     CompressedCheckpoint,
+    StoredParts,
+    complete_checkpoint,
     float_remarks,
-    head_of,
-    linears_of,
-    with_experts,
 )
-from quantizer.export.compressed_tensors.fusing import fused_names, with_shared_factors
 from quantizer.export.compressed_tensors.placement import (
     INSERTION_REASON,
     CodePlacement,
@@ -114,17 +112,8 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     for node in placement.experts.values():
         path = node.params["weight"].partition("@")[0]
         stacks[path] = _stack(quantized[node.scope], node)
-    layers = with_shared_factors(graph, layers)
-    remarks = float_remarks(specs, placement)
-    checkpoint = CompressedCheckpoint(
-        layers,
-        tensors,
-        linears_of(model),
-        remarks,
-        head_of(model),
-        fused_names(graph),
-    )
-    return with_experts(checkpoint, model, stacks)
+    stored = StoredParts(layers, stacks, tensors, float_remarks(specs, placement))
+    return complete_checkpoint(stored, model, graph)
 
 
 def _specs(
