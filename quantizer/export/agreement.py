@@ -81,6 +81,8 @@ class Verification:
         speed: in comparison with the float network; None if it was not measured.
         remarks: notes about the file, for the user.
         engines: the checks by other engines that are installed.
+        uint8_weights: layers whose weights could be int8 only on some processors.
+        processors: on which the file is right; empty if that does not depend on them.
     """
 
     compared: str
@@ -97,6 +99,8 @@ class Verification:
     speed: Speed | None = None
     remarks: tuple[str, ...] = ()
     engines: tuple[EngineCheck, ...] = ()
+    uint8_weights: tuple[str, ...] = ()
+    processors: str = ""
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
 
@@ -117,7 +121,7 @@ class Verification:
         """
         content: dict[str, Any] = {}
         for name, value in vars(self).items():
-            is_empty = value in (None, math.inf, -math.inf, ())
+            is_empty = value in (None, math.inf, -math.inf, (), "")
             if name not in ("speed", "parts") and not is_empty:
                 content[name] = value
         if len(self.parts) > 1:

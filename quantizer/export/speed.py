@@ -25,12 +25,15 @@ class Speed:
         ratio: the median over rounds of float's time divided by the file's.
         low, high: the lower and upper quartile of these ratios.
         rounds: their number.
+        faster: a setting, and the speed that the file would have with it; None if there is no
+            such setting on this processor.
     """
 
     ratio: float
     low: float
     high: float
     rounds: int
+    faster: tuple[str, Speed] | None = None
 
     @classmethod
     def of(cls, ours: Sequence[float], floats: Sequence[float]) -> Speed | None:
@@ -41,7 +44,7 @@ class Speed:
             floats: seconds of the float network, in the same rounds.
 
         >>> Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
-        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3)
+        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, faster=None)
         """
         ratios: list[float] = []
         for our_time, float_time in zip(ours, floats, strict=True):
@@ -67,6 +70,9 @@ class Speed:
         '25 times slower than float (24.9 to 25.1 in 7 rounds)'
         >>> Speed(1.8, 0.9, 3.1, 7).text
         'no speed is given: the machine is too busy to measure it'
+        >>> fastest = Speed(2.5, 2.4, 2.6, 7)
+        >>> Speed(1.2, 1.1, 1.2, 7, ("--onnx_weights int8", fastest)).text
+        '1.2x the speed of float (1.1 to 1.2 in 7 rounds); 2.5x with --onnx_weights int8'
         """
         if not self.is_clear:
             return BUSY
@@ -75,4 +81,8 @@ class Speed:
             return f"{1 / self.ratio:.0f} times slower than float ({spread})"
         digits = 1 if self.ratio >= 1 else 2
         spread = f"{self.low:.{digits}f} to {self.high:.{digits}f}"
-        return f"{self.ratio:.{digits}f}x the speed of float ({spread} in {self.rounds} rounds)"
+        text = f"{self.ratio:.{digits}f}x the speed of float ({spread} in {self.rounds} rounds)"
+        if self.faster is None:
+            return text
+        setting, speed = self.faster
+        return f"{text}; {speed.ratio:.1f}x with {setting}"

@@ -67,9 +67,9 @@ EXPORTERS: dict[str, ExportTarget] = {
             TargetOption(
                 "onnx_weights",
                 "onnx",
-                "8-bit weights in an .onnx: uint8 for any CPU, int8 for those with VNNI, "
-                "faster.",
-                ("uint8", "int8"),
+                "8-bit weights in an .onnx: auto is right on every CPU, int8 on those with "
+                "VNNI, where it is faster.",
+                ("auto", "uint8", "int8"),
             ),
             TargetOption(
                 "input_names",

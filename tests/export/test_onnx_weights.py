@@ -4,10 +4,13 @@ any processor.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.configs import document
 from support.extended import extended
 from torch import Tensor, nn
@@ -18,6 +21,8 @@ from quantizer.errors import VerificationError
 onnx = pytest.importorskip("onnx", reason="files are read with it (extra: onnx)")
 pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+
+from quantizer.export.onnx.int8_weights import largest_pair_sum
 
 INT8, UINT8 = onnx.TensorProto.INT8, onnx.TensorProto.UINT8
 
@@ -70,6 +75,73 @@ def test_products_that_could_overflow_have_unsigned_weights(
     assert any("--onnx_weights int8" in text for text in found.remarks) == (bits == 8)
 
 
+class Pairs(nn.Module):
+    """Layers with weights of 127 whose neighbours decide whether 16 bits can hold a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(4, 4, 3, groups=4)
+        self.grouped = nn.Conv2d(4, 8, 1, groups=4)
+        self.opposite, self.small, self.odd = (
+            nn.Conv2d(8, 8, 3),
+            nn.Conv2d(8, 3, 1),
+            nn.Conv2d(3, 4, 3),
+        )
+        self.head = nn.Linear(4, 4)
+        with torch.no_grad():
+            for layer in self.children():
+                layer.weight.fill_(1.0)
+            self.opposite.weight[:, 1::2] = -1.0
+            # 127 and 1 are 128; 127 and 2 were too much
+            self.small.weight[:, 1::2] = 1 / 127
+            self.odd.weight[:, :, 1::2] = -1.0
+            self.head.weight[:, 1::2] = 2 / 127
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.opposite(self.grouped(self.depthwise(x)))
+        return self.head(self.odd(self.small(x)).mean((2, 3)))
+
+
+@pytest.mark.slow
+def test_auto_writes_int8_where_no_pair_of_products_leaves_16_bits(tmp_path: Path) -> None:
+    data = torch.rand(2, 4, 9, 9)
+    path = tmp_path / "net.onnx"
+    found = quantizer.calibrate(Pairs().eval(), document(), [data]).export("onnx", path, [data])
+    signed: dict[str, bool] = {}
+    for tensor in onnx.load(path).graph.initializer:
+        if tensor.name.endswith(".weights.codes"):
+            name = re.findall(r"\[(\w+)\]", tensor.name)[0]
+            signed[name] = tensor.data_type == INT8
+    assert signed == {
+        "depthwise": True,
+        "grouped": True,
+        "opposite": True,
+        "small": True,
+        "odd": False,
+        "head": False,
+    }
+    assert "8-bit weights of 2 of 6 layers are stored as uint8" in found.remarks[0]
+
+
+def saturated(codes: Tensor, inputs: Tensor) -> bool:
+    """Return whether the instruction vpmaddubsw saturates in a product with these inputs."""
+    products = inputs.to(torch.int32) * codes.to(torch.int32)
+    sums = products[..., 0::2] + products[..., 1::2]
+    return bool(((sums > 32767) | (sums < -32768)).any())
+
+
+@given(
+    st.lists(st.integers(-128, 127), min_size=2, max_size=12).filter(
+        lambda row: len(row) % 2 == 0
+    )
+)
+def test_the_largest_sum_decides_whether_the_worst_inputs_saturate(row: list[int]) -> None:
+    codes = torch.tensor([row])
+    worst = [torch.where(codes * sign > 0, 255, 0) for sign in (1, -1)]
+    wrong = any(saturated(codes, inputs) for inputs in worst)
+    assert wrong == (largest_pair_sum(codes) > 128)
+
+
 @pytest.mark.slow
 def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -> None:
     data = torch.rand(4, 4, 6, 6) * 0.1 + 0.9
@@ -81,7 +153,7 @@ def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -
         found = result.export("onnx", path, [data], onnx_weights="int8")
     except VerificationError as refused:
         assert not torch.cpu._is_vnni_supported()
-        assert refused.help is not None and "--onnx_weights uint8" in refused.help
+        assert refused.help is not None and "--onnx_weights auto" in refused.help
         assert not path.exists()
     else:
         assert weights_of(path) == {INT8}

@@ -29,11 +29,12 @@ from quantizer.export.onnx.biases import (
 from quantizer.export.onnx.cleaning import clean_proto
 from quantizer.export.onnx.complex_numbers import complex_refusals
 from quantizer.export.onnx.files import stored_model
+from quantizer.export.onnx.int8_weights import WeightStorage
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.passes import lower_marks
 from quantizer.export.onnx.profile import rounded_half_even
-from quantizer.export.onnx.specs import adapt_weights, processor_remarks, quantized_apart
+from quantizer.export.onnx.specs import adapt_weights, quantized_apart, weight_storage
 from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
 from quantizer.export.onnx.translation import translate_network
@@ -54,7 +55,7 @@ class OnnxModel:
 
     file: OnnxFile
     tested: Deployment
-    remarks: tuple[str, ...]
+    storage: WeightStorage
 
 
 class OnnxExporter(Exporter[OnnxModel]):
@@ -129,10 +130,12 @@ class OnnxExporter(Exporter[OnnxModel]):
         lower_marks(model, lowering)
         proto = ir.to_proto(model)
         clean_proto(proto, deployment.graph, deployment.input_names)
-        onnx.helper.set_model_props(proto, deployment.origin.texts())
+        storage = weight_storage(wide.graph, stated)
+        texts = {**deployment.origin.texts(), "processors": storage.processors}
+        onnx.helper.set_model_props(proto, texts)
         with stored_model(proto, path) as source:
             file = OnnxFile(path.name, source, proto, floating)
-            yield OnnxModel(file, tested, processor_remarks(wide.graph, stated))
+            yield OnnxModel(file, tested, storage)
 
     def verify(self, deployment: Deployment, written: OnnxModel) -> Verification:
         """Run the model in ONNX Runtime, without optimizations and as users do.
@@ -143,7 +146,13 @@ class OnnxExporter(Exporter[OnnxModel]):
         with openvino_started(written.file, written.tested) as openvino:
             verification = verify_sessions(written.file, written.tested)
             engines = () if openvino is None else (openvino.result(),)
-        return replace(verification, remarks=written.remarks, engines=engines)
+        return replace(
+            verification,
+            remarks=written.storage.remarks,
+            engines=engines,
+            uint8_weights=tuple(written.storage.unsigned),
+            processors=written.storage.processors,
+        )
 
 
 def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:

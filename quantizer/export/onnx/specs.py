@@ -12,6 +12,12 @@ from torch import Tensor
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
+from quantizer.export.onnx.int8_weights import (
+    WeightStorage,
+    is_right_everywhere,
+    with_signed_codes,
+    with_unsigned_codes,
+)
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.origins import maker
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -25,11 +31,6 @@ PACKED_BLOCK_SIZES = (256, 128, 64, 32, 16)
 """The sizes of groups that MatMulNBits has."""
 # Its fastest, for weights that have no groups of their own.
 _FASTEST_BLOCK_SIZE = 128
-# The difference between unsigned and signed codes of 8 bits.
-_SIGN_OFFSET = 128
-# The largest magnitude of int8 weights whose products every CPU adds up right. CPUs without
-# VNNI add two products with uint8 in 16 bits, and saturate beyond. 2 * 255 * 64 still fits.
-_SAFE_MAGNITUDE = 64
 
 
 def input_key(
@@ -89,17 +90,15 @@ def adapt_weights(
     and otherwise a scale for each channel.
 
     Args:
-        weights: the type of 8-bit codes, "int8" or "uint8".
+        weights: the type of 8-bit codes: "int8", "uint8", or "auto" for int8 in the layers
+            that every processor multiplies right.
     """
     specs = solution.specs
     tensors = dict(solution.tensors)
     for key, tensor in solution.tensors.items():
         node = graph.by_name[key[0]]
         if _meets_integers(key, tensor.spec, graph, specs):
-            # ONNX Runtime multiplies transposed convolutions in float, and OpenVINO misreads
-            # their uint8 weights beside inputs from 0 on.
-            code_type = "int8" if node.row.transposed else weights
-            tensors[key] = _for_integers(tensor, code_type)
+            tensors[key] = _for_integers(tensor, weights, graph, key)
         elif key[1] == "weights" and node.row.kind == "mac" and is_narrow(tensor.spec):
             shape = graph.weight(node).shape
             if len(shape) == 2:
@@ -169,27 +168,23 @@ def _part_factors(
     return factors
 
 
-def processor_remarks(
-    graph: Graph,
-    solution: Solution,
-) -> tuple[str, ...]:
-    """Return a sentence if the processor decides whether results are right, or fast."""
-    specs = solution.specs
-    is_unsafe = False
+def weight_storage(graph: Graph, solution: Solution) -> WeightStorage:
+    """Return how the weights that meet integers are stored."""
+    storage = WeightStorage()
     for key, tensor in solution.tensors.items():
-        if graph.by_name[key[0]].row.transposed or tensor.codes is None:
+        layer, role = key
+        node = graph.by_name[layer]
+        if node.row.transposed or tensor.codes is None:
             continue
-        if not _meets_integers(key, tensor.spec, graph, specs):
+        if not _meets_integers(key, tensor.spec, graph, solution.specs):
             continue
         if tensor.codes.dtype == torch.uint8:
-            return (
-                "8-bit weights are stored as uint8, so that the file is right on every CPU. "
-                "On CPUs with VNNI, --onnx_weights int8 is up to twice as fast",
-            )
-        is_unsafe |= int(tensor.codes.int().abs().max()) > _SAFE_MAGNITUDE
-    if not is_unsafe:
-        return ()
-    return ("8-bit weights are stored as int8: x86 CPUs without VNNI compute wrong sums",)
+            storage.unsigned.append(layer)
+        elif is_right_everywhere(tensor, graph, node, role):
+            storage.signed.append(layer)
+        else:
+            storage.unsafe.append(layer)
+    return storage
 
 
 def _meets_integers(
@@ -209,31 +204,27 @@ def _meets_integers(
     return is_narrow(layer_input_spec(layer, graph, specs))
 
 
-def _for_integers(tensor: QuantizedTensor, code_type: str) -> QuantizedTensor:
+def _for_integers(
+    tensor: QuantizedTensor, weights: str, graph: Graph, key: Key
+) -> QuantizedTensor:
     """Return a weight with codes of 8 bits.
 
-    Codes that cannot overflow sums of 16 bits are int8 in any case.
+    Args:
+        weights: as for `adapt_weights`.
     """
-    spec = replace(tensor.spec, bit_width=8, narrow_range=False)
     if tensor.codes is None:
+        spec = replace(tensor.spec, bit_width=8, narrow_range=False)
         return replace(tensor, spec=spec)
-    least, largest = (int(end) for end in tensor.codes.aminmax())
-    if code_type == "int8" or max(-least, largest) <= _SAFE_MAGNITUDE:
-        offset = -_SIGN_OFFSET if largest >= _SIGN_OFFSET else 0
-        return _shifted(tensor, spec, offset, signed=True)
-    offset = _SIGN_OFFSET if tensor.spec.signed else 0
-    return _shifted(tensor, spec, offset, signed=False)
-
-
-def _shifted(
-    tensor: QuantizedTensor, spec: QuantizationSpec, offset: int, *, signed: bool
-) -> QuantizedTensor:
-    """Return the same values with codes that are higher by `offset`."""
-    assert tensor.codes is not None
-    dtype = torch.int8 if signed else torch.uint8
-    codes = (tensor.codes.to(torch.int32) + offset).to(dtype)
-    spec = replace(spec, signed=signed, symmetric=spec.symmetric and offset == 0)
-    return replace(tensor, spec=spec, codes=codes, zero_point=tensor.zero_point + offset)
+    layer, role = key
+    node = graph.by_name[layer]
+    signed = with_signed_codes(tensor)
+    # ONNX Runtime multiplies transposed convolutions in float, and OpenVINO misreads their
+    # uint8 weights beside inputs from 0 on.
+    if weights == "int8" or node.row.transposed:
+        return signed
+    if weights == "auto" and is_right_everywhere(signed, graph, node, role):
+        return signed
+    return with_unsigned_codes(tensor)
 
 
 def _for_floats(

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -21,6 +22,8 @@ _ROUND_SECONDS = 1.0
 # A measurement takes at least so many seconds, of at most so many runs.
 _MIN_SECONDS = 0.002
 _MAX_RUNS = 100
+# By so much int8 weights have to be faster to be mentioned.
+_FASTER = 1.1
 
 
 def float_model(model: ir.Model) -> bytes | None:
@@ -41,27 +44,46 @@ def float_model(model: ir.Model) -> bytes | None:
 
 
 def measured_speed(
-    session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]
+    session: onnxruntime.InferenceSession,
+    floating: bytes,
+    feed: Mapping[str, NDArray[Any]],
+    *,
+    with_int8: bytes | None = None,
 ) -> Speed | None:
     """Return how fast `session` is against the model `floating`; None if it cannot be measured.
 
-    Both run in each round and take turns to be first, so that what slows the machine down slows
-    both.
+    All run in each round and take turns to be first, so that what slows the machine down slows
+    all of them.
+
+    Args:
+        with_int8: the same file with int8 weights. If it is faster, its speed is returned, too.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    other = onnxruntime.InferenceSession(floating, options, providers=["CPUExecutionProvider"])
-    sessions = (session, other)
-    runs = [_runs_at_once(either, feed) for either in sessions]
-    times: tuple[list[float], list[float]] = ([], [])
+    sessions = [session, _session(floating)]
+    if with_int8 is not None:
+        sessions.append(_session(with_int8))
+    runs = [_runs_at_once(one, feed) for one in sessions]
+    times: list[list[float]] = [[] for _ in sessions]
     start = time.perf_counter()
     for index in range(_ROUNDS):
-        order = (0, 1) if index % 2 == 0 else (1, 0)
+        order = range(len(sessions)) if index % 2 == 0 else reversed(range(len(sessions)))
         for which in order:
             times[which].append(_seconds(sessions[which], feed, runs[which]))
         if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > _ROUND_SECONDS:
             break
-    return Speed.of(*times)
+    speed = Speed.of(times[0], times[1])
+    if speed is None or with_int8 is None:
+        return speed
+    other = Speed.of(times[2], times[1])
+    if other is None or not other.is_clear or other.low <= _FASTER * speed.ratio:
+        return speed
+    return replace(speed, faster=("--onnx_weights int8", other))
+
+
+def _session(model: bytes) -> onnxruntime.InferenceSession:
+    """Return a default session."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _runs_at_once(
