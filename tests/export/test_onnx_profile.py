@@ -96,3 +96,58 @@ def test_fast_quantizes_gates(act: nn.Module, tmp_path: Path) -> None:
     assert exact.equal > 0.999
     assert fast.equal < exact.equal
     assert fast.within_step > 0.999
+
+
+def in_session(path: Path, folder: Path) -> Counter[str]:
+    """Return the operators of a default session."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    optimized = onnx.load(folder / "optimized.onnx")
+    return Counter(node.op_type for node in optimized.graph.node)
+
+
+class Pooled(nn.Module):
+    """A hard-swish and an average over all positions, between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
+        self.act = nn.Hardswish()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x)).mean((-1, 2), keepdim=True))
+
+
+def test_hard_swish_and_means_over_all_positions_run_in_integers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 12, 12)
+    path = tmp_path / "fast.onnx"
+    verified, _ = written(Pooled().eval(), layered("half_even"), "fast", x, path)
+    operators = in_session(path, tmp_path)
+    for op_type in ("QLinearAdd", "QLinearMul", "QLinearGlobalAveragePool"):
+        assert operators[op_type] == 1, operators
+    assert operators["HardSigmoid"] == operators["ReduceMean"] == 0
+    assert operators["QuantizeLinear"] == 1
+    assert verified.within_step > 0.999
+
+
+@pytest.mark.parametrize("axes", [(1, 2), (2,)])
+def test_other_means_stay_means(axes: tuple[int, ...], tmp_path: Path) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 4, 3), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).mean(axes, keepdim=True))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    verified, operators = written(
+        Mean().eval(), layered("half_even"), "exact", x, tmp_path / "net.onnx"
+    )
+    assert operators["ReduceMean"] == 1 and operators["GlobalAveragePool"] == 0
+    assert verified.equal > 0.99

@@ -126,6 +126,14 @@ def producer_of(value: ir.Value | None, op_type: str) -> ir.Node | None:
     return node if node is not None and node.op_type == op_type else None
 
 
+def is_quantized(value: ir.Value) -> bool:
+    """Return whether a QuantizeLinear reads a value."""
+    for reader in value.consumers():
+        if reader.op_type == "QuantizeLinear" and reader.inputs[0] is value:
+            return True
+    return False
+
+
 def array_of(value: ir.Value | None) -> NDArray[Any] | None:
     """Return the content of an initializer; None for any other value."""
     if value is None or not value.is_initializer() or value.const_value is None:

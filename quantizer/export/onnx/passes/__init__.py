@@ -9,6 +9,7 @@ from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.constants import compute_constants
 from quantizer.export.onnx.passes.float_biases import hide_float_biases
 from quantizer.export.onnx.passes.gates import quantize_gates
+from quantizer.export.onnx.passes.global_pools import pool_globally
 from quantizer.export.onnx.passes.linear import straighten_linear
 from quantizer.export.onnx.passes.lookup import look_up_codes
 from quantizer.export.onnx.passes.moves import requantize_moves
@@ -38,6 +39,8 @@ ONNX_PASSES: tuple[_Pass, ...] = (
     write_sizes_as_sums,
     # Last of the general passes: what the others left constant is computed.
     compute_constants,
+    # Needs the axes as constants.
+    pool_globally,
     # In the fast profile only; needs the quantizations beside the gates.
     quantize_gates,
 )

@@ -1,17 +1,24 @@
 """For `--onnx_profile fast`: quantizes the gates of hard-swish and SiLU to 8 bits.
 
-x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats.
+x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats. A
+hard-sigmoid, clamp(a x + b, 0, 1), becomes an Add: x + b / a with codes from 0 to 1 / a. Their
+ends clamp it. Read with a scale a times as large, the codes are those of the gate. So it runs
+as QLinearAdd.
 """
 
 import onnx_ir as ir
 
-from quantizer.export.onnx.builder import NodeBuilder, producer_of, replace_node
+from quantizer.export.onnx.builder import (
+    NodeBuilder,
+    is_quantized,
+    producer_of,
+    replace_node,
+)
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.tensors import UINT8
 
 # Gates are between 0 and 1.
 _GATE_STEP = 1 / 255
-_GATES = ("Sigmoid", "HardSigmoid")
 
 
 def quantize_gates(
@@ -22,7 +29,7 @@ def quantize_gates(
     if not lowering.is_fast:
         return
     for node in list(model.graph):
-        if node.op_type not in ("HardSwish", "Mul") or not _is_quantized(node.outputs[0]):
+        if node.op_type not in ("HardSwish", "Mul") or not is_quantized(node.outputs[0]):
             continue
         x = node.inputs[0]
         if producer_of(x, "DequantizeLinear") is None:
@@ -30,35 +37,53 @@ def quantize_gates(
         builder = NodeBuilder(str(node.outputs[0].name), node)
         gate = _gate(builder, node)
         if gate is not None:
-            scale = builder.constant("gate.scale", _GATE_STEP)
-            zero = builder.constant("gate.zero_point", 0, UINT8.data_type)
-            codes = builder.add("QuantizeLinear", gate, scale, zero)
-            gate = builder.add("DequantizeLinear", codes, scale, zero)
             replace_node(node, builder.add("Mul", x, gate))
-
-
-def _is_quantized(value: ir.Value) -> bool:
-    for reader in value.consumers():
-        if reader.op_type == "QuantizeLinear" and reader.inputs[0] is value:
-            return True
-    return False
 
 
 def _gate(
     builder: NodeBuilder,
     node: ir.Node,
 ) -> ir.Value | None:
-    """Return the gate of a HardSwish, which is its own operator then, or of a Mul."""
+    """Return the dequantized gate of a HardSwish or of a Mul; None if it has none."""
     x = node.inputs[0]
+    assert x is not None
     if node.op_type == "HardSwish":
-        return builder.add(
-            "HardSigmoid",
-            x,
-            alpha=1 / 6,
-            beta=0.5,
-        )
-    gate = node.inputs[1]
-    operator = None if gate is None else gate.producer()
-    if operator is None or operator.op_type not in _GATES or operator.inputs[0] is not x:
+        return _hard_sigmoid(builder, x, alpha=1 / 6, beta=0.5)
+    value = node.inputs[1]
+    operator = None if value is None else value.producer()
+    if value is None or operator is None or operator.inputs[0] is not x:
         return None
-    return gate
+    if operator.op_type == "HardSigmoid":
+        alpha = operator.attributes.get_float("alpha", 0.2)
+        beta = operator.attributes.get_float("beta", 0.5)
+        return _hard_sigmoid(builder, x, alpha=alpha, beta=beta)
+    if operator.op_type == "Sigmoid":
+        return _dequantized(builder, value, step=_GATE_STEP)
+    return None
+
+
+def _hard_sigmoid(
+    builder: NodeBuilder,
+    x: ir.Value,
+    *,
+    alpha: float,
+    beta: float,
+) -> ir.Value:
+    """Return clamp(alpha x + beta, 0, 1) in codes of `_GATE_STEP`, dequantized."""
+    # QLinearAdd takes codes for both of its inputs: the largest stands for the constant.
+    constant = beta / alpha
+    codes = builder.constant("gate.offset", UINT8.high, UINT8.data_type)
+    scale = builder.constant("gate.offset.scale", constant / UINT8.high)
+    zero_point = builder.constant("gate.offset.zero_point", 0, UINT8.data_type)
+    offset = builder.add("DequantizeLinear", codes, scale, zero_point)
+    shifted = builder.add("Add", x, offset)
+    return _dequantized(builder, shifted, step=_GATE_STEP / alpha)
+
+
+def _dequantized(builder: NodeBuilder, value: ir.Value, *, step: float) -> ir.Value:
+    """Return the value in codes of `step` from 0 on, read as codes of `_GATE_STEP`."""
+    scale = builder.constant("gate.step", step)
+    zero_point = builder.constant("gate.zero_point", 0, UINT8.data_type)
+    codes = builder.add("QuantizeLinear", value, scale, zero_point)
+    gate_scale = builder.constant("gate.scale", _GATE_STEP)
+    return builder.add("DequantizeLinear", codes, gate_scale, zero_point)
