@@ -31,6 +31,7 @@ from quantizer.errors import ModelError, UsageError
 from quantizer.export import (
     EXPORTERS,
     FOLDER,
+    checked_target,
     planned_refusals,
     refuse,
     require_extras,
@@ -40,6 +41,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
 from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
 from quantizer.export.summary import export_summary
+from quantizer.export.targets import CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
@@ -136,7 +138,8 @@ def quantize(
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
-    settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, target))
+    checked = checked_target(target, choices)
+    settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
     batches = _batches(model, data, settings)
     graph = _trace(model, batches, choices)
     if config is None:
@@ -192,9 +195,9 @@ def _batches(
     return replace(open_batches(model, example, settings), stamp=EXAMPLE_STAMP)
 
 
-def _confirm(target: str, request: CalibrationRequest, plan: Plan) -> None:
+def _confirm(checked: CheckedTarget, request: CalibrationRequest, plan: Plan) -> None:
     """Raise `UsageError` if the target cannot hold a plan, or there is no data for it."""
-    refuse(target, planned_refusals(target, plan))
+    refuse(checked.words, planned_refusals(checked, plan))
     if request.needs_data(plan) and request.batches.stamp == EXAMPLE_STAMP:
         raise UsageError(
             "the config needs calibration data, and there is none",

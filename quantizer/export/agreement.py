@@ -26,10 +26,14 @@ _SHOWN_LINES = 1
 class Kernels:
     """The layers that a runtime multiplies in integers, and by layer that it multiplies in
     float, the reason.
+
+    Attributes:
+        place: where the integers are, for sentences.
     """
 
     integer: tuple[str, ...]
     floating: dict[str, str]
+    place: str = "in int8"
 
     @property
     def count(self) -> int:
@@ -47,7 +51,7 @@ class Kernels:
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
             layers_by_reason.setdefault(why, []).append(layer)
-        lines = [f"{len(self.integer)} of {self.count} multiplications in int8"]
+        lines = [f"{len(self.integer)} of {self.count} multiplications {self.place}"]
         for why, layers in layers_by_reason.items():
             lines.append(f"in float: {first_names(layers)}: {why}")
         return lines

@@ -17,6 +17,7 @@ from quantizer.export.onnx.passes.product_names import name_products
 from quantizer.export.onnx.passes.quantizations import replace_marks
 from quantizer.export.onnx.passes.sizes import write_sizes_as_sums
 from quantizer.export.onnx.passes.sum_biases import write_sum_biases
+from quantizer.export.onnx.passes.wrapping import wrap_operators
 
 _Pass = Callable[[ir.Model, Lowering], None]
 
@@ -30,6 +31,8 @@ ONNX_PASSES: tuple[_Pass, ...] = (
     # dequantized values would count as such, and be quantized again behind.
     pad_codes,
     requantize_moves,
+    # In profiles that quantize between operators only.
+    wrap_operators,
     look_up_codes,
     # The two biases need the products' names.
     write_sum_biases,
@@ -43,12 +46,23 @@ ONNX_PASSES: tuple[_Pass, ...] = (
 )
 
 
+_FOR_KERNELS = (
+    pad_codes,
+    look_up_codes,
+    hide_float_biases,
+    write_sizes_as_sums,
+    quantize_gates,
+)
+"""The passes for what ONNX Runtime or OpenVINO would get wrong or slow, and no other engine."""
+
+
 def lower_marks(model: ir.Model, lowering: Lowering) -> None:
-    """Run all passes, give values names of their own, and remove initializers that nothing
-    reads.
+    """Run all passes of the profile, give values names of their own, and remove initializers
+    that nothing reads.
     """
     for run_pass in ONNX_PASSES:
-        run_pass(model, lowering)
+        if lowering.conventions.is_for_kernels or run_pass not in _FOR_KERNELS:
+            run_pass(model, lowering)
     _make_names_unique(model.graph)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():

@@ -5,7 +5,12 @@ import math
 import onnx_ir as ir
 
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.export.onnx.activations import UNBOUNDED, clips_codes, quantize_activation
+from quantizer.export.onnx.activations import (
+    UNBOUNDED,
+    ActivationForm,
+    quantize_activation,
+    takes_bounds,
+)
 from quantizer.export.onnx.builder import (
     NodeBuilder,
     array_of,
@@ -19,7 +24,7 @@ from quantizer.export.onnx.dynamic import (
     quantize_row_codes,
     scale_rows,
 )
-from quantizer.export.onnx.marks import Lowering, is_mark, marks_of
+from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.profile import packed_product
@@ -135,7 +140,7 @@ class _Replacement:
         weight: ir.Value,
     ) -> bool:
         """Return whether a weight is in groups of a size that MatMulNBits has."""
-        if not self.lowering.is_fast or tensor.codes is None or weight.is_graph_output():
+        if not self.lowering.conventions.is_packed or tensor.codes is None or weight.is_graph_output():
             return False
         spec = tensor.spec
         is_grouped = spec.dtype == "int" and spec.qscheme == "per_group"
@@ -150,6 +155,9 @@ class _Replacement:
         is_transposed = TRANSPOSED_KEY in result.meta
         module = self.lowering.network.layers[layer]
         values = module.get_parameter(parameter_name(role)).detach()
+        conventions = self.lowering.conventions
+        if not conventions.is_for_kernels and not _is_multiplied(result):
+            return builder.constant("values", values)
         is_float = all(self._is_float(reader, layer) for reader in result.consumers())
         weight = quantize_weights(
             builder,
@@ -157,7 +165,7 @@ class _Replacement:
             values,
             self.lowering.opset,
             transposed=is_transposed,
-            ahead=is_float and not is_transposed,
+            ahead=conventions.is_for_kernels and is_float and not is_transposed,
         )
         if weight is not None:
             return weight
@@ -175,8 +183,11 @@ class _Replacement:
         producer = source.producer()
         bounds = UNBOUNDED
         is_only = len(source.uses()) == 1 and not source.is_graph_output()
-        if producer is not None and is_only and clips_codes(spec, self.lowering.opset):
+        form = ActivationForm(self.lowering.opset, self.lowering.conventions)
+        if producer is not None and is_only:
             bounds = _bounds(producer)
+        if not takes_bounds(tensor, bounds, form):
+            bounds = UNBOUNDED
         x = source
         if producer is not None and bounds != UNBOUNDED:
             unclipped = producer.inputs[0]
@@ -186,11 +197,17 @@ class _Replacement:
             builder,
             tensor,
             x,
-            self.lowering.opset,
+            form,
             bounds=bounds,
             in_floats=in_floats,
-            apart=producer is not None and producer.op_type in _NOT_FUSED,
+            apart=producer is not None and self._is_apart(producer),
         )
+
+    def _is_apart(self, producer: ir.Node) -> bool:
+        """Return whether ONNX Runtime must not fuse an operator with the quantization of what
+        it makes.
+        """
+        return self.lowering.conventions.is_for_kernels and producer.op_type in _NOT_FUSED
 
     def _is_float(self, reader: ir.Node, layer: str) -> bool:
         """Return whether ONNX Runtime multiplies in float what reads a layer's weight."""
@@ -206,6 +223,11 @@ class _Replacement:
         """Return whether a node multiplies by codes in groups; such kernels take floats."""
         tensor = self.product_weights.get(node)
         return tensor is not None and tensor.spec.qscheme == "per_group"
+
+
+def _is_multiplied(weight: ir.Value) -> bool:
+    """Return whether only convolutions and products read a weight."""
+    return all(reader.op_type in MULTIPLYING for reader in weight.consumers())
 
 
 def _is_quantized_later(value: ir.Value) -> bool:
