@@ -15,6 +15,7 @@ import onnx_ir as ir
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
+from quantizer.export import refuse
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
@@ -28,9 +29,9 @@ from quantizer.export.onnx.biases import (
 )
 from quantizer.export.onnx.cleaning import clean_proto
 from quantizer.export.onnx.complex_numbers import complex_refusals
-from quantizer.export.onnx.conventions import CONVENTIONS, EXACT, Conventions
+from quantizer.export.onnx.conventions import CONVENTIONS, EXACT, BiasForm, Conventions
 from quantizer.export.onnx.files import stored_model
-from quantizer.export.onnx.limits import limit_refusals, profile_remarks
+from quantizer.export.onnx.limits import limit_refusals, profile_remarks, wide_bias_refusals
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.passes import lower_marks
@@ -41,6 +42,7 @@ from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_typ
 from quantizer.export.onnx.translation import translate_network
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.export.onnx.weights import BLOCK_SIZE_OPSET
+from quantizer.export.targets import checked_target
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 
@@ -141,6 +143,9 @@ class OnnxExporter(Exporter[OnnxModel]):
         floating = float_model(model) if conventions.is_for_kernels else None
         steps = sum_steps(wide.graph, stated, conventions.biases)
         biases = sum_biases(network, steps)
+        if conventions.biases is BiasForm.PRODUCTS:
+            words = checked_target("onnx", self.choices).words
+            refuse(words, wide_bias_refusals(step for step in steps if step not in biases))
         float_layers = overflowing(network, stated) - biases.keys()
         lowering = Lowering(network, quantizations, opset, biases, float_layers, conventions)
         lower_marks(model, lowering)

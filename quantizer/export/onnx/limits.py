@@ -1,6 +1,6 @@
 """Lists what an engine's `Limits` have against a plan, tensor by tensor."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
@@ -88,11 +88,17 @@ def _weight_reasons(
         kind = f"has {spec.bit_width} bits" if spec.dtype == "int" else f"is {spec.dtype}"
         yield f"{kind}; {limits.engine} takes int8", f"set it to int8, or {_FLOAT_HELP}"
         return
-    if spec.qscheme == "per_group" or spec.group_size is not None:
+    if node.row.transposed and spec.group_size is not None:
+        yield (
+            "is of a transposed convolution with groups, whose outputs have no axis of their own "
+            "in it",
+            "set per_channel to false there",
+        )
+    elif spec.qscheme == "per_group" or spec.group_size is not None:
         yield (
             f"has a scale for each group; {limits.engine} takes one scale, or one for each "
             "output",
-            "set its qscheme to per_channel or per_tensor, or group_size to null",
+            "set its qscheme to per_channel or per_tensor",
         )
     elif spec.ch_axis not in (None, int(node.row.transposed)):
         yield (
@@ -105,6 +111,17 @@ def _weight_reasons(
         yield (
             f"meets a float input; {limits.engine} multiplies integers if both are quantized",
             "quantize the layer's input, too, or leave the weights float",
+        )
+
+
+def wide_bias_refusals(layers: Iterable[str]) -> Iterator[Refusal]:
+    """Yield a refusal for each layer whose bias no int32 holds in steps of its sums."""
+    for layer in layers:
+        yield Refusal(
+            "does not fit int32 in steps of the input's scale times the weights' scale",
+            "set per_channel to true for the weights there, or bit_width to 8 for the input",
+            layer,
+            "bias",
         )
 
 

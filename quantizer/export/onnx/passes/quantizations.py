@@ -28,7 +28,7 @@ from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, layer_input_spec
+from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, is_multiplied, layer_input_spec
 from quantizer.export.onnx.weights import quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -155,22 +155,36 @@ class _Replacement:
         is_transposed = TRANSPOSED_KEY in result.meta
         module = self.lowering.network.layers[layer]
         values = module.get_parameter(parameter_name(role)).detach()
-        conventions = self.lowering.conventions
-        if not conventions.is_for_kernels and not _is_multiplied(result):
-            return builder.constant("values", values)
-        is_float = all(self._is_float(reader, layer) for reader in result.consumers())
-        weight = quantize_weights(
-            builder,
-            tensor,
-            values,
-            self.lowering.opset,
-            transposed=is_transposed,
-            ahead=conventions.is_for_kernels and is_float and not is_transposed,
-        )
+        weight: ir.Value | None = None
+        if self._has_codes(result, key):
+            weight = quantize_weights(
+                builder,
+                tensor,
+                values,
+                self.lowering.opset,
+                transposed=is_transposed,
+                ahead=self._is_ahead(result, layer),
+            )
         if weight is not None:
             return weight
         floats = values.T if is_transposed else values
         return builder.constant("values", floats)
+
+    def _has_codes(self, weight: ir.Value, key: Key) -> bool:
+        """Return whether the profile writes a weight as codes if it can."""
+        if self.lowering.conventions.is_for_kernels:
+            return True
+        layer, role = key
+        if role != "weights" or not is_multiplied(self.lowering.network.graph.by_name[layer]):
+            return False
+        return all(reader.op_type in MULTIPLYING for reader in weight.consumers())
+
+    def _is_ahead(self, weight: ir.Value, layer: str) -> bool:
+        """Return whether a weight is computed when ONNX Runtime loads the file."""
+        is_for_kernels = self.lowering.conventions.is_for_kernels
+        if not is_for_kernels or TRANSPOSED_KEY in weight.meta:
+            return False
+        return all(self._is_float(reader, layer) for reader in weight.consumers())
 
     def _activation(
         self, builder: NodeBuilder, mark: ir.Node, source: ir.Value, tensor: QuantizedTensor
@@ -223,11 +237,6 @@ class _Replacement:
         """Return whether a node multiplies by codes in groups; such kernels take floats."""
         tensor = self.product_weights.get(node)
         return tensor is not None and tensor.spec.qscheme == "per_group"
-
-
-def _is_multiplied(weight: ir.Value) -> bool:
-    """Return whether only convolutions and products read a weight."""
-    return all(reader.op_type in MULTIPLYING for reader in weight.consumers())
 
 
 def _is_quantized_later(value: ir.Value) -> bool:

@@ -20,6 +20,13 @@ _CUTTING = ("Relu", "Clip")
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16)
 
 
+def requantize_rectified(model: ir.Model, lowering: Lowering) -> None:
+    """Quantize what a ReLU makes of dequantized values, which has their codes."""
+    for node in list(model.graph):
+        if node.op_type == "Relu":
+            _quantize_after(node)
+
+
 def wrap_operators(model: ir.Model, lowering: Lowering) -> None:
     """Quantize the inputs and the outputs of moves, and the inputs of what cuts off."""
     if not lowering.conventions.wraps_operators:
@@ -69,14 +76,14 @@ def _is_cut_apart(operator: ir.Node, quantize: ir.Node) -> bool:
     return operator.op_type in _CUTTING and zero_point.dtype not in _SIGNED
 
 
-def _quantize_after(move: ir.Node) -> None:
-    """Quantize what a move makes of dequantized values, with their scale."""
-    dequantize = producer_of(move.inputs[0], "DequantizeLinear")
+def _quantize_after(operator: ir.Node) -> None:
+    """Quantize what an operator makes of dequantized values, with their scale."""
+    dequantize = producer_of(operator.inputs[0], "DequantizeLinear")
     if dequantize is None or not all(is_constant(value) for value in dequantize.inputs[1:]):
         return
     if is_constant(dequantize.inputs[0]):
         return
-    for value in move.outputs:
+    for value in operator.outputs:
         readers = value.consumers()
         is_quantized = all(reader.op_type == "QuantizeLinear" for reader in readers)
         if not is_quantized or value.is_graph_output():
