@@ -31,14 +31,18 @@ if TYPE_CHECKING:
 FOLDER = "export"
 
 
-def exporter_of(target: str, choices: Mapping[str, str] | None = None) -> Exporter[Any]:
+def exporter_of(
+    target: str,
+    choices: Mapping[str, str] | None = None,
+) -> Exporter[Any]:
     """Return the exporter of a target; its module, which needs torch, is imported now.
 
     Args:
         choices: values of the target's options, by name.
     """
     module, _, name = EXPORTERS[target].exporter.partition(":")
-    return cast(Exporter[Any], getattr(importlib.import_module(module), name)(choices))
+    make = getattr(importlib.import_module(module), name)
+    return cast(Exporter[Any], make(choices))
 
 
 def require_extras(targets: Iterable[str]) -> None:
@@ -58,7 +62,10 @@ def require_extras(targets: Iterable[str]) -> None:
             )
 
 
-def planned_refusals(checked: CheckedTarget, plan: Plan) -> list[Refusal]:
+def planned_refusals(
+    checked: CheckedTarget,
+    plan: Plan,
+) -> list[Refusal]:
     """Return what a target cannot express of a plan.
 
     What algorithms will insert is not known yet.

@@ -62,8 +62,8 @@ EXPORTERS: dict[str, ExportTarget] = {
             TargetOption(
                 "onnx_profile",
                 "onnx",
-                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do, or "
-                "has the form that TensorRT or NPUs take.",
+                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do; "
+                "or it has the form for TensorRT or NPUs.",
                 ("exact", "fast", "tensorrt", "npu"),
             ),
             TargetOption(

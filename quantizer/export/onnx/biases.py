@@ -46,7 +46,9 @@ class SumBias:
 
 
 def with_runtime_biases(
-    graph: Graph, solution: Solution, form: BiasForm = BiasForm.KERNELS
+    graph: Graph,
+    solution: Solution,
+    form: BiasForm = BiasForm.KERNELS,
 ) -> Solution:
     """Return the solution with corrections that round biases as the file's engine does.
 
@@ -156,7 +158,9 @@ def overflowing(
 
 
 def sum_steps(
-    graph: Graph, solution: Solution, form: BiasForm = BiasForm.KERNELS
+    graph: Graph,
+    solution: Solution,
+    form: BiasForm = BiasForm.KERNELS,
 ) -> dict[str, Tensor]:
     """Return the steps of the sums of each layer with a bias in such steps.
 
@@ -185,7 +189,10 @@ def sum_steps(
     return steps
 
 
-def _has_bias(node: Node, solution: Solution) -> bool:
+def _has_bias(
+    node: Node,
+    solution: Solution,
+) -> bool:
     return "bias" in node.params or node.name in solution.corrections
 
 

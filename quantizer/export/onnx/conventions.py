@@ -43,6 +43,7 @@ class Limits:
 
     Attributes:
         engine: the engine, as the subject of a sentence.
+        preset: the config that fits it.
         bits: the widths of activations.
         roundings: the rounding modes of activations.
         takes_zero_points: whether activations with a scale that is any float may have one.
@@ -50,6 +51,7 @@ class Limits:
     """
 
     engine: str
+    preset: str
     bits: tuple[int, ...]
     roundings: frozenset[str]
     takes_zero_points: bool
@@ -108,6 +110,7 @@ CONVENTIONS: dict[str, Conventions] = {
     "tensorrt": Conventions(
         limits=Limits(
             engine="TensorRT",
+            preset="tensorrt_int8",
             bits=(8,),
             roundings=frozenset({"half_even"}),
             takes_zero_points=False,
@@ -121,6 +124,7 @@ CONVENTIONS: dict[str, Conventions] = {
     "npu": Conventions(
         limits=Limits(
             engine="an NPU",
+            preset="npu_int8",
             bits=(8, 16),
             roundings=NEAREST,
             takes_zero_points=True,

@@ -36,7 +36,12 @@ from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.passes import lower_marks
 from quantizer.export.onnx.profile import rounded_half_even
-from quantizer.export.onnx.specs import adapt_weights, processor_remarks, quantized_apart, signed_weights
+from quantizer.export.onnx.specs import (
+    adapt_weights,
+    processor_remarks,
+    quantized_apart,
+    signed_weights,
+)
 from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
 from quantizer.export.onnx.translation import translate_network

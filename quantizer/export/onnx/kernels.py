@@ -35,9 +35,9 @@ def products_between_codes(model: ModelProto) -> Kernels:
     integer: list[str] = []
     reasons: dict[str, str] = {}
     for node in model.graph.node:
-        if node.op_type == "DequantizeLinear":
-            dequantized.update(node.output)
-        elif node.op_type in _MOVING and node.input[0] in dequantized:
+        if node.op_type == "DequantizeLinear" or (
+            node.op_type in _MOVING and node.input[0] in dequantized
+        ):
             dequantized.update(node.output)
         elif node.op_type in MULTIPLYING:
             names = dict(zip(("input", "weights"), node.input[:2], strict=True))

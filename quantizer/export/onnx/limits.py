@@ -13,10 +13,6 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key
 
 _WEIGHT_BITS = 8
-_SIGNED_HELP = (
-    'set symmetry and signed to true there (in the hierarchical form dtype "int8" and symmetric '
-    "true)"
-)
 _FLOAT_HELP = "leave it float"
 
 
@@ -51,7 +47,10 @@ def _activation_reasons(limits: Limits, spec: QuantizationSpec) -> Iterator[Reas
         )
         return
     if spec.is_dynamic:
-        yield f"has a dynamic range, which {limits.engine} lacks", "set is_dynamic to false there"
+        yield (
+            f"has a dynamic range, which {limits.engine} lacks",
+            "set is_dynamic to false there",
+        )
     if spec.bit_width not in limits.bits:
         widths = " or ".join(str(bits) for bits in limits.bits)
         yield (
@@ -59,7 +58,7 @@ def _activation_reasons(limits: Limits, spec: QuantizationSpec) -> Iterator[Reas
             f"set its bit_width to {widths}",
         )
     if not limits.takes_zero_points and not spec.has_signed_codes:
-        yield f"is not int8 with the zero point 0, as {limits.engine} needs it", _SIGNED_HELP
+        yield _sign_reason(limits)
     elif spec.scale_type == "poweroftwo" and not spec.symmetric:
         yield (
             f"has power-of-two scales and a zero point; {limits.engine} takes one of them",
@@ -78,6 +77,14 @@ def _activation_reasons(limits: Limits, spec: QuantizationSpec) -> Iterator[Reas
         )
 
 
+def _sign_reason(limits: Limits) -> Reason:
+    return (
+        f"is not int8 with the zero point 0, as {limits.engine} needs it",
+        'set symmetry and signed to true there (in the hierarchical form dtype "int8" and '
+        f"symmetric true), or start from the preset {limits.preset}",
+    )
+
+
 def _weight_reasons(
     limits: Limits,
     node: Node,
@@ -90,8 +97,8 @@ def _weight_reasons(
         return
     if node.row.transposed and spec.group_size is not None:
         yield (
-            "is of a transposed convolution with groups, whose outputs have no axis of their own "
-            "in it",
+            "is of a transposed convolution with groups, and no axis of it is that of the "
+            "outputs",
             "set per_channel to false there",
         )
     elif spec.qscheme == "per_group" or spec.group_size is not None:
@@ -106,7 +113,7 @@ def _weight_reasons(
             f"set its ch_axis to {int(node.row.transposed)}",
         )
     if not spec.has_signed_codes:
-        yield f"is not int8 with the zero point 0, as {limits.engine} needs it", _SIGNED_HELP
+        yield _sign_reason(limits)
     if input_spec is None:
         yield (
             f"meets a float input; {limits.engine} multiplies integers if both are quantized",
@@ -128,12 +135,12 @@ def wide_bias_refusals(layers: Iterable[str]) -> Iterator[Refusal]:
 def profile_remarks(
     conventions: Conventions, specs: Mapping[Key, QuantizationSpec]
 ) -> tuple[str, ...]:
-    """Return what a file for another engine leaves out of the config, and how it was checked."""
+    """Return what the file of an engine leaves out of the config, and how it was checked."""
     if conventions.limits is None:
         return ()
     remarks = [
-        f"the file is for {conventions.limits.engine}, which did not run it. In ONNX Runtime it "
-        "was checked with session.disable_quant_qdq 1, which leaves its kernels of integers out"
+        f"the file is for {conventions.limits.engine}, which did not run it. ONNX Runtime did, "
+        "with session.disable_quant_qdq 1, which leaves its own kernels of integers out"
     ]
     modes: set[str] = set()
     narrow = 0

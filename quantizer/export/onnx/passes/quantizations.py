@@ -140,7 +140,11 @@ class _Replacement:
         weight: ir.Value,
     ) -> bool:
         """Return whether a weight is in groups of a size that MatMulNBits has."""
-        if not self.lowering.conventions.is_packed or tensor.codes is None or weight.is_graph_output():
+        if (
+            not self.lowering.conventions.is_packed
+            or tensor.codes is None
+            or weight.is_graph_output()
+        ):
             return False
         spec = tensor.spec
         is_grouped = spec.dtype == "int" and spec.qscheme == "per_group"

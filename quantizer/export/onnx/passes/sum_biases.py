@@ -6,7 +6,6 @@ import torch
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.marks import Lowering
 
-
 _BIASED = ("Conv", "ConvTranspose", "Gemm")
 
 
