@@ -63,13 +63,13 @@ class Conventions:
     """How one profile writes a network.
 
     Attributes:
-        limits: what the engine takes; None for ONNX Runtime, which takes what the format holds.
+        limits: those of the engine; None for ONNX Runtime, which reads the whole format.
         unsigned_bits: the widths of the integers whose signed codes of activations become
             unsigned ones with another zero point.
         keeps_powers_signed: whether codes with power-of-two scales stay signed all the same.
         biases: the form of biases.
         linear: the form of linear layers.
-        rounds_half_even: whether QuantizeLinear rounds activations, whatever their mode is.
+        rounds_half_even: whether QuantizeLinear rounds activations, with every rounding mode.
         is_for_kernels: whether the file is shaped for the kernels of ONNX Runtime and OpenVINO.
         is_packed: whether weights in groups become MatMulNBits, and gates are quantized.
         wraps_operators: whether values are quantized between the operators that move or cut

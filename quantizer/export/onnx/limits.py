@@ -152,12 +152,13 @@ def profile_remarks(
             modes.add(spec.round_mode)
     if modes:
         remarks.append(
-            "QuantizeLinear rounds half to even, also where the config says "
-            f"{', '.join(sorted(modes))}: codes of half-way points may differ by one"
+            "QuantizeLinear rounds half to even, and so did the test mode that the file was "
+            f"compared with; the config says {', '.join(sorted(modes))}, which gives other "
+            "codes at half-way points"
         )
     if narrow:
         remarks.append(
             f"{counted(narrow, 'activation')} with narrow_range may have the code below their "
-            "smallest: QuantizeLinear ends with its type"
+            "smallest in the file: QuantizeLinear ends with its type"
         )
     return tuple(remarks)

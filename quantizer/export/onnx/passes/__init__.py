@@ -56,7 +56,7 @@ _FOR_KERNELS = (
 )
 """The passes for what ONNX Runtime or OpenVINO would get wrong or slow, and no other engine."""
 _FOR_OTHERS = (requantize_rectified, wrap_operators)
-"""The passes for engines that want QuantizeLinear and DequantizeLinear beside an operator."""
+"""The passes for engines that want QuantizeLinear and DequantizeLinear at each operator."""
 
 
 def lower_marks(model: ir.Model, lowering: Lowering) -> None:
