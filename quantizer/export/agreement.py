@@ -22,6 +22,9 @@ _SHOWN_LINES = 1
 """Lines about kernels and layers that a verification shows."""
 
 
+_RUN = "in int8"
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The layers that a runtime multiplies in integers, and by layer that it multiplies in
@@ -33,7 +36,12 @@ class Kernels:
 
     integer: tuple[str, ...]
     floating: dict[str, str]
-    place: str = "in int8"
+    place: str = _RUN
+
+    @property
+    def is_run(self) -> bool:
+        """Return whether a runtime has done this, and not only the file says so."""
+        return self.place == _RUN
 
     @property
     def count(self) -> int:

@@ -96,7 +96,7 @@ def written(
     "name",
     extended_except(
         [name for name in NETWORKS if name not in REFUSED],
-        *("reused", "attention", "gated", "positional", "layers", "functions"),
+        *("reused", "attention", "positional", "layers", "functions"),
     ),
 )
 def test_a_file_for_tensorrt_keeps_its_rules(name: str, tmp_path: Path) -> None:
@@ -306,6 +306,9 @@ def test_one_call_writes_the_form_of_the_engine(to: str, tmp_path: Path) -> None
     file = File.read(made.path)
     assert (tensorrt_faults(file) if to == "tensorrt" else npu_faults(file)) == []
     assert "1 of 1 multiplications of quantized values" in str(made)
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "1 of 1 multiplications are of quantized values in the file" in page
+    assert "without kernels of integers" in page
 
 
 def test_a_destination_keeps_to_its_profile() -> None:

@@ -35,7 +35,10 @@ def quantized_linearly(solution: Solution) -> Solution:
     return _with_activations(solution, round_mode="half_even", narrow_range=False)
 
 
-def _with_activations(solution: Solution, **changes: Any) -> Solution:
+def _with_activations(
+    solution: Solution,
+    **changes: Any,
+) -> Solution:
     """Return the solution with other values of fields in the specs of activations."""
     tensors = dict(solution.tensors)
     for (layer, role), tensor in solution.tensors.items():
