@@ -31,6 +31,7 @@ from quantizer.errors import ModelError, UsageError
 from quantizer.export import (
     EXPORTERS,
     FOLDER,
+    checked_target,
     planned_refusals,
     refuse,
     require_extras,
@@ -38,8 +39,14 @@ from quantizer.export import (
 )
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
-from quantizer.export.destinations import DESTINATIONS, default_destination, preset_for
+from quantizer.export.destinations import (
+    DESTINATIONS,
+    choices_for,
+    default_destination,
+    preset_for,
+)
 from quantizer.export.summary import export_summary
+from quantizer.export.targets import CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
@@ -112,8 +119,8 @@ def quantize(
     Args:
         model: as in `calibrate`.
         data: as in `calibrate`; None for a model of transformers if `to` needs no data.
-        to: "onnx", "pt2", "w8", "w4", "w8a8", "fp8" or "gguf". None for "w4" if the model
-            generates text, and "onnx" otherwise.
+        to: "onnx", "tensorrt", "npu", "pt2", "w8", "w4", "w8a8", "fp8" or "gguf". None for "w4"
+            if the model generates text, and "onnx" otherwise.
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
             written from a preset if it is not there.
@@ -132,11 +139,12 @@ def quantize(
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     require_extras([target])
-    choices = checked_choices(options, target)
+    choices = choices_for(name, checked_choices(options, target))
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
-    settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, target))
+    checked = checked_target(target, choices)
+    settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
     batches = _batches(model, data, settings)
     graph = _trace(model, batches, choices)
     if config is None:
@@ -147,7 +155,7 @@ def quantize(
     result.save(place, overwrite=overwrite)
     comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     path = _new_path(place, result, target)
-    verification = result.export(target, path, evaluation_data, **options)
+    verification = result.export(target, path, evaluation_data, **choices)
     tested = comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = destination.improvement(has_data=has_data)
@@ -192,9 +200,9 @@ def _batches(
     return replace(open_batches(model, example, settings), stamp=EXAMPLE_STAMP)
 
 
-def _confirm(target: str, request: CalibrationRequest, plan: Plan) -> None:
+def _confirm(checked: CheckedTarget, request: CalibrationRequest, plan: Plan) -> None:
     """Raise `UsageError` if the target cannot hold a plan, or there is no data for it."""
-    refuse(target, planned_refusals(target, plan))
+    refuse(checked.words, planned_refusals(checked, plan))
     if request.needs_data(plan) and request.batches.stamp == EXAMPLE_STAMP:
         raise UsageError(
             "the config needs calibration data, and there is none",

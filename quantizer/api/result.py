@@ -21,7 +21,13 @@ from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import closest_word, counted, first_names
 from quantizer.errors import DataError, GateError, ModelError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, score
-from quantizer.export import EXPORTERS, export, require_expressible, require_extras
+from quantizer.export import (
+    EXPORTERS,
+    checked_target,
+    export,
+    require_expressible,
+    require_extras,
+)
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
 from quantizer.export.deployment import Deployment
@@ -351,7 +357,7 @@ class Result:
         require_extras([target])
         calibrated = self._calibrated
         require_expressible(
-            target,
+            checked_target(target, choices),
             calibrated.graph,
             calibrated.solution.specs,
             calibrated.settings.onnx_opset_version,

@@ -22,7 +22,7 @@ from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
-from quantizer.export import planned_refusals, refuse
+from quantizer.export import checked_target, planned_refusals, refuse
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
@@ -146,7 +146,8 @@ def _confirm(
     if options.inspect:
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     for target in options.for_:
-        refuse(target, planned_refusals(target, plan))
+        checked = checked_target(target, options.target_choices)
+        refuse(checked.words, planned_refusals(checked, plan))
     if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()
     size = session.batch_size(options, request.batches)

@@ -14,7 +14,14 @@ from quantizer.cli.table_view import table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
-from quantizer.export import EXPORTERS, FOLDER, export, require_expressible, size_on_disk
+from quantizer.export import (
+    EXPORTERS,
+    FOLDER,
+    checked_target,
+    export,
+    require_expressible,
+    size_on_disk,
+)
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.summary import export_summary
@@ -93,8 +100,9 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
     refusals = []
     for target in dict.fromkeys(options.deploy):
         try:
+            checked = checked_target(target, options.target_choices)
             require_expressible(
-                target, graph, info.solution.specs, info.settings.onnx_opset_version
+                checked, graph, info.solution.specs, info.settings.onnx_opset_version
             )
         except UsageError as refusal:
             refusals.append(refusal)

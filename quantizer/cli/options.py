@@ -16,8 +16,8 @@ from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbo
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS
 from quantizer.export.choices import CHOICES
+from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.storage.atomic_write import replace_file
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ class Options:
         "Before calibration, check that --deploy TARGET will be able to write the result. "
         "May be repeated.",
         default=(),
-        type=click.Choice(list(EXPORTERS)),
+        type=click.Choice(list(CHECKED_TARGETS)),
         group="Output",
     )
     gate: tuple[str, ...] = option(

@@ -16,6 +16,7 @@ from quantizer.config.model import Algorithm, Config
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
+from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.output_parts import output_parts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
@@ -78,7 +79,7 @@ def plan(options: Options) -> None:
     refusals: dict[str, list[Refusal]] = {}
     refused: dict[str, list[dict[str, Any]]] = {}
     for target in options.for_:
-        refusals[target] = planned_refusals(target, planned)
+        refusals[target] = planned_refusals(CHECKED_TARGETS[target], planned)
         refused[target] = [asdict(refusal) for refusal in refusals[target]]
     if refused:
         content["refused"] = refused
@@ -95,7 +96,8 @@ def plan(options: Options) -> None:
     remedies: dict[str, None] = {}
     for target, rows in refusals.items():
         if rows:
-            texts.append(f"--deploy {target} cannot express {counted(len(rows), 'tensor')}")
+            words = CHECKED_TARGETS[target].words
+            texts.append(f"{words} cannot express {counted(len(rows), 'tensor')}")
         for refusal in rows:
             remedies[refusal.help] = None
     if texts:
@@ -130,10 +132,11 @@ def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView
         view: of the table.
     """
     for target, refusals in refused.items():
+        words = CHECKED_TARGETS[target].words
         if not refusals:
-            click.echo(f"\n--deploy {target} can express all tensors")
+            click.echo(f"\n{words} can express all tensors")
             continue
-        click.echo(f"\n--deploy {target} can express all tensors but these:")
+        click.echo(f"\n{words} can express all tensors but these:")
         rows = []
         for refusal in refusals:
             rows.append((refusal.layer or model, refusal.role, refusal.why))

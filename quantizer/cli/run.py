@@ -40,6 +40,7 @@ from quantizer.export import require_extras, size_on_disk
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
+    choices_for,
     default_destination,
     preset_for,
 )
@@ -57,8 +58,9 @@ class RunOptions(Options):
     """The options of `quantizer run`."""
 
     to: str | None = option(
-        "What to make: int8 ONNX, a .pt2 program, weights in 8 or 4 bits, weights and "
-        "activations in int8 or fp8, or a GGUF.  [default: w4 for language models, else onnx]",
+        "What to make: int8 ONNX, also for TensorRT or NPUs, a .pt2 program, weights in 8 or 4 "
+        "bits, weights and activations in int8 or fp8, or a GGUF.  [default: w4 for language "
+        "models, else onnx]",
         type=click.Choice(list(DESTINATIONS)),
     )
     preset: str | None = option(
@@ -187,6 +189,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
     require_extras([target])
+    choices = choices_for(name, options.target_choices)
+    options = replace(options, onnx_profile=choices["onnx_profile"])
     require_choices(options.target_choices, [target])
     # A gate that cannot be checked is refused before anything is written
     if evaluator_of(options, opened.loaded) is None:

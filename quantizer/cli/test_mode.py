@@ -128,7 +128,7 @@ class _TestRun:
         """Run both networks, write the report, and export the targets of `--deploy`."""
         options = self.options
         graph = calibrated.graph
-        run_as = as_run(options.deploy, graph, calibrated.solution)
+        run_as = as_run(options.deploy, graph, calibrated.solution, options.target_choices)
         calibrated = calibrated.with_solution(run_as)
         scores = self._scores(calibrated)
         if not self.ranks.is_first:

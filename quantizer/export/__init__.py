@@ -14,7 +14,9 @@ from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
 from quantizer.export.exporter import files_of
+from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
+from quantizer.export.targets import checked_target as checked_target
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,10 +31,18 @@ if TYPE_CHECKING:
 FOLDER = "export"
 
 
-def exporter_of(target: str) -> Exporter[Any]:
-    """Return the exporter of a target; its module, which needs torch, is imported now."""
+def exporter_of(
+    target: str,
+    choices: Mapping[str, str] | None = None,
+) -> Exporter[Any]:
+    """Return the exporter of a target; its module, which needs torch, is imported now.
+
+    Args:
+        choices: values of the target's options, by name.
+    """
     module, _, name = EXPORTERS[target].exporter.partition(":")
-    return cast(Exporter[Any], getattr(importlib.import_module(module), name)())
+    make = getattr(importlib.import_module(module), name)
+    return cast(Exporter[Any], make(choices))
 
 
 def require_extras(targets: Iterable[str]) -> None:
@@ -41,7 +51,8 @@ def require_extras(targets: Iterable[str]) -> None:
     Raises:
         UsageError: naming the packages and how to install them.
     """
-    for target in targets:
+    for name in targets:
+        target = CHECKED_TARGETS[name].target
         missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
         if missing:
             raise UsageError(
@@ -52,7 +63,7 @@ def require_extras(targets: Iterable[str]) -> None:
 
 
 def planned_refusals(
-    target: str,
+    checked: CheckedTarget,
     plan: Plan,
 ) -> list[Refusal]:
     """Return what a target cannot express of a plan.
@@ -61,11 +72,12 @@ def planned_refusals(
     """
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     opset = plan.settings.onnx_opset_version
-    return list(exporter_of(target).refusals(plan.graph, specs, opset))
+    exporter = exporter_of(checked.target, checked.choices)
+    return list(exporter.refusals(plan.graph, specs, opset))
 
 
 def require_expressible(
-    target: str,
+    checked: CheckedTarget,
     graph: Graph,
     specs: Mapping[Key, QuantizationSpec],
     opset: int,
@@ -75,13 +87,18 @@ def require_expressible(
     Raises:
         UsageError: why it cannot, with the first tensors it holds for.
     """
-    refuse(target, exporter_of(target).refusals(graph, specs, opset))
+    exporter = exporter_of(checked.target, checked.choices)
+    refuse(checked.words, exporter.refusals(graph, specs, opset))
 
 
-def refuse(target: str, refusals: Iterable[Refusal]) -> None:
+def refuse(words: str, refusals: Iterable[Refusal]) -> None:
     """Raise the refusals as one error, if there are any.
 
     A refusal of the whole network comes first. Tensors with the same reason share a sentence.
+
+    Args:
+        words: the options that ask for the file.
+        refusals: what cannot be expressed.
 
     Raises:
         UsageError: there are refusals.
@@ -90,7 +107,7 @@ def refuse(target: str, refusals: Iterable[Refusal]) -> None:
     helps: dict[str, None] = {}
     for refusal in refusals:
         if not refusal.layer:
-            raise UsageError(f"--deploy {target} {refusal.why}", help=refusal.help)
+            raise UsageError(f"{words} {refusal.why}", help=refusal.help)
         name = refusal.layer
         if refusal.role:
             name = f"{refusal.role} of {refusal.layer}"
@@ -101,20 +118,24 @@ def refuse(target: str, refusals: Iterable[Refusal]) -> None:
         separator = ": each " if len(names) > 1 else " "
         texts.append(first_names(names) + separator + why)
     if texts:
-        raise UsageError(f"--deploy {target}: {'; '.join(texts)}", help="; ".join(helps))
+        raise UsageError(f"{words}: {'; '.join(texts)}", help="; ".join(helps))
 
 
 def as_run(
     targets: Iterable[str],
     graph: Graph,
     solution: Solution,
+    choices: Mapping[str, str] | None = None,
 ) -> Solution:
     """Return the solution with what the runtimes of these targets round in addition.
 
     Test mode runs this solution, so that its metrics count that rounding.
+
+    Args:
+        choices: values of the targets' options, by name.
     """
     for target in targets:
-        solution = exporter_of(target).as_run(graph, solution)
+        solution = exporter_of(target, choices).as_run(graph, solution)
     return solution
 
 
@@ -141,14 +162,15 @@ def export(
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
-    exporter = exporter_of(target)
+    exporter = exporter_of(target, deployment.choices)
+    checked = checked_target(target, deployment.choices)
     if not EXPORTERS[target].by_tensor:
         deployment = deployment.in_memory()
     try:
         with RunStage(events, f"verify {target}", total) as stage:
             deployment = deployment.followed(stage)
             require_expressible(
-                target, deployment.graph, deployment.solution.specs, deployment.opset
+                checked, deployment.graph, deployment.solution.specs, deployment.opset
             )
             with exporter.write(deployment, path) as written:
                 verification = exporter.verify(deployment, written)

@@ -22,14 +22,26 @@ _SHOWN_LINES = 1
 """Lines about kernels and layers that a verification shows."""
 
 
+_RUN = "in int8"
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The layers that a runtime multiplies in integers, and by layer that it multiplies in
     float, the reason.
+
+    Attributes:
+        place: where the integers are, for sentences.
     """
 
     integer: tuple[str, ...]
     floating: dict[str, str]
+    place: str = _RUN
+
+    @property
+    def is_run(self) -> bool:
+        """Return whether a runtime has done this, and not only the file says so."""
+        return self.place == _RUN
 
     @property
     def count(self) -> int:
@@ -47,7 +59,7 @@ class Kernels:
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
             layers_by_reason.setdefault(why, []).append(layer)
-        lines = [f"{len(self.integer)} of {self.count} multiplications in int8"]
+        lines = [f"{len(self.integer)} of {self.count} multiplications {self.place}"]
         for why, layers in layers_by_reason.items():
             lines.append(f"in float: {first_names(layers)}: {why}")
         return lines

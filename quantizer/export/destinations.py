@@ -3,10 +3,12 @@ file to write. Imports no torch.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantizer.errors import UsageError
+from quantizer.export.choices import CHOICES
 
 _logger = logging.getLogger(__name__)
 _TRANSPOSED_LINEAR = "Conv1D"
@@ -24,6 +26,7 @@ class Destination:
         target: of `--deploy`, for a network.
         transformers_target: the same for a model of transformers; None if it is `target` too.
         gain: the advice after a run without data; empty if data would change nothing.
+        choices: values of the target's options, by name.
     """
 
     made: str
@@ -32,6 +35,7 @@ class Destination:
     without_data: str | None = None
     transformers_target: str | None = None
     gain: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     def target_of(self, model: Any) -> str:
         """Return the target of `--deploy` for a model."""
@@ -62,6 +66,18 @@ _CHECKPOINT = "compressed-tensors"
 DESTINATIONS: dict[str, Destination] = {
     "onnx": Destination("int8 ONNX", preset="cpu_int8", target="onnx"),
     "pt2": Destination("int8 program of torch.export", preset="cpu_int8", target="pt2"),
+    "tensorrt": Destination(
+        "int8 ONNX for TensorRT",
+        preset="tensorrt_int8",
+        target="onnx",
+        choices={"onnx_profile": "tensorrt"},
+    ),
+    "npu": Destination(
+        "int8 ONNX for NPUs",
+        preset="npu_int8",
+        target="onnx",
+        choices={"onnx_profile": "npu"},
+    ),
     "w8": Destination(
         "int8 weights",
         preset="weight_int8",
@@ -109,6 +125,24 @@ def default_destination(model: Any) -> str:
     if callable(can_generate) and can_generate():
         return _LANGUAGE_MODEL
     return _NETWORK
+
+
+def choices_for(name: str, choices: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of options, by name, with those that a destination stands for.
+
+    Raises:
+        UsageError: another value is given for an option that the destination sets.
+    """
+    values = dict(choices)
+    for option, value in DESTINATIONS[name].choices.items():
+        given = values.get(option, CHOICES[option].default)
+        if given not in (value, CHOICES[option].default):
+            raise UsageError(
+                f"--to {name} writes --{option} {value}, and --{option} {given} is given",
+                help=f"leave out --{option}, or give --to {DESTINATIONS[name].target}",
+            )
+        values[option] = value
+    return values
 
 
 def preset_for(name: str, *, has_data: bool) -> str:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from quantizer.export.choices import CHOICES
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -45,6 +47,18 @@ class Exporter(ABC, Generic[Written]):
     It gets a row in `quantizer.export.targets.EXPORTERS`, which has its name, suffix, packages
     and options.
     """
+
+    def __init__(self, choices: Mapping[str, str] | None = None) -> None:
+        """Set up an exporter.
+
+        Args:
+            choices: values of options, by name; the others have their defaults.
+        """
+        self.choices = dict(choices or {})
+
+    def choice(self, name: str) -> str:
+        """Return the value of one of the target's options."""
+        return self.choices.get(name, CHOICES[name].default)
 
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int

@@ -39,6 +39,7 @@ def _kernels(kernels: Kernels) -> dict[str, Any]:
         "count": kernels.count,
         "share": kernels.share,
         "floating": kernels.floating,
+        "is_run": kernels.is_run,
     }
 
 
@@ -66,7 +67,10 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
             # The page has the lines on kernels and speed elsewhere
             first = len(session.kernels.summary_lines)
             sentences += session.summary_lines[first:]
-        rows.append(_agreeing(f"{reader}, default settings", "; ".join(sentences)))
+        settings = "default settings"
+        if session.kernels is not None and not session.kernels.is_run:
+            settings = "without kernels of integers"
+        rows.append(_agreeing(f"{reader}, {settings}", "; ".join(sentences)))
         reader = f"{reader}, without optimizations"
     rows.append(_agreeing(reader, verified.figures()))
     for check in verified.engines:

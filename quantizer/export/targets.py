@@ -5,7 +5,8 @@ Imports no torch, so that the command line can list them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ EXPORTERS: dict[str, ExportTarget] = {
             TargetOption(
                 "onnx_profile",
                 "onnx",
-                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do.",
-                ("exact", "fast"),
+                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do; "
+                "or it has the form for TensorRT or NPUs.",
+                ("exact", "fast", "tensorrt", "npu"),
             ),
             TargetOption(
                 "onnx_weights",
@@ -143,3 +145,45 @@ EXPORTERS: dict[str, ExportTarget] = {
     ),
 }
 """By their names."""
+
+
+@dataclass(frozen=True)
+class CheckedTarget:
+    """What a value of `--for` stands for: a target of `--deploy` with values of its options."""
+
+    target: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """Return the options of test mode that write it.
+
+        >>> CHECKED_TARGETS["npu"].words
+        '--deploy onnx --onnx_profile npu'
+        """
+        options = [f"--deploy {self.target}"]
+        for name, value in self.choices.items():
+            options.append(f"--{name} {value}")
+        return " ".join(options)
+
+
+CHECKED_TARGETS = {name: CheckedTarget(name) for name in EXPORTERS}
+"""By the values of `--for`: the targets, and profiles that hold less than their target does."""
+for _profile in ("tensorrt", "npu"):
+    CHECKED_TARGETS[_profile] = CheckedTarget("onnx", {"onnx_profile": _profile})
+
+
+def checked_target(name: str, choices: Mapping[str, str]) -> CheckedTarget:
+    """Return what a value of `--for` stands for if options have these values, too.
+
+    >>> checked_target("onnx", {"onnx_profile": "npu", "onnx_weights": "int8"}).words
+    '--deploy onnx --onnx_profile npu'
+    """
+    checked = CHECKED_TARGETS[name]
+    if checked.choices:
+        return checked
+    for other in CHECKED_TARGETS.values():
+        is_chosen = other.choices and other.choices.items() <= choices.items()
+        if other.target == name and is_chosen:
+            return other
+    return checked

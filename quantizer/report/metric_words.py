@@ -90,7 +90,8 @@ METRICS: Mapping[str, MetricWords] = {
     "onnx_int8_share": MetricWords(
         "0 to 1",
         HIGHER,
-        "with `--deploy onnx`: the share of multiplications that ONNX Runtime does in int8",
+        "with `--deploy onnx`: the share of multiplications that ONNX Runtime does in int8; in "
+        "files for TensorRT and NPUs, of those whose operands are quantized",
     ),
 }
 """By the names of the metrics, in the order of the documentation. X stands for a metric of the

@@ -98,3 +98,35 @@ def test_checkpoints_are_for_models_of_transformers(
     assert "sqnr_db" in said.out
     written = sorted(path.name for path in (folder / "quantize_result" / "export").iterdir())
     assert written == ["Sequential.safetensors", "verify.json"]
+
+
+def test_a_profile_is_checked_as_a_target_is(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitting = str(ROOT / "configs" / "tensorrt_int8.json")
+    assert plan(fitting, "--for", "tensorrt", "--for", "npu") == 0
+    held = capsys.readouterr().out
+    for profile in ("tensorrt", "npu"):
+        assert f"--deploy onnx --onnx_profile {profile} can express all tensors" in held
+    assert plan(STATIC, "--for", "tensorrt") == 2
+    refused = capsys.readouterr()
+    assert "is not int8 with the zero point 0, as TensorRT needs it" in refused.out
+    assert "--onnx_profile tensorrt cannot express 3 tensors" in refused.err
+    assert "start from the preset tensorrt_int8" in refused.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--quant_mode", "calib", "--model", "net.py", "--for", "tensorrt"],
+        ["run", "net.py", "--to", "tensorrt"],
+        ["run", "net.py", "--to", "onnx", "--onnx_profile", "tensorrt"],
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused_before_calibration(
+    options: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([*options, "--config_file", STATIC]) == 2
+    error = capsys.readouterr().err
+    assert "--deploy onnx --onnx_profile tensorrt: " in error
+    assert not (folder / "quantize_result" / "quant_info.json").exists()

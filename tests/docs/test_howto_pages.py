@@ -13,7 +13,7 @@ from support.llamas import text_llama
 from support.pages import blocks, commands_of, is_shown, run_page
 from support.runs import ROOT
 
-ON_DIGITS = ["bad_layer.md", "dpu_network.md", "mixed_precision.md"]
+ON_DIGITS = ["bad_layer.md", "dpu_network.md", "mixed_precision.md", "npu.md", "tensorrt.md"]
 pytestmark = pytest.mark.real
 
 

@@ -22,6 +22,7 @@ from quantizer.config.model import Config
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, export, require_expressible
 from quantizer.export.deployment import Deployment
+from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
@@ -194,7 +195,7 @@ def test_onnx_refuses_what_it_cannot_say_with_the_first_layers(kind: str) -> Non
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
     given = deployed("residual", {"weights": {}, "input": INPUTS[kind]})
     with pytest.raises(UsageError) as refused:
-        require_expressible("onnx", given.graph, given.solution.specs, -1)
+        require_expressible(CHECKED_TARGETS["onnx"], given.graph, given.solution.specs, -1)
     inputs = [f"{role} of {layer}" for layer, role in given.solution.tensors if role == "input"]
     assert refused.value.message.startswith(
         f"--deploy onnx: {', '.join(inputs[:5])} and {len(inputs) - 5} more: each "

@@ -11,6 +11,7 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.schemes import Reason
 from quantizer.export.onnx.builder import NodeBuilder
+from quantizer.export.onnx.conventions import EXACT, Conventions
 from quantizer.export.onnx.tensors import EIGHT_BITS, activation_type
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import FLOAT_FORMATS
@@ -22,6 +23,17 @@ _FLOAT8_OPSET = 19
 UNBOUNDED = (-math.inf, math.inf)
 _HALF_UP = (("Mul", 2.0), ("Floor", None), ("Mul", 0.5), ("Ceil", None))
 _HALF_DOWN = (("Mul", 2.0), ("Ceil", None), ("Mul", 0.5), ("Floor", None))
+
+
+Bounds = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ActivationForm:
+    """The operator set and the conventions that activations are written in."""
+
+    opset: int
+    conventions: Conventions = EXACT
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ _ROUNDINGS: Mapping[str, _Rounding] = {
 
 
 def activation_refusal(
-    spec: QuantizationSpec, dtype: torch.dtype | None, opset: int
+    spec: QuantizationSpec, dtype: torch.dtype | None, opset: int, conventions: Conventions
 ) -> Reason | None:
     """Return why ONNX cannot quantize an activation as test mode does; None if it can."""
     if dtype == torch.float64:
@@ -84,26 +96,47 @@ def activation_refusal(
             f"is rounded by {spec.round_mode}, for which there are no ONNX operators here",
             "set round_mode to half_even there, or use --deploy pt2",
         )
-    if not spec.is_dynamic and activation_type(spec, opset) is None:
+    if not spec.is_dynamic and activation_type(spec, opset, conventions) is None:
         return f"has {spec.bit_width} bits, which operator set {opset} lacks", newer_opset
     return None
 
 
-def clips_codes(spec: QuantizationSpec, opset: int) -> bool:
-    """Return whether an activation's codes can be clipped after QuantizeLinear."""
+def takes_bounds(tensor: QuantizedTensor, bounds: Bounds, form: ActivationForm) -> bool:
+    """Return whether a quantization can cut values off at `bounds`, so that no operator need
+    do it before.
+
+    Codes of 8 bits can be clipped after QuantizeLinear. Where the conventions have no Clip
+    of codes, the bounds must be those of the codes' type.
+    """
+    spec = tensor.spec
     if spec.dtype != "int" or spec.round_mode != "half_even":
         return False
-    stored = activation_type(spec, opset)
-    return stored is not None and stored[0].data_type in EIGHT_BITS
+    stored = activation_type(spec, form.opset, form.conventions)
+    if stored is None:
+        return False
+    kind, offset = stored
+    if form.conventions.is_for_kernels:
+        return kind.data_type in EIGHT_BITS
+    ends = _code_ends(tensor, bounds) + offset
+    return ends.tolist() == [kind.low, kind.high]
+
+
+def _code_ends(tensor: QuantizedTensor, bounds: Bounds) -> Tensor:
+    """Return the codes of the ends of a range, as far as there are such codes."""
+    spec = tensor.spec
+    zero_point = int(tensor.zero_point)
+    ends = (torch.tensor(bounds) / tensor.scale).round()
+    ends = ends.clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
+    return ends + zero_point
 
 
 def quantize_activation(
     builder: NodeBuilder,
     tensor: QuantizedTensor,
     x: ir.Value,
-    opset: int,
+    form: ActivationForm,
     *,
-    bounds: tuple[float, float] = UNBOUNDED,
+    bounds: Bounds = UNBOUNDED,
     in_floats: bool = False,
     apart: bool = False,
 ) -> ir.Value:
@@ -116,6 +149,8 @@ def quantize_activation(
 
     Args:
         tensor: how to quantize; `activation_refusal` has nothing against it.
+        form: of the file.
+        bounds: `takes_bounds` has nothing against them.
         in_floats: leave QuantizeLinear and DequantizeLinear out.
         apart: `x` is not negative, and no runtime may fuse its operator with the quantization.
     """
@@ -126,20 +161,21 @@ def quantize_activation(
         return _quantize_float8(builder, tensor, x)
     is_rounded_apart = spec.round_mode != "half_even"
     scale = builder.constant("scale", tensor.scale)
-    zero_point = int(tensor.zero_point)
-    ends = (torch.tensor(bounds) / tensor.scale).round()
-    ends = ends.clamp(spec.quant_min - zero_point, spec.quant_max - zero_point)
+    codes_of_ends = _code_ends(tensor, bounds)
+    ends = codes_of_ends - int(tensor.zero_point)
     if in_floats or is_rounded_apart:
         units = _clip(builder, builder.add("Div", x, scale), ends)
         x = builder.add("Mul", round_units(builder, spec.round_mode, units), scale)
         if in_floats:
             return x
-    stored = activation_type(spec, opset)
+    stored = activation_type(spec, form.opset, form.conventions)
     # `activation_refusal` refuses other specs.
     assert stored is not None
     kind, offset = stored
-    code_ends = ends + zero_point + offset
+    code_ends = codes_of_ends + offset
     is_clipped = not is_rounded_apart and code_ends.tolist() != [kind.low, kind.high]
+    # Engines that want QuantizeLinear alone cut values off at the ends of the type.
+    is_clipped = is_clipped and form.conventions.is_for_kernels
     is_clipped_in_codes = is_clipped and kind.data_type in EIGHT_BITS
     if is_clipped and not is_clipped_in_codes:
         x = _clip(builder, x, ends * tensor.scale)

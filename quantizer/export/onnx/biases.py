@@ -1,4 +1,4 @@
-"""Rounds biases as ONNX Runtime adds them to integer sums.
+"""Rounds biases as engines add them to integer sums.
 
 They are int32, in steps of the input's scale times the weight's scale.
 """
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.export.onnx.specs import input_key, is_narrow, output_spec
+from quantizer.config.model import QuantizationSpec
+from quantizer.export.onnx.conventions import BiasForm
+from quantizer.export.onnx.specs import input_key, is_multiplied, is_narrow, output_spec
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.parameters import move_module
 from quantizer.nn.network import Network
@@ -46,18 +48,19 @@ class SumBias:
 def with_runtime_biases(
     graph: Graph,
     solution: Solution,
+    form: BiasForm = BiasForm.KERNELS,
 ) -> Solution:
-    """Return the solution with corrections that round biases as ONNX Runtime does.
+    """Return the solution with corrections that round biases as the file's engine does.
 
     A channel with next to no weights has so fine a scale that its bias would not fit int32, and
     then ONNX Runtime adds another one. It gets a coarser scale, as its weights hardly count.
     """
-    steps = sum_steps(graph, solution)
+    steps = sum_steps(graph, solution, form)
     if not steps:
         return solution
     network = move_module(quantized_network(graph, solution), _ON_CPU)
     solution = _with_coarser_scales(solution, steps, network)
-    steps = sum_steps(graph, solution)
+    steps = sum_steps(graph, solution, form)
     network = move_module(quantized_network(graph, solution), _ON_CPU)
     corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
@@ -87,6 +90,8 @@ def _with_coarser_scales(
         if step.dim() and bool((excess > 1).any()):
             factor = excess.clamp(min=1)
             weights = tensors[layer, "weights"]
+            if weights.spec.scale_type == "poweroftwo":
+                factor = factor.log2().ceil().exp2()
             tensors[layer, "weights"] = _coarser(weights, factor)
     return replace(solution, tensors=tensors)
 
@@ -155,24 +160,28 @@ def overflowing(
 def sum_steps(
     graph: Graph,
     solution: Solution,
+    form: BiasForm = BiasForm.KERNELS,
 ) -> dict[str, Tensor]:
-    """Return the steps of the sums of each convolution with a bias and an integer kernel.
+    """Return the steps of the sums of each layer with a bias in such steps.
 
     They are float32, () or [channels].
     """
+    if form is BiasForm.FLOAT:
+        return {}
     specs = solution.specs
     where = layout(graph)
     steps: dict[str, Tensor] = {}
     for (layer, role), weights in solution.tensors.items():
         node = graph.by_name[layer]
-        if role != "weights" or not _has_bias_kernel(node, weights, solution):
-            continue
         key = input_key(layer, graph, specs)
-        output = output_spec(layer, graph, specs, where)
-        if key is None or output is None or output.round_mode != "half_even":
+        if role != "weights" or key is None or not _has_bias(node, solution):
             continue
-        involved = (weights.spec, specs[key], output)
-        if any(spec.is_dynamic or not is_narrow(spec) for spec in involved):
+        if form is BiasForm.PRODUCTS:
+            has_sums = is_narrow(weights.spec) and is_multiplied(node)
+        else:
+            output = output_spec(layer, graph, specs, where)
+            has_sums = _has_bias_kernel(node, weights, (specs[key], output))
+        if not has_sums or specs[key].is_dynamic:
             continue
         step = weights.scale * solution.tensors[key].scale
         if float(step.min()) >= _TINY:
@@ -180,16 +189,31 @@ def sum_steps(
     return steps
 
 
+def _has_bias(
+    node: Node,
+    solution: Solution,
+) -> bool:
+    return "bias" in node.params or node.name in solution.corrections
+
+
 def _has_bias_kernel(
     node: Node,
     weights: QuantizedTensor,
-    solution: Solution,
+    activations: tuple[QuantizationSpec, QuantizationSpec | None],
 ) -> bool:
-    """Return whether a layer is a convolution with a bias and a scale for each output."""
+    """Return whether ONNX Runtime runs a layer as a convolution of integers.
+
+    Args:
+        activations: how its input and its output are quantized.
+    """
     if not node.row.spatial or node.row.transposed or node.dtype != torch.float32:
         return False
-    if "bias" not in node.params and node.name not in solution.corrections:
+    _, output = activations
+    if output is None or output.round_mode != "half_even":
         return False
+    for involved in (weights.spec, *activations):
+        if involved is None or involved.is_dynamic or not is_narrow(involved):
+            return False
     spec = weights.spec
     by_output = spec.qscheme == "per_channel" and spec.ch_axis == 0
     return by_output or spec.ch_axis is None

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
+from quantizer.export import refuse
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
@@ -28,18 +29,26 @@ from quantizer.export.onnx.biases import (
 )
 from quantizer.export.onnx.cleaning import clean_proto
 from quantizer.export.onnx.complex_numbers import complex_refusals
+from quantizer.export.onnx.conventions import CONVENTIONS, EXACT, BiasForm, Conventions
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.int8_weights import WeightStorage
+from quantizer.export.onnx.limits import limit_refusals, profile_remarks, wide_bias_refusals
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.passes import lower_marks
-from quantizer.export.onnx.profile import rounded_half_even
-from quantizer.export.onnx.specs import adapt_weights, quantized_apart, weight_storage
+from quantizer.export.onnx.profile import quantized_linearly, rounded_half_even
+from quantizer.export.onnx.specs import (
+    adapt_weights,
+    quantized_apart,
+    signed_weights,
+    weight_storage,
+)
 from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
 from quantizer.export.onnx.translation import translate_network
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.export.onnx.weights import BLOCK_SIZE_OPSET
+from quantizer.export.targets import checked_target
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 
@@ -56,6 +65,7 @@ class OnnxModel:
     file: OnnxFile
     tested: Deployment
     storage: WeightStorage
+    remarks: tuple[str, ...]
 
 
 class OnnxExporter(Exporter[OnnxModel]):
@@ -65,11 +75,17 @@ class OnnxExporter(Exporter[OnnxModel]):
     calibration. A network of half precision computes in float32 there.
     """
 
+    @property
+    def conventions(self) -> Conventions:
+        """Return the conventions of the profile."""
+        return CONVENTIONS[self.choice("onnx_profile")]
+
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express."""
-        opset = operator_set(specs) if opset == -1 else opset
+        conventions = self.conventions
+        opset = operator_set(specs, conventions) if opset == -1 else opset
         if opset not in OPSETS:
             why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
             yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
@@ -84,17 +100,20 @@ class OnnxExporter(Exporter[OnnxModel]):
         for (layer, role), spec in specs.items():
             if is_parameter(role):
                 continue
-            reason = activation_refusal(spec, graph.by_name[layer].dtype, opset)
+            dtype = graph.by_name[layer].dtype
+            reason = activation_refusal(spec, dtype, opset, conventions)
             if reason is not None:
                 yield Refusal(*reason, layer, role)
+        if conventions.limits is not None:
+            yield from limit_refusals(conventions.limits, graph, specs)
 
     def as_run(
         self,
         graph: Graph,
         solution: Solution,
     ) -> Solution:
-        """Return the solution with biases rounded as ONNX Runtime does."""
-        return with_runtime_biases(graph, solution)
+        """Return the solution with biases rounded as the file's engine does."""
+        return with_runtime_biases(graph, solution, self.conventions.biases)
 
     @contextmanager
     def write(
@@ -108,69 +127,92 @@ class OnnxExporter(Exporter[OnnxModel]):
             ModelError: torch.onnx does not know an operator of the network.
             ResultError: the file cannot be written.
         """
-        is_fast = deployment.choice("onnx_profile") == "fast"
+        conventions = self.conventions
+        is_half_even = conventions.rounds_half_even
         solution = self.as_run(deployment.graph, deployment.solution).by_rows()
         # The file is compared with this, whatever is restated for it.
         tested = replace(deployment, solution=solution)
-        apart = quantized_apart(deployment.graph, solution, any_rounding=is_fast)
+        if is_half_even and not conventions.is_for_kernels:
+            # The engine rounds as it does. The file is right if it is what the remarks say.
+            tested = replace(deployment, solution=quantized_linearly(solution))
+        apart = quantized_apart(deployment.graph, solution, any_rounding=is_half_even)
         wide = in_float32(replace(deployment, solution=apart))
-        encoded = rounded_half_even(wide.encoded) if is_fast else wide.encoded
-        weights = wide.choice("onnx_weights")
-        stated = adapt_weights(wide.graph, encoded, weights, packed=is_fast)
+        encoded = rounded_half_even(wide.encoded) if is_half_even else wide.encoded
+        if conventions.is_for_kernels:
+            code_type = self.choice("onnx_weights")
+            is_packed = conventions.is_packed
+            stated = adapt_weights(wide.graph, encoded, code_type, packed=is_packed)
+        else:
+            stated = signed_weights(wide.graph, encoded)
         opset = deployment.opset
         if opset == -1:
-            opset = operator_set(stated.specs)
+            opset = operator_set(stated.specs, conventions)
         network = wide.network()
         quantizations = list(stated.tensors.items())
         model = translate_network(wide, network, quantizations, opset)
-        floating = float_model(model)
-        biases = sum_biases(network, sum_steps(wide.graph, stated))
+        floating = float_model(model) if conventions.is_for_kernels else None
+        steps = sum_steps(wide.graph, stated, conventions.biases)
+        biases = sum_biases(network, steps)
+        if conventions.biases is BiasForm.PRODUCTS:
+            words = checked_target("onnx", self.choices).words
+            refuse(words, wide_bias_refusals(step for step in steps if step not in biases))
         float_layers = overflowing(network, stated) - biases.keys()
-        lowering = Lowering(network, quantizations, opset, biases, float_layers, is_fast)
+        lowering = Lowering(network, quantizations, opset, biases, float_layers, conventions)
         lower_marks(model, lowering)
         proto = ir.to_proto(model)
         clean_proto(proto, deployment.graph, deployment.input_names)
         storage = weight_storage(wide.graph, stated)
-        texts = {**deployment.origin.texts(), "processors": storage.processors}
+        texts = dict(deployment.origin.texts())
+        if conventions.is_for_kernels:
+            texts["processors"] = storage.processors
         onnx.helper.set_model_props(proto, texts)
         with stored_model(proto, path) as source:
-            file = OnnxFile(path.name, source, proto, floating)
-            yield OnnxModel(file, tested, storage)
+            is_for_kernels = conventions.is_for_kernels
+            file = OnnxFile(path.name, source, proto, floating, is_for_kernels)
+            remarks = profile_remarks(conventions, solution.specs)
+            if is_for_kernels:
+                remarks = storage.remarks
+            yield OnnxModel(file, tested, storage, remarks)
 
     def verify(self, deployment: Deployment, written: OnnxModel) -> Verification:
         """Run the model in ONNX Runtime, without optimizations and as users do.
 
-        OpenVINO runs it, too, if it is installed. It refuses nothing, but a warning is logged
-        if it reads the file in another way.
+        OpenVINO runs a file for kernels, too, if it is installed. It refuses nothing, but a
+        warning is logged if it reads the file in another way.
         """
+        if not written.file.is_for_kernels:
+            verification = verify_sessions(written.file, written.tested)
+            return replace(verification, remarks=written.remarks)
         with openvino_started(written.file, written.tested) as openvino:
             verification = verify_sessions(written.file, written.tested)
             engines = () if openvino is None else (openvino.result(),)
         return replace(
             verification,
-            remarks=written.storage.remarks,
+            remarks=written.remarks,
             engines=engines,
             uint8_weights=tuple(written.storage.unsigned),
             processors=written.storage.processors,
         )
 
 
-def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:
+def operator_set(
+    specs: Mapping[Key, QuantizationSpec], conventions: Conventions = EXACT
+) -> int:
     """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""
     opsets = [_DEFAULT_OPSET]
     for (_, role), spec in specs.items():
         if spec.dtype == "int":
-            opsets.append(_first_opset(role, spec))
+            opsets.append(_first_opset(role, spec, conventions))
     return max(opsets)
 
 
-def _first_opset(role: str, spec: QuantizationSpec) -> int:
+def _first_opset(role: str, spec: QuantizationSpec, conventions: Conventions) -> int:
     """Return the first operator set with the type of a tensor's codes; biases stay floats."""
     if base_role(role) == "bias":
         return 0
     newest = OPSETS[-1]
     if not is_parameter(role):
-        stored = activation_type(spec, newest)
+        stored = activation_type(spec, newest, conventions)
         return 0 if stored is None else stored[0].opset
     kind = weight_type(spec, newest)
     opset = 0 if kind is None else kind.opset

@@ -24,7 +24,29 @@ _INTEGER_OPERATORS = (
     "DynamicQuantizeMatMul",
     "MatMulNBits",
 )
+# They hand codes on, so that an engine multiplies these.
+_MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 _BITS_LIMIT = "8 bits or fewer of integers have kernels"
+
+
+def products_between_codes(model: ModelProto) -> Kernels:
+    """Return the products of a file for another engine whose operands are both quantized."""
+    dequantized: set[str] = set()
+    integer: list[str] = []
+    reasons: dict[str, str] = {}
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" or (
+            node.op_type in _MOVING and node.input[0] in dequantized
+        ):
+            dequantized.update(node.output)
+        elif node.op_type in MULTIPLYING:
+            names = dict(zip(("input", "weights"), node.input[:2], strict=True))
+            floats = [word for word, name in names.items() if name not in dequantized]
+            if floats:
+                reasons[node.name] = f"its {' and '.join(floats)} not quantized"
+            else:
+                integer.append(node.name)
+    return Kernels(tuple(integer), reasons, "of quantized values")
 
 
 def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution) -> Kernels:

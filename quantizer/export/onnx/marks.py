@@ -11,6 +11,7 @@ import onnx_ir as ir
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.onnx.biases import SumBias
+from quantizer.export.onnx.conventions import EXACT, Conventions
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -31,7 +32,7 @@ class Lowering:
         quantizations: by the indices of marks.
         biases: of the layers that add theirs to sums of integers.
         float_layers: those whose biases do not fit sums of integers.
-        is_fast: whether weights in groups become MatMulNBits, and gates are quantized.
+        conventions: those of the profile.
     """
 
     network: Network
@@ -39,7 +40,7 @@ class Lowering:
     opset: int
     biases: Mapping[str, SumBias]
     float_layers: Collection[str]
-    is_fast: bool = False
+    conventions: Conventions = EXACT
 
     @cached_property
     def specs(self) -> dict[Key, QuantizationSpec]:

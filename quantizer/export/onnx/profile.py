@@ -1,6 +1,7 @@
-"""What `--onnx_profile fast` changes: rounding as in ONNX Runtime's kernels, packed weights."""
+"""What profiles change: rounding as in QuantizeLinear, and packed weights."""
 
 from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -24,10 +25,25 @@ def rounded_half_even(solution: Solution) -> Solution:
 
     Codes at half-way points change.
     """
+    return _with_activations(solution, round_mode="half_even")
+
+
+def quantized_linearly(solution: Solution) -> Solution:
+    """Return the solution with activations as QuantizeLinear alone makes them: rounded half to
+    even, and cut off at the ends of the type.
+    """
+    return _with_activations(solution, round_mode="half_even", narrow_range=False)
+
+
+def _with_activations(
+    solution: Solution,
+    **changes: Any,
+) -> Solution:
+    """Return the solution with other values of fields in the specs of activations."""
     tensors = dict(solution.tensors)
     for (layer, role), tensor in solution.tensors.items():
         if not is_parameter(role):
-            spec = replace(tensor.spec, round_mode="half_even")
+            spec = replace(tensor.spec, **changes)
             tensors[layer, role] = replace(tensor, spec=spec)
     return replace(solution, tensors=tensors)
 

@@ -80,6 +80,21 @@ def is_narrow(spec: QuantizationSpec | None) -> bool:
     return spec is not None and spec.dtype == "int" and spec.bit_width <= 8
 
 
+def is_multiplied(node: Node) -> bool:
+    """Return whether the role "weights" of a layer is the weight of one product."""
+    return node.row.kind == "mac"
+
+
+def signed_weights(graph: Graph, solution: Solution) -> Solution:
+    """Return the solution with the weights of products as codes of int8."""
+    tensors = dict(solution.tensors)
+    for (layer, role), tensor in solution.tensors.items():
+        is_product = role == "weights" and is_multiplied(graph.by_name[layer])
+        if is_product and is_narrow(tensor.spec):
+            tensors[layer, role] = _for_integers(tensor, "int8", graph, (layer, role))
+    return replace(solution, tensors=tensors)
+
+
 def adapt_weights(
     graph: Graph, solution: Solution, weights: str, *, packed: bool = False
 ) -> Solution:

@@ -7,6 +7,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.export.onnx.conventions import EXACT, Conventions
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,18 @@ UINT8 = IntegerType(ir.DataType.UINT8, 0, 255)
 # For DequantizeLinear only, with zero points of 0.
 ONNX_INT32 = IntegerType(ir.DataType.INT32, -(1 << 31), (1 << 31) - 1)
 # The narrowest first.
+_INT16 = IntegerType(ir.DataType.INT16, -(1 << 15), (1 << 15) - 1, 21)
+_UINT16 = IntegerType(ir.DataType.UINT16, 0, (1 << 16) - 1, 21)
 _INTEGER_TYPES = (
     IntegerType(ir.DataType.INT4, -8, 7, 21),
     IntegerType(ir.DataType.UINT4, 0, 15, 21),
     INT8,
     UINT8,
-    IntegerType(ir.DataType.INT16, -(1 << 15), (1 << 15) - 1, 21),
-    IntegerType(ir.DataType.UINT16, 0, (1 << 16) - 1, 21),
+    _INT16,
+    _UINT16,
 )
+# The signed types of activations, by their unsigned ones and widths.
+_UNSIGNED_TYPES = {INT8: (UINT8, 8), _INT16: (_UINT16, 16)}
 EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 MIN_OPSET = 18
 """The first operator set that is written."""
@@ -51,13 +56,14 @@ def weight_type(spec: QuantizationSpec, opset: int) -> IntegerType | None:
 def activation_type(
     spec: QuantizationSpec,
     opset: int,
+    conventions: Conventions = EXACT,
 ) -> tuple[IntegerType, int] | None:
     """Return the type for the codes of an activation, if any, and the offset to add to codes.
 
     Codes take at least 8 bits, as ONNX Runtime's optimizer drops a ReLU before 4-bit types
-    with any zero point. UINT8 with an offset of 128 holds signed codes: ONNX Runtime has no
-    convolutions of INT8 activations on x64. From operator set 21 on it also cannot move their
-    quantization past a reshape.
+    with any zero point. UINT8 with an offset of 128 holds signed codes, unless the conventions
+    are others: ONNX Runtime has no convolutions of INT8 activations on x64. From operator set
+    21 on it also cannot move their quantization past a reshape.
 
     >>> activation_type(QuantizationSpec(), 20)[1]
     128
@@ -71,8 +77,10 @@ def activation_type(
     kind = _narrowest(candidates, spec, opset)
     if kind is None:
         return None
-    if kind is INT8:
-        return UINT8, UINT8.low - INT8.low
+    if kind in _UNSIGNED_TYPES:
+        unsigned, bits = _UNSIGNED_TYPES[kind]
+        if conventions.makes_unsigned(spec, bits):
+            return unsigned, unsigned.low - kind.low
     return kind, 0
 
 

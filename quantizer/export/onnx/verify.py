@@ -23,13 +23,15 @@ from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, to_float32
 from quantizer.export.onnx.int8_weights import with_int8_weights
-from quantizer.export.onnx.kernels import kernels
+from quantizer.export.onnx.kernels import kernels, products_between_codes
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.speed import measured_speed
 from quantizer.export.speed import Speed
 
 UNOPTIMIZED = "ONNX Runtime without optimizations"
 DEFAULT = "a default ONNX Runtime session"
+WITHOUT_KERNELS = "session.disable_quant_qdq"
+"""The entry of a session that computes between DequantizeLinear and QuantizeLinear in float."""
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _HELP = (
     "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one "
@@ -50,12 +52,15 @@ class OnnxFile:
         source: the serialized `model`, or the path of its file.
         floating: the same network without quantization, serialized; None if the speed is not to
             be compared.
+        is_for_kernels: whether ONNX Runtime's kernels of integers are what the file is for. If
+            not, sessions do without them, and speed and kernels say nothing.
     """
 
     name: str
     source: bytes | str
     model: ModelProto
     floating: bytes | None = None
+    is_for_kernels: bool = True
 
 
 def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
@@ -69,7 +74,12 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
         sessions = {label: _session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)}
-        multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
+        if file.is_for_kernels:
+            multiplications = kernels(
+                file.model, optimized, deployment.graph, deployment.solution
+            )
+        else:
+            multiplications = products_between_codes(file.model)
     outputs, steps = deployment.outputs, deployment.part_steps
     agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
     network = deployment.network()
@@ -168,6 +178,8 @@ def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.Inf
     options = onnxruntime.SessionOptions()
     # What goes wrong is an exception.
     options.log_severity_level = 4
+    if not file.is_for_kernels:
+        options.add_session_config_entry(WITHOUT_KERNELS, "1")
     if label == UNOPTIMIZED:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     elif optimized:

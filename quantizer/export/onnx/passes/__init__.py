@@ -18,6 +18,7 @@ from quantizer.export.onnx.passes.product_names import name_products
 from quantizer.export.onnx.passes.quantizations import replace_marks
 from quantizer.export.onnx.passes.sizes import write_sizes_as_sums
 from quantizer.export.onnx.passes.sum_biases import write_sum_biases
+from quantizer.export.onnx.passes.wrapping import requantize_rectified, wrap_operators
 
 _Pass = Callable[[ir.Model, Lowering], None]
 
@@ -30,7 +31,10 @@ ONNX_PASSES: tuple[_Pass, ...] = (
     # From here on there are no marks. Padding comes before data movement is looked at: a Pad of
     # dequantized values would count as such, and be quantized again behind.
     pad_codes,
+    requantize_rectified,
     requantize_moves,
+    # In profiles that quantize between operators only.
+    wrap_operators,
     look_up_codes,
     # The two biases need the products' names.
     write_sum_biases,
@@ -46,12 +50,26 @@ ONNX_PASSES: tuple[_Pass, ...] = (
 )
 
 
+_FOR_KERNELS = (
+    pad_codes,
+    look_up_codes,
+    hide_float_biases,
+    write_sizes_as_sums,
+    quantize_gates,
+)
+"""The passes for what ONNX Runtime or OpenVINO would get wrong or slow, and no other engine."""
+_FOR_OTHERS = (requantize_rectified, wrap_operators)
+"""The passes for engines that want QuantizeLinear and DequantizeLinear at each operator."""
+
+
 def lower_marks(model: ir.Model, lowering: Lowering) -> None:
-    """Run all passes, give values names of their own, and remove initializers that nothing
-    reads.
+    """Run all passes of the profile, give values names of their own, and remove initializers
+    that nothing reads.
     """
+    left_out = _FOR_OTHERS if lowering.conventions.is_for_kernels else _FOR_KERNELS
     for run_pass in ONNX_PASSES:
-        run_pass(model, lowering)
+        if run_pass not in left_out:
+            run_pass(model, lowering)
     _make_names_unique(model.graph)
     for name, value in list(model.graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():

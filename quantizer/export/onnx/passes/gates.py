@@ -26,7 +26,7 @@ def quantize_gates(
     lowering: Lowering,
 ) -> None:
     """Quantize each gate whose product with its own quantized input is quantized."""
-    if not lowering.is_fast:
+    if not lowering.conventions.is_packed:
         return
     for node in list(model.graph):
         if node.op_type not in ("HardSwish", "Mul") or not is_quantized(node.outputs[0]):

@@ -1,6 +1,6 @@
-"""Rewrites linear layers to the form that ONNX Runtime multiplies fastest.
+"""Rewrites linear layers to the form of the profile.
 
-That is MatMul with a weight stored as [inputs, outputs], then Sub.
+ONNX Runtime multiplies fastest in MatMul with a weight stored as [inputs, outputs], then Sub.
 
 A Transpose between codes and MatMul, or a Gemm, would keep ONNX Runtime from its kernels of
 4-bit weights. It fuses MatMul and Add into a Gemm. That has no integer kernel if the output is
@@ -18,7 +18,9 @@ from quantizer.export.onnx.builder import (
     remove_node,
     replace_node,
 )
+from quantizer.export.onnx.conventions import LinearForm
 from quantizer.export.onnx.marks import Lowering, marks_of
+from quantizer.export.onnx.passes.gemm import write_gemms
 
 TRANSPOSED_KEY = "transposed"
 """In the metadata of marked weights that are used as [inputs, outputs]."""
@@ -26,6 +28,10 @@ TRANSPOSED_KEY = "transposed"
 
 def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
     """Rewrite every product with a marked weight."""
+    form = lowering.conventions.linear
+    if form is LinearForm.GEMM:
+        write_gemms(model, lowering)
+        return
     for mark in marks_of(model.graph):
         weight = mark.outputs[0]
         if lowering.weight_of(weight) is None or weight.is_graph_output():
@@ -35,6 +41,8 @@ def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
             weight.meta[TRANSPOSED_KEY] = True
             for reader in readers:
                 _use_as_stored(reader, weight)
+            if form is LinearForm.ADDED:
+                continue
             for product in weight.consumers():
                 if product.op_type == "MatMul" and product.inputs[1] is weight:
                     _subtract_bias(model.graph, product)

@@ -52,7 +52,7 @@ def requantize_moves(model: ir.Model, lowering: Lowering) -> None:
     for node in list(model.graph):
         for value in node.outputs:
             if value in dequantized_by:
-                _quantize_again(value, dequantized_by[value])
+                requantize(value, dequantized_by[value])
 
 
 def _stopped_values(operand: ir.Value) -> dict[ir.Value, ir.Node]:
@@ -74,7 +74,8 @@ def _stopped_values(operand: ir.Value) -> dict[ir.Value, ir.Node]:
     return stopped
 
 
-def _quantize_again(value: ir.Value, dequantize: ir.Node) -> None:
+def requantize(value: ir.Value, dequantize: ir.Node) -> None:
+    """Quantize a moved value again, with the scale of the DequantizeLinear it comes from."""
     mover = value.producer()
     assert mover is not None
     qparams = dequantize.inputs[1:]

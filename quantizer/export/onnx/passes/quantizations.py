@@ -5,7 +5,12 @@ import math
 import onnx_ir as ir
 
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.export.onnx.activations import UNBOUNDED, clips_codes, quantize_activation
+from quantizer.export.onnx.activations import (
+    UNBOUNDED,
+    ActivationForm,
+    quantize_activation,
+    takes_bounds,
+)
 from quantizer.export.onnx.builder import (
     NodeBuilder,
     array_of,
@@ -19,11 +24,11 @@ from quantizer.export.onnx.dynamic import (
     quantize_row_codes,
     scale_rows,
 )
-from quantizer.export.onnx.marks import Lowering, is_mark, marks_of
+from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, layer_input_spec
+from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, is_multiplied, layer_input_spec
 from quantizer.export.onnx.weights import quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -135,7 +140,11 @@ class _Replacement:
         weight: ir.Value,
     ) -> bool:
         """Return whether a weight is in groups of a size that MatMulNBits has."""
-        if not self.lowering.is_fast or tensor.codes is None or weight.is_graph_output():
+        if (
+            not self.lowering.conventions.is_packed
+            or tensor.codes is None
+            or weight.is_graph_output()
+        ):
             return False
         spec = tensor.spec
         is_grouped = spec.dtype == "int" and spec.qscheme == "per_group"
@@ -150,19 +159,36 @@ class _Replacement:
         is_transposed = TRANSPOSED_KEY in result.meta
         module = self.lowering.network.layers[layer]
         values = module.get_parameter(parameter_name(role)).detach()
-        is_float = all(self._is_float(reader, layer) for reader in result.consumers())
-        weight = quantize_weights(
-            builder,
-            tensor,
-            values,
-            self.lowering.opset,
-            transposed=is_transposed,
-            ahead=is_float and not is_transposed,
-        )
+        weight: ir.Value | None = None
+        if self._has_codes(result, key):
+            weight = quantize_weights(
+                builder,
+                tensor,
+                values,
+                self.lowering.opset,
+                transposed=is_transposed,
+                ahead=self._is_ahead(result, layer),
+            )
         if weight is not None:
             return weight
         floats = values.T if is_transposed else values
         return builder.constant("values", floats)
+
+    def _has_codes(self, weight: ir.Value, key: Key) -> bool:
+        """Return whether the profile writes a weight as codes if it can."""
+        if self.lowering.conventions.is_for_kernels:
+            return True
+        layer, role = key
+        if role != "weights" or not is_multiplied(self.lowering.network.graph.by_name[layer]):
+            return False
+        return all(reader.op_type in MULTIPLYING for reader in weight.consumers())
+
+    def _is_ahead(self, weight: ir.Value, layer: str) -> bool:
+        """Return whether a weight is computed when ONNX Runtime loads the file."""
+        is_for_kernels = self.lowering.conventions.is_for_kernels
+        if not is_for_kernels or TRANSPOSED_KEY in weight.meta:
+            return False
+        return all(self._is_float(reader, layer) for reader in weight.consumers())
 
     def _activation(
         self, builder: NodeBuilder, mark: ir.Node, source: ir.Value, tensor: QuantizedTensor
@@ -175,8 +201,11 @@ class _Replacement:
         producer = source.producer()
         bounds = UNBOUNDED
         is_only = len(source.uses()) == 1 and not source.is_graph_output()
-        if producer is not None and is_only and clips_codes(spec, self.lowering.opset):
+        form = ActivationForm(self.lowering.opset, self.lowering.conventions)
+        if producer is not None and is_only:
             bounds = _bounds(producer)
+        if not takes_bounds(tensor, bounds, form):
+            bounds = UNBOUNDED
         x = source
         if producer is not None and bounds != UNBOUNDED:
             unclipped = producer.inputs[0]
@@ -186,11 +215,17 @@ class _Replacement:
             builder,
             tensor,
             x,
-            self.lowering.opset,
+            form,
             bounds=bounds,
             in_floats=in_floats,
-            apart=producer is not None and producer.op_type in _NOT_FUSED,
+            apart=producer is not None and self._is_apart(producer),
         )
+
+    def _is_apart(self, producer: ir.Node) -> bool:
+        """Return whether ONNX Runtime must not fuse an operator with the quantization of what
+        it makes.
+        """
+        return self.lowering.conventions.is_for_kernels and producer.op_type in _NOT_FUSED
 
     def _is_float(self, reader: ir.Node, layer: str) -> bool:
         """Return whether ONNX Runtime multiplies in float what reads a layer's weight."""

@@ -1,10 +1,12 @@
-"""Writes biases of convolutions as the codes that ONNX Runtime adds to integer sums."""
+"""Writes biases as the codes that are added to sums of integers."""
 
 import onnx_ir as ir
 import torch
 
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.marks import Lowering
+
+_BIASED = ("Conv", "ConvTranspose", "Gemm")
 
 
 def write_sum_biases(
@@ -14,7 +16,8 @@ def write_sum_biases(
     """Replace float biases by codes. torch.onnx has dropped biases of zeros."""
     for node in list(model.graph):
         name = node.name or ""
-        if node.op_type == "Conv" and name in lowering.biases and len(node.inputs) == 3:
+        has_bias = node.op_type in _BIASED and len(node.inputs) == 3
+        if has_bias and name in lowering.biases:
             bias = lowering.biases[name]
             builder = NodeBuilder(f"{name}.bias", node)
             codes = builder.constant(

@@ -1,0 +1,142 @@
+"""The conventions of each value of `--onnx_profile`: a row for each. The passes read the rows,
+and no pass asks which profile it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.numerics.rounding import NEAREST
+
+
+class BiasForm(Enum):
+    """How a file holds biases.
+
+    KERNELS: int32 beside the convolutions that ONNX Runtime computes in integers, else floats.
+    FLOAT: floats only.
+    PRODUCTS: int32 beside every quantized weight, at the input's scale times the weight's.
+    """
+
+    KERNELS = "kernels"
+    FLOAT = "float"
+    PRODUCTS = "products"
+
+
+class LinearForm(Enum):
+    """The operators of a linear layer.
+
+    SUBTRACTED: MatMul, then Sub of the negated bias, which ONNX Runtime does not fuse.
+    ADDED: MatMul, then Add.
+    GEMM: Gemm, which takes the bias as an operand, on inputs of two dimensions.
+    """
+
+    SUBTRACTED = "subtracted"
+    ADDED = "added"
+    GEMM = "gemm"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine takes, where that is less than the file format holds.
+
+    Attributes:
+        engine: the engine, as the subject of a sentence.
+        preset: the config that fits it.
+        bits: the widths of activations.
+        roundings: the rounding modes of activations.
+        takes_zero_points: whether activations with a scale that is any float may have one.
+        takes_narrow: whether the codes of activations may end before their type does.
+    """
+
+    engine: str
+    preset: str
+    bits: tuple[int, ...]
+    roundings: frozenset[str]
+    takes_zero_points: bool
+    takes_narrow: bool
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How one profile writes a network.
+
+    Attributes:
+        limits: those of the engine; None for ONNX Runtime, which reads the whole format.
+        unsigned_bits: the widths of the integers whose signed codes of activations become
+            unsigned ones with another zero point.
+        keeps_powers_signed: whether codes with power-of-two scales stay signed all the same.
+        biases: the form of biases.
+        linear: the form of linear layers.
+        rounds_half_even: whether QuantizeLinear rounds activations, with every rounding mode.
+        is_for_kernels: whether the file is shaped for the kernels of ONNX Runtime and OpenVINO.
+        is_packed: whether weights in groups become MatMulNBits, and gates are quantized.
+        wraps_operators: whether values are quantized between the operators that move or cut
+            them, too.
+    """
+
+    limits: Limits | None = None
+    unsigned_bits: tuple[int, ...] = (8,)
+    keeps_powers_signed: bool = False
+    biases: BiasForm = BiasForm.KERNELS
+    linear: LinearForm = LinearForm.SUBTRACTED
+    rounds_half_even: bool = False
+    is_for_kernels: bool = True
+    is_packed: bool = False
+    wraps_operators: bool = False
+
+    def makes_unsigned(self, spec: QuantizationSpec, bits: int) -> bool:
+        """Return whether an activation's signed codes are written as unsigned ones.
+
+        Args:
+            bits: of the integers that hold the codes.
+
+        >>> power = QuantizationSpec(scale_type="poweroftwo")
+        >>> CONVENTIONS["npu"].makes_unsigned(power, 8), EXACT.makes_unsigned(power, 8)
+        (False, True)
+        """
+        if self.keeps_powers_signed and spec.scale_type == "poweroftwo":
+            return False
+        return bits in self.unsigned_bits
+
+
+EXACT = Conventions()
+"""The default profile."""
+
+CONVENTIONS: dict[str, Conventions] = {
+    "exact": EXACT,
+    "fast": Conventions(rounds_half_even=True, is_packed=True),
+    "tensorrt": Conventions(
+        limits=Limits(
+            engine="TensorRT",
+            preset="tensorrt_int8",
+            bits=(8,),
+            roundings=frozenset({"half_even"}),
+            takes_zero_points=False,
+            takes_narrow=False,
+        ),
+        unsigned_bits=(),
+        biases=BiasForm.FLOAT,
+        linear=LinearForm.ADDED,
+        is_for_kernels=False,
+    ),
+    "npu": Conventions(
+        limits=Limits(
+            engine="an NPU",
+            preset="npu_int8",
+            bits=(8, 16),
+            roundings=NEAREST,
+            takes_zero_points=True,
+            takes_narrow=True,
+        ),
+        unsigned_bits=(8, 16),
+        keeps_powers_signed=True,
+        biases=BiasForm.PRODUCTS,
+        linear=LinearForm.GEMM,
+        rounds_half_even=True,
+        is_for_kernels=False,
+        wraps_operators=True,
+    ),
+}
+"""By the values of `--onnx_profile`."""
