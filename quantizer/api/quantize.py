@@ -34,7 +34,6 @@ from quantizer.export import (
     planned_refusals,
     refuse,
     require_extras,
-    size_on_disk,
 )
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
@@ -168,7 +167,7 @@ def _verdict_facts(
         floating=floating,
         runtime=runtime,
         path=str(path),
-        size=size_on_disk(path),
+        size=tested["exports"][0]["bytes"],
         tested=tested,
         config=config,
         improvement=tested["improvement"],

@@ -14,7 +14,7 @@ from quantizer.cli.table_view import table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
-from quantizer.export import EXPORTERS, FOLDER, export, require_expressible, size_on_disk
+from quantizer.export import EXPORTERS, FOLDER, export, require_expressible
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.summary import export_summary
@@ -150,8 +150,9 @@ def deploy(
             continue
         files[path.name] = verified.to_json()
         deployed[path] = verified
-        exports.append(export_summary(target, path, verified))
-        lines += _lines_of_file(path, verified, view)
+        summary = export_summary(target, path, verified)
+        exports.append(summary)
+        lines += _lines_of_file(path, summary["bytes"], verified, view)
         session = verified.default_session
         if session and session.kernels:
             metrics[INT8_SHARE] = session.kernels.share
@@ -171,9 +172,11 @@ def deploy(
     )
 
 
-def _lines_of_file(path: Path, verified: Verification, view: TableView) -> list[str]:
+def _lines_of_file(
+    path: Path, size_in_bytes: int, verified: Verification, view: TableView
+) -> list[str]:
     """Return the lines that are shown for a deployed file."""
-    size = f"{size_on_disk(path) / 1024:.0f} kB"
+    size = f"{size_in_bytes / 1024:.0f} kB"
     lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]
     lines += map(view.text, verified.remarks)
     session = verified.default_session

@@ -329,6 +329,7 @@ class Options:
     onnx_weights: str = _of_target("onnx_weights")
     input_names: str | None = _of_target("input_names")
     output_names: str | None = _of_target("output_names")
+    encodings_version: str = _of_target("encodings_version")
     gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
     for_: tuple[str, ...] = option(
         "Before calibration, check that --deploy TARGET will be able to write the result. "

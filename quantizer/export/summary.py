@@ -21,7 +21,7 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
     summary: dict[str, Any] = {
         "file": path.name,
         "target": target,
-        "bytes": size_on_disk(path),
+        "bytes": size_on_disk(target, path),
         "checks": _checks(target, verified),
         "remarks": list(verified.remarks),
     }

@@ -89,6 +89,21 @@ EXPORTERS: dict[str, ExportTarget] = {
             ),
         ),
     ),
+    "encodings": ExportTarget(
+        "quantizer.export.encodings.exporter:EncodingsExporter",
+        ".encodings",
+        "ONNX Runtime, with operators for the encodings",
+        ("onnx", "onnxruntime", "onnxscript"),
+        "onnx",
+        options=(
+            TargetOption(
+                "encodings_version",
+                "encodings",
+                "The version of an .encodings file: 2.0.0 also holds axes.",
+                ("1.0.0", "2.0.0"),
+            ),
+        ),
+    ),
     "pt2": ExportTarget(
         "quantizer.export.torch_export.pt2:Pt2Exporter",
         ".pt2",

@@ -44,8 +44,8 @@ from quantizer.plan.model import Key
 
 OPSETS = range(MIN_OPSET, 24)
 """The operator sets that torch.onnx writes."""
-# Every optimization of ONNX Runtime knows it.
-_DEFAULT_OPSET = 20
+DEFAULT_OPSET = 20
+"""Every optimization of ONNX Runtime knows it."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,7 @@ class OnnxExporter(Exporter[OnnxModel]):
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express."""
         opset = operator_set(specs) if opset == -1 else opset
-        if opset not in OPSETS:
-            why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
-            yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
-        yield from complex_refusals(graph)
-        for node in graph.nodes:
-            if "weight_hr_l0" in node.params:
-                why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
-                remedy = (
-                    "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"
-                )
-                yield Refusal(why, remedy, node.name)
+        yield from graph_refusals(graph, opset)
         for (layer, role), spec in specs.items():
             if is_parameter(role):
                 continue
@@ -146,9 +136,22 @@ class OnnxExporter(Exporter[OnnxModel]):
         return replace(verification, remarks=written.remarks, engines=engines)
 
 
+def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:
+    """Yield what ONNX cannot express of a network in float."""
+    if opset not in OPSETS:
+        why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
+        yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
+    yield from complex_refusals(graph)
+    for node in graph.nodes:
+        if "weight_hr_l0" in node.params:
+            why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
+            remedy = "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"
+            yield Refusal(why, remedy, node.name)
+
+
 def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:
     """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""
-    opsets = [_DEFAULT_OPSET]
+    opsets = [DEFAULT_OPSET]
     for (_, role), spec in specs.items():
         if spec.dtype == "int":
             opsets.append(_first_opset(role, spec))

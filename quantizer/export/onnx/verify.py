@@ -67,7 +67,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     """
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
-        sessions = {label: _session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)}
+        sessions = {label: open_session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)}
         multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
     outputs, steps = deployment.outputs, deployment.part_steps
     agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
@@ -84,11 +84,11 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
                 tensor_leaves(network.observe(args, kwargs, recorder.watchers))
             )
         for label, session in sessions.items():
-            with _failures_named(label, file.name):
+            with failures_named(label, file.name):
                 actual = _outputs(session, feed)
             agreements[label].add(expected, actual, recorder)
         if layers is not None:
-            with _failures_named(DEFAULT, file.name):
+            with failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)
             layers.check.add(args, kwargs, codes)
     verified: dict[str, Verification] = {}
@@ -99,7 +99,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         verified[label] = accept_file(
             agreements[label].result(),
             deployment,
-            _SessionOfFile(session, file, deployment).outputs,
+            SessionOfFile(session, file, deployment).outputs,
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
@@ -121,7 +121,7 @@ def _speed(
     """Measure the speed of a session against the float network."""
     if file.floating is None or feed is None:
         return None
-    with _failures_named("ONNX Runtime, without quantization,", file.name):
+    with failures_named("ONNX Runtime, without quantization,", file.name):
         return measured_speed(session, file.floating, feed)
 
 
@@ -144,7 +144,7 @@ class _LayerSession:
         if not check.rows:
             return None
         watched = replace(file, source=check.model.SerializeToString())
-        return cls(check, _session(watched, DEFAULT))
+        return cls(check, open_session(watched, DEFAULT))
 
     def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return the codes of one batch, by the names of their values."""
@@ -152,10 +152,11 @@ class _LayerSession:
         return dict(zip(names, self.session.run(names, feed), strict=True))
 
 
-def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
-    """Return a session.
+def open_session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
+    """Return a session of ONNX Runtime.
 
     Args:
+        label: `UNOPTIMIZED` for one without optimizations.
         optimized: where a default session writes what its optimizer makes of the file.
     """
     options = onnxruntime.SessionOptions()
@@ -167,14 +168,14 @@ def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.Inf
         options.optimized_model_filepath = optimized
         if isinstance(file.source, str):
             options.add_session_config_entry(_EXTERNAL, f"{Path(optimized).name}.data")
-    with _failures_named(label, file.name):
+    with failures_named(label, file.name):
         return onnxruntime.InferenceSession(
             file.source, options, providers=["CPUExecutionProvider"]
         )
 
 
 @contextmanager
-def _failures_named(label: str, name: str) -> Iterator[None]:
+def failures_named(label: str, name: str) -> Iterator[None]:
     """Raise ONNX Runtime's exceptions as `VerificationError`; they have no common class."""
     try:
         yield
@@ -186,7 +187,7 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _SessionOfFile:
+class SessionOfFile:
     """A session that is called as the model is."""
 
     session: onnxruntime.InferenceSession

@@ -1,0 +1,296 @@
+"""Turns a translated network with marks into a float network and encodings by tensor names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from quantizer.config.roles import is_parameter
+from quantizer.errors import UsageError
+from quantizer.export.encodings.document import TensorEncoding
+from quantizer.export.encodings.rules import encoded_bits
+from quantizer.export.onnx.builder import (
+    NodeBuilder,
+    add_initializer,
+    array_of,
+    redirect,
+    remove_node,
+)
+from quantizer.export.onnx.marks import Lowering, is_mark, marks_of
+from quantizer.nn.quantized_tensor import QuantizedTensor
+
+# Operators whose outputs are values of their first input, so that quantizing them again changes
+# nothing.
+_PICKING = (
+    "DepthToSpace",
+    "Expand",
+    "Flatten",
+    "Gather",
+    "GatherElements",
+    "Identity",
+    "MaxPool",
+    "GlobalMaxPool",
+    "ReduceMax",
+    "Relu",
+    "Reshape",
+    "Slice",
+    "SpaceToDepth",
+    "Split",
+    "Squeeze",
+    "Tile",
+    "Transpose",
+    "Unsqueeze",
+)
+_JOINING = "Concat"
+_ARRANGING = ("Reshape", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat", "Expand")
+_PREFIX = "network."
+_TRANSPOSED = ".transposed"
+
+
+def lower_to_encodings(model: ir.Model, lowering: Lowering) -> list[TensorEncoding]:
+    """Remove all marks and return the encodings, parameters after activations.
+
+    Tensors with encodings are called after their layers, and initializers after parameters.
+
+    Raises:
+        UsageError: a weight reaches no operator as it is.
+    """
+    parameters: dict[ir.Value, TensorEncoding] = {}
+    for mark in marks_of(model.graph):
+        (layer, role), tensor = lowering.marked(mark)
+        if is_parameter(role):
+            parameters |= _parameter_encodings(mark, layer, tensor)
+    activations: dict[ir.Value, TensorEncoding] = {}
+    for node in list(model.graph):
+        if is_mark(node):
+            _place_activation(node, lowering, activations)
+    for node in model.graph:
+        _extend(node, activations)
+    _rename_initializers(model.graph, lowering)
+    _separate_names(model.graph)
+    encodings: list[TensorEncoding] = []
+    for value, encoding in (activations | parameters).items():
+        assert value.name is not None
+        encodings.append(replace(encoding, name=value.name))
+    return encodings
+
+
+def _parameter_encodings(
+    mark: ir.Node, layer: str, tensor: QuantizedTensor
+) -> dict[ir.Value, TensorEncoding]:
+    """Remove the mark of a weight and return the encodings of the initializers that are left.
+
+    Transposes are computed, so that operators read initializers.
+
+    Raises:
+        UsageError: another operator arranges the weight.
+    """
+    weight = mark.inputs[0]
+    result = mark.outputs[0]
+    assert weight is not None
+    encoding = _encoding_of_weight(tensor)
+    encodings: dict[ir.Value, TensorEncoding] = {}
+    for reader, index in list(result.uses()):
+        if reader.op_type != "Transpose" or reader.outputs[0].is_graph_output():
+            _require_reader(reader, encoding, layer)
+            reader.replace_input_with(index, weight)
+            encodings[weight] = encoding
+            continue
+        moved, axes = _transposed(reader, weight)
+        for other, position in list(reader.outputs[0].uses()):
+            other.replace_input_with(position, moved)
+        remove_node(reader)
+        encodings[moved] = _moved(encoding, axes)
+    remove_node(mark)
+    return encodings
+
+
+def _require_reader(node: ir.Node, encoding: TensorEncoding, layer: str) -> None:
+    """Check that an operator reads a weight as it is.
+
+    Raises:
+        UsageError: it arranges the weight, whose scales are then along another axis.
+    """
+    if encoding.axis is not None and node.op_type in _ARRANGING:
+        raise UsageError(
+            f"--deploy encodings: the weight of {layer} passes through {node.op_type} before "
+            "it is used, so that no encoding fits its initializer",
+            help=f"set qscheme to per_tensor for the weights of {layer}, or leave it in float",
+        )
+
+
+def _transposed(node: ir.Node, weight: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
+    """Return the initializer that a Transpose makes of a weight, and the order of its axes."""
+    values = array_of(weight)
+    assert values is not None and node.graph is not None
+    axes = tuple(node.attributes.get_ints("perm", ())) or tuple(reversed(range(values.ndim)))
+    name = f"{weight.name}{_TRANSPOSED}"
+    moved = node.graph.initializers.get(name)
+    if moved is None:
+        array = np.ascontiguousarray(values.transpose(axes))
+        moved = add_initializer(node.graph, ir.Tensor(array, name=name))
+    return moved, axes
+
+
+def _moved(encoding: TensorEncoding, axes: tuple[int, ...]) -> TensorEncoding:
+    """Return the encoding of a weight with its axes in another order."""
+    if encoding.axis is None:
+        return encoding
+    axis = axes.index(encoding.axis)
+    if encoding.block_size is None:
+        return replace(encoding, axis=axis)
+    scale = encoding.scale.transpose(axes)
+    return replace(
+        encoding, axis=axis, scale=scale, zero_point=encoding.zero_point.transpose(axes)
+    )
+
+
+def _encoding_of_weight(tensor: QuantizedTensor) -> TensorEncoding:
+    """Return the encoding of a weight, without its name."""
+    spec = tensor.spec
+    scale, zero_point = _arrays(tensor)
+    axis = spec.ch_axis
+    block_size: int | None = None
+    if spec.qscheme == "per_group" and axis is not None:
+        scale = np.moveaxis(scale, -1, axis)
+        zero_point = np.moveaxis(zero_point, -1, axis)
+        block_size = spec.group_size
+    is_signed = spec.has_signed_codes
+    return TensorEncoding(
+        "",
+        encoded_bits(spec),
+        is_signed,
+        scale,
+        zero_point,
+        axis=axis,
+        block_size=block_size,
+        is_parameter=True,
+    )
+
+
+def _arrays(tensor: QuantizedTensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return scale and zero point as the JSON has them."""
+    scale = tensor.scale.double().numpy()
+    return scale, tensor.zero_point.numpy().astype(np.int64)
+
+
+def _encoding_of_activation(tensor: QuantizedTensor) -> TensorEncoding:
+    """Return the encoding of an activation, without its name.
+
+    Its codes are unsigned, as aimet-onnx writes those of activations.
+    """
+    spec = tensor.spec
+    scale, zero_point = _arrays(tensor)
+    if spec.has_signed_codes:
+        zero_point = zero_point + (1 << (spec.bit_width - 1))
+    return TensorEncoding("", spec.bit_width, False, scale, zero_point)
+
+
+def _place_activation(
+    mark: ir.Node, lowering: Lowering, activations: dict[ir.Value, TensorEncoding]
+) -> None:
+    """Remove the mark of an activation. The value before it gets the encoding.
+
+    Where others read that value as it is, an Identity gets the encoding.
+    """
+    (layer, role), tensor = lowering.marked(mark)
+    source = mark.inputs[0]
+    result = mark.outputs[0]
+    assert source is not None
+    encoding = _encoding_of_activation(tensor)
+    earlier = activations.get(source)
+    is_free = earlier is None and not _has_other_readers(source, encoding, lowering)
+    is_repeated = earlier is not None and earlier.has_same_codes(encoding)
+    is_bound = source.is_graph_input() or source.is_graph_output()
+    needs_copy = is_bound and result.is_graph_output()
+    if (is_free or is_repeated) and not needs_copy:
+        if result.is_graph_output():
+            redirect(result, source)
+        for reader, index in list(result.uses()):
+            reader.replace_input_with(index, source)
+    else:
+        name = f"{layer}.{role}.copy"
+        source = NodeBuilder(name, mark).add("Identity", source, node_name=name)
+        redirect(result, source)
+    remove_node(mark)
+    activations.setdefault(source, encoding)
+    if not source.is_graph_input() and not source.is_graph_output():
+        source.name = layer if role == "activation" else f"{layer}.{role}"
+
+
+def _has_other_readers(
+    source: ir.Value, encoding: TensorEncoding, lowering: Lowering
+) -> bool:
+    """Return whether a value is read by anything but marks with the same encoding."""
+    if source.is_graph_output():
+        return True
+    for reader in source.consumers():
+        if not is_mark(reader):
+            return True
+        _, tensor = lowering.marked(reader)
+        if not _encoding_of_activation(tensor).has_same_codes(encoding):
+            return True
+    return False
+
+
+def _extend(node: ir.Node, activations: dict[ir.Value, TensorEncoding]) -> None:
+    """Give the outputs of a node the encoding of its inputs, if they are values of these.
+
+    Readers quantize each tensor, and this one is quantized already.
+    """
+    sources = node.inputs[:1]
+    if node.op_type == _JOINING:
+        sources = node.inputs
+    elif node.op_type not in _PICKING and not _is_nearest(node):
+        return
+    encodings: list[TensorEncoding] = []
+    for source in sources:
+        if source is None or source not in activations:
+            return
+        encodings.append(activations[source])
+    first = encodings[0]
+    if all(first.has_same_codes(encoding) for encoding in encodings):
+        for value in node.outputs:
+            activations.setdefault(value, first)
+
+
+def _is_nearest(node: ir.Node) -> bool:
+    """Return whether a node resizes by copying values."""
+    return node.op_type == "Resize" and node.attributes.get_string("mode", "") == "nearest"
+
+
+def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
+    """Call initializers after the parameters of the user's model."""
+    paths: dict[str, str] = {}
+    network = lowering.network
+    for layer, module in network.module_names.items():
+        for parameter, path in network.graph.by_name[layer].params.items():
+            paths[f"{_PREFIX}{module}.{parameter}"] = path
+    for name in list(graph.initializers):
+        stem = name.removesuffix(_TRANSPOSED)
+        path = paths.get(stem, "")
+        new_name = path + name.removeprefix(stem)
+        if path and new_name not in graph.initializers:
+            value = graph.initializers.pop(name)
+            value.name = new_name
+            graph.register_initializer(value)
+
+
+def _separate_names(graph: ir.Graph) -> None:
+    """Number values that have the name of another one."""
+    taken = set(graph.initializers)
+    for value in (*graph.inputs, *graph.outputs):
+        taken.add(value.name or "")
+    for node in graph:
+        for value in node.outputs:
+            if value.is_graph_output() or not value.name:
+                continue
+            name = value.name
+            count = 1
+            while value.name in taken:
+                count += 1
+                value.name = f"{name}.{count}"
+            taken.add(value.name)
