@@ -10,10 +10,11 @@ import onnx
 import onnx_ir as ir
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.wording import first_names
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.encodings.document import encodings_document
-from quantizer.export.encodings.lowering import lower_to_encodings
+from quantizer.export.encodings.lowering import EncodedNetwork, lower_to_encodings
 from quantizer.export.encodings.rules import encoding_refusals, require_axes
 from quantizer.export.encodings.verify import EncodedFile, verify_encodings
 from quantizer.export.exporter import Exporter, Refusal
@@ -71,16 +72,16 @@ class EncodingsExporter(Exporter[EncodedFile]):
         model = translate_network(wide, network, quantizations, opset)
         lowering = Lowering(network, quantizations, opset, biases={}, float_layers=())
         name_products(model, lowering)
-        encodings = lower_to_encodings(model, lowering)
+        lowered = lower_to_encodings(model, lowering)
         proto = ir.to_proto(model)
         clean_proto(proto, deployment.graph, deployment.input_names)
         onnx.helper.set_model_props(proto, deployment.origin.texts())
         version = deployment.choice(VERSION_OPTION)
-        require_axes(encodings, proto, version)
-        document = encodings_document(encodings, version)
+        require_axes(lowered.encodings, proto, version)
+        document = encodings_document(lowered.encodings, version)
         text = json.dumps(document, indent=1) + "\n"
         with stored_model(proto, _network_path(path)) as source:
-            yield EncodedFile(path.name, source, text, tested)
+            yield EncodedFile(path.name, source, text, tested, _remarks(lowered))
             # Never new encodings beside an old network.
             path.unlink(missing_ok=True)
         write_bytes(path, text.encode())
@@ -90,7 +91,18 @@ class EncodingsExporter(Exporter[EncodedFile]):
 
         aimet-onnx runs them, too, if it is installed. It refuses nothing.
         """
-        return verify_encodings(written)
+        verification = verify_encodings(written)
+        return replace(verification, remarks=written.remarks)
+
+
+def _remarks(lowered: EncodedNetwork) -> tuple[str, ...]:
+    """Return a sentence on weights without encodings, if there are any."""
+    if not lowered.unencoded:
+        return ()
+    return (
+        f"{first_names(lowered.unencoded)}: no encoding of the weights, because readers know no "
+        "axis of channels there. The file has their rounded values",
+    )
 
 
 def _network_path(path: Path) -> Path:

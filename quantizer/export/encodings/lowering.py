@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantizer.config.roles import is_parameter
-from quantizer.errors import UsageError
 from quantizer.export.encodings.document import TensorEncoding
 from quantizer.export.encodings.rules import encoded_bits
 from quantizer.export.onnx.builder import (
@@ -19,11 +19,12 @@ from quantizer.export.onnx.builder import (
     redirect,
     remove_node,
 )
-from quantizer.export.onnx.marks import Lowering, is_mark, marks_of
+from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
+from quantizer.graph.module_names import path_names
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
-# Operators whose outputs are values of their first input, so that quantizing them again changes
-# nothing.
+# Operators whose outputs are values of their first input. Quantizing them again changes nothing,
+# and readers refuse a second encoding.
 _PICKING = (
     "DepthToSpace",
     "Expand",
@@ -34,7 +35,6 @@ _PICKING = (
     "MaxPool",
     "GlobalMaxPool",
     "ReduceMax",
-    "Relu",
     "Reshape",
     "Slice",
     "SpaceToDepth",
@@ -44,49 +44,59 @@ _PICKING = (
     "Transpose",
     "Unsqueeze",
 )
-_JOINING = "Concat"
-_ARRANGING = ("Reshape", "Squeeze", "Unsqueeze", "Slice", "Split", "Concat", "Expand")
 _PREFIX = "network."
 _TRANSPOSED = ".transposed"
 
 
-def lower_to_encodings(model: ir.Model, lowering: Lowering) -> list[TensorEncoding]:
+@dataclass(frozen=True)
+class EncodedNetwork:
+    """The encodings of a network.
+
+    Attributes:
+        unencoded: layers with quantized weights that no encoding fits. The network has their
+            rounded values all the same.
+    """
+
+    encodings: tuple[TensorEncoding, ...]
+    unencoded: tuple[str, ...]
+
+
+def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     """Remove all marks and return the encodings, parameters after activations.
 
     Tensors with encodings are called after their layers, and initializers after parameters.
-
-    Raises:
-        UsageError: a weight reaches no operator as it is.
     """
     parameters: dict[ir.Value, TensorEncoding] = {}
+    unencoded: list[str] = []
     for mark in marks_of(model.graph):
         (layer, role), tensor = lowering.marked(mark)
         if is_parameter(role):
-            parameters |= _parameter_encodings(mark, layer, tensor)
+            encodings = _parameter_encodings(mark, tensor)
+            parameters |= encodings
+            if not encodings:
+                unencoded.append(layer)
     activations: dict[ir.Value, TensorEncoding] = {}
     for node in list(model.graph):
         if is_mark(node):
             _place_activation(node, lowering, activations)
-    for node in model.graph:
-        _extend(node, activations)
+    for value, encoding in list(activations.items()):
+        if _is_repeated_value(value, encoding, activations):
+            del activations[value]
     _rename_initializers(model.graph, lowering)
     _separate_names(model.graph)
-    encodings: list[TensorEncoding] = []
+    named: list[TensorEncoding] = []
     for value, encoding in (activations | parameters).items():
         assert value.name is not None
-        encodings.append(replace(encoding, name=value.name))
-    return encodings
+        named.append(replace(encoding, name=value.name))
+    return EncodedNetwork(tuple(named), tuple(unencoded))
 
 
 def _parameter_encodings(
-    mark: ir.Node, layer: str, tensor: QuantizedTensor
+    mark: ir.Node, tensor: QuantizedTensor
 ) -> dict[ir.Value, TensorEncoding]:
     """Remove the mark of a weight and return the encodings of the initializers that are left.
 
     Transposes are computed, so that operators read initializers.
-
-    Raises:
-        UsageError: another operator arranges the weight.
     """
     weight = mark.inputs[0]
     result = mark.outputs[0]
@@ -95,7 +105,6 @@ def _parameter_encodings(
     encodings: dict[ir.Value, TensorEncoding] = {}
     for reader, index in list(result.uses()):
         if reader.op_type != "Transpose" or reader.outputs[0].is_graph_output():
-            _require_reader(reader, encoding, layer)
             reader.replace_input_with(index, weight)
             encodings[weight] = encoding
             continue
@@ -105,21 +114,13 @@ def _parameter_encodings(
         remove_node(reader)
         encodings[moved] = _moved(encoding, axes)
     remove_node(mark)
-    return encodings
+    return {value: each for value, each in encodings.items() if _fits(value, each)}
 
 
-def _require_reader(node: ir.Node, encoding: TensorEncoding, layer: str) -> None:
-    """Check that an operator reads a weight as it is.
-
-    Raises:
-        UsageError: it arranges the weight, whose scales are then along another axis.
-    """
-    if encoding.axis is not None and node.op_type in _ARRANGING:
-        raise UsageError(
-            f"--deploy encodings: the weight of {layer} passes through {node.op_type} before "
-            "it is used, so that no encoding fits its initializer",
-            help=f"set qscheme to per_tensor for the weights of {layer}, or leave it in float",
-        )
+def _fits(weight: ir.Value, encoding: TensorEncoding) -> bool:
+    """Return whether all operators that read a weight have the axis of its scales."""
+    readers = weight.consumers()
+    return encoding.axis is None or all(reader.op_type in MULTIPLYING for reader in readers)
 
 
 def _transposed(node: ir.Node, weight: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
@@ -218,7 +219,8 @@ def _place_activation(
     remove_node(mark)
     activations.setdefault(source, encoding)
     if not source.is_graph_input() and not source.is_graph_output():
-        source.name = layer if role == "activation" else f"{layer}.{role}"
+        path = path_names(lowering.network.graph)[layer]
+        source.name = path if role == "activation" else f"{path}.{role}"
 
 
 def _has_other_readers(
@@ -236,25 +238,19 @@ def _has_other_readers(
     return False
 
 
-def _extend(node: ir.Node, activations: dict[ir.Value, TensorEncoding]) -> None:
-    """Give the outputs of a node the encoding of its inputs, if they are values of these.
-
-    Readers quantize each tensor, and this one is quantized already.
-    """
-    sources = node.inputs[:1]
-    if node.op_type == _JOINING:
-        sources = node.inputs
-    elif node.op_type not in _PICKING and not _is_nearest(node):
-        return
-    encodings: list[TensorEncoding] = []
-    for source in sources:
-        if source is None or source not in activations:
-            return
-        encodings.append(activations[source])
-    first = encodings[0]
-    if all(first.has_same_codes(encoding) for encoding in encodings):
-        for value in node.outputs:
-            activations.setdefault(value, first)
+def _is_repeated_value(
+    value: ir.Value, encoding: TensorEncoding, activations: Mapping[ir.Value, TensorEncoding]
+) -> bool:
+    """Return whether a value only moves values that have the same encoding already."""
+    node = value.producer()
+    while node is not None and (node.op_type in _PICKING or _is_nearest(node)):
+        source = node.inputs[0]
+        if source is None:
+            return False
+        if source in activations:
+            return activations[source].has_same_codes(encoding)
+        node = source.producer()
+    return False
 
 
 def _is_nearest(node: ir.Node) -> bool:
@@ -268,7 +264,8 @@ def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
     network = lowering.network
     for layer, module in network.module_names.items():
         for parameter, path in network.graph.by_name[layer].params.items():
-            paths[f"{_PREFIX}{module}.{parameter}"] = path
+            # A weight that several layers share has a copy for each of them.
+            paths[f"{_PREFIX}{module}.{parameter}"] = path.partition("@")[0]
     for name in list(graph.initializers):
         stem = name.removesuffix(_TRANSPOSED)
         path = paths.get(stem, "")
