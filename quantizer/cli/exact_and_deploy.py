@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from quantizer.calibration.events import RunStage
 from quantizer.cli.follow import progress
-from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
+from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARES
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
@@ -155,7 +155,7 @@ def deploy(
         lines += _lines_of_file(path, summary["bytes"], verified, view)
         session = verified.default_session
         if session and session.kernels:
-            metrics[INT8_SHARE] = session.kernels.share
+            metrics[INT8_SHARES[target]] = session.kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     for other in failures[1:]:

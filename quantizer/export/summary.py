@@ -67,7 +67,7 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
             first = len(session.kernels.summary_lines)
             sentences += session.summary_lines[first:]
         rows.append(_agreeing(f"{reader}, default settings", "; ".join(sentences)))
-        reader = f"{reader}, without optimizations"
+        reader = f"{reader}, {EXPORTERS[target].plainly}"
     rows.append(_agreeing(reader, verified.figures()))
     for check in verified.engines:
         row = {"engine": check.engine, "agrees": check.agrees, "text": check.line}

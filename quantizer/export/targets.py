@@ -37,6 +37,7 @@ class ExportTarget:
         reader: what reads the file back to verify it, for sentences.
         needs: packages, which the extra `extra` installs.
         for_transformers: whether it takes models of transformers only.
+        plainly: how `reader` runs the file besides its default settings.
         by_tensor: whether it needs only one weight in memory at a time.
     """
 
@@ -47,6 +48,7 @@ class ExportTarget:
     extra: str = ""
     for_transformers: bool = False
     by_tensor: bool = False
+    plainly: str = "without optimizations"
     options: tuple[TargetOption, ...] = ()
 
 
@@ -88,6 +90,14 @@ EXPORTERS: dict[str, ExportTarget] = {
                 is_text=True,
             ),
         ),
+    ),
+    "openvino": ExportTarget(
+        "quantizer.export.openvino_ir.exporter:OpenVinoIrExporter",
+        ".xml",
+        "OpenVINO",
+        ("onnx", "onnxruntime", "onnxscript", "openvino"),
+        "openvino",
+        plainly="in float32",
     ),
     "encodings": ExportTarget(
         "quantizer.export.encodings.exporter:EncodingsExporter",

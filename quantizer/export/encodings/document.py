@@ -162,9 +162,7 @@ def read_document(
     return encodings
 
 
-def _read_with_axis(
-    entry: JsonMapping, shapes: dict[str, tuple[int, ...]]
-) -> TensorEncoding:
+def _read_with_axis(entry: JsonMapping, shapes: dict[str, tuple[int, ...]]) -> TensorEncoding:
     word, _, bits = entry["output_dtype"].partition("int")
     scale = np.array(entry["y_scale"], np.float64)
     zero_point = np.array(entry.get("y_zero_point", np.zeros(scale.shape)), np.int64)

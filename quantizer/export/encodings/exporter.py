@@ -99,9 +99,10 @@ def _remarks(lowered: EncodedNetwork) -> tuple[str, ...]:
     """Return a sentence on weights without encodings, if there are any."""
     if not lowered.unencoded:
         return ()
+    names = first_names(lowered.unencoded)
     return (
-        f"{first_names(lowered.unencoded)}: no encoding of the weights, because readers know no "
-        "axis of channels there. The file has their rounded values",
+        f"{names}: the weights have no encoding, because readers know no axis of channels "
+        "there. The file has their rounded values",
     )
 
 

@@ -23,8 +23,8 @@ from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.graph.module_names import path_names
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
-# Operators whose outputs are values of their first input. Quantizing them again changes nothing,
-# and readers refuse a second encoding.
+# Operators whose outputs are values of their first input. A second encoding would change
+# nothing, and readers refuse it.
 _PICKING = (
     "DepthToSpace",
     "Expand",
@@ -236,9 +236,7 @@ def _place_activation(
         source.name = path if role == "activation" else f"{path}.{role}"
 
 
-def _quantize_before_cuts(
-    graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]
-) -> None:
+def _quantize_before_cuts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
     """Give values before Relu and Clip the encoding of the value behind it, where readers
     quantize both.
 
@@ -298,9 +296,7 @@ def _exact_encoding(value: float, bits: int) -> TensorEncoding:
     return TensorEncoding("", bits, False, np.array(scale), np.array(zero_point, np.int64))
 
 
-def _has_other_readers(
-    source: ir.Value, encoding: TensorEncoding, lowering: Lowering
-) -> bool:
+def _has_other_readers(source: ir.Value, encoding: TensorEncoding, lowering: Lowering) -> bool:
     """Return whether a value is read by anything but marks with the same encoding."""
     if source.is_graph_output():
         return True

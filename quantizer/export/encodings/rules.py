@@ -25,9 +25,7 @@ _TARGET_HELP = "or use --deploy onnx or pt2"
 _LINEAR_DIMENSIONS = 2
 
 
-def encoding_refusals(
-    graph: Graph, specs: Mapping[Key, QuantizationSpec]
-) -> Iterator[Refusal]:
+def encoding_refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Iterator[Refusal]:
     """Yield what encodings cannot hold. Biases are floats beside them and always fit."""
     for (layer, role), spec in specs.items():
         node = graph.by_name[layer]
@@ -133,9 +131,7 @@ def _along(spec: QuantizationSpec) -> str:
     return words[spec.qscheme]
 
 
-def require_axes(
-    encodings: Iterable[TensorEncoding], model: ModelProto, version: str
-) -> None:
+def require_axes(encodings: Iterable[TensorEncoding], model: ModelProto, version: str) -> None:
     """Check that channels are along the axis that readers of version 1.0.0 assume.
 
     Raises:

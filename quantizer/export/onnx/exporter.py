@@ -11,6 +11,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from onnx import ModelProto
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
@@ -57,6 +58,22 @@ class OnnxModel:
     remarks: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class BuiltOnnx:
+    """A model that no file has yet.
+
+    Attributes:
+        floating: the same network without quantization, serialized; None if it is large.
+        tested: what it is compared with.
+        remarks: notes for the user.
+    """
+
+    proto: ModelProto
+    floating: bytes | None
+    tested: Deployment
+    remarks: tuple[str, ...]
+
+
 class OnnxExporter(Exporter[OnnxModel]):
     """Writes a model with the inputs and outputs of the user's model, by their names.
 
@@ -98,31 +115,10 @@ class OnnxExporter(Exporter[OnnxModel]):
             ResultError: the file cannot be written.
         """
         is_fast = deployment.choice("onnx_profile") == "fast"
-        solution = self.as_run(deployment.graph, deployment.solution).by_rows()
-        # The file is compared with this, whatever is restated for it.
-        tested = replace(deployment, solution=solution)
-        apart = quantized_apart(deployment.graph, solution, any_rounding=is_fast)
-        wide = in_float32(replace(deployment, solution=apart))
-        encoded = rounded_half_even(wide.encoded) if is_fast else wide.encoded
-        weights = wide.choice("onnx_weights")
-        stated = adapt_weights(wide.graph, encoded, weights, packed=is_fast)
-        opset = deployment.opset
-        if opset == -1:
-            opset = operator_set(stated.specs)
-        network = wide.network()
-        quantizations = list(stated.tensors.items())
-        model = translate_network(wide, network, quantizations, opset)
-        floating = float_model(model)
-        biases = sum_biases(network, sum_steps(wide.graph, stated))
-        float_layers = overflowing(network, stated) - biases.keys()
-        lowering = Lowering(network, quantizations, opset, biases, float_layers, is_fast)
-        lower_marks(model, lowering)
-        proto = ir.to_proto(model)
-        clean_proto(proto, deployment.graph, deployment.input_names)
-        onnx.helper.set_model_props(proto, deployment.origin.texts())
-        with stored_model(proto, path) as source:
-            file = OnnxFile(path.name, source, proto, floating)
-            yield OnnxModel(file, tested, processor_remarks(wide.graph, stated))
+        built = build_onnx(deployment, deployment.choice("onnx_weights"), is_fast=is_fast)
+        with stored_model(built.proto, path) as source:
+            file = OnnxFile(path.name, source, built.proto, built.floating)
+            yield OnnxModel(file, built.tested, built.remarks)
 
     def verify(self, deployment: Deployment, written: OnnxModel) -> Verification:
         """Run the model in ONNX Runtime, without optimizations and as users do.
@@ -134,6 +130,41 @@ class OnnxExporter(Exporter[OnnxModel]):
             verification = verify_sessions(written.file, written.tested)
             engines = () if openvino is None else (openvino.result(),)
         return replace(verification, remarks=written.remarks, engines=engines)
+
+
+def build_onnx(deployment: Deployment, weights: str, *, is_fast: bool = False) -> BuiltOnnx:
+    """Return the network with QuantizeLinear and DequantizeLinear.
+
+    Args:
+        deployment: what is exported.
+        weights: the type of 8-bit weights, "int8" or "uint8".
+        is_fast: whether it rounds as ONNX Runtime's fastest kernels do.
+
+    Raises:
+        ModelError: torch.onnx does not know an operator of the network.
+    """
+    solution = with_runtime_biases(deployment.graph, deployment.solution).by_rows()
+    # The file is compared with this, whatever is restated for it.
+    tested = replace(deployment, solution=solution)
+    apart = quantized_apart(deployment.graph, solution, any_rounding=is_fast)
+    wide = in_float32(replace(deployment, solution=apart))
+    encoded = rounded_half_even(wide.encoded) if is_fast else wide.encoded
+    stated = adapt_weights(wide.graph, encoded, weights, packed=is_fast)
+    opset = deployment.opset
+    if opset == -1:
+        opset = operator_set(stated.specs)
+    network = wide.network()
+    quantizations = list(stated.tensors.items())
+    model = translate_network(wide, network, quantizations, opset)
+    floating = float_model(model)
+    biases = sum_biases(network, sum_steps(wide.graph, stated))
+    float_layers = overflowing(network, stated) - biases.keys()
+    lowering = Lowering(network, quantizations, opset, biases, float_layers, is_fast)
+    lower_marks(model, lowering)
+    proto = ir.to_proto(model)
+    clean_proto(proto, deployment.graph, deployment.input_names)
+    onnx.helper.set_model_props(proto, deployment.origin.texts())
+    return BuiltOnnx(proto, floating, tested, processor_remarks(wide.graph, stated))
 
 
 def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:

@@ -1,6 +1,7 @@
 """Reports which multiplications ONNX Runtime computes in integers, from its optimized graph."""
 
 import re
+from collections.abc import Sequence
 
 import onnx
 from onnx import ModelProto
@@ -40,6 +41,22 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
         if node.op_type in _INTEGER_OPERATORS:
             # The optimizer adds to names.
             integer.append(re.sub(r"_token_\d+$", "", node.name))
+    return kernels_of(model, integer, graph, solution)
+
+
+def kernels_of(
+    model: ModelProto,
+    integer: Sequence[str],
+    graph: Graph,
+    solution: Solution,
+    engine: str = "ONNX Runtime",
+) -> Kernels:
+    """Return how an engine multiplies, with the reasons for float.
+
+    Args:
+        model: the file as it was written.
+        integer: the names of nodes that the engine computes in integers.
+    """
     readers: dict[str, str] = {}
     for node in model.graph.node:
         readers |= dict.fromkeys(node.input, node.op_type)
@@ -49,7 +66,8 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
         if node.op_type in MULTIPLYING and node.name not in integer:
             reader = readers.get(node.output[0], "")
             layer = node.name.partition(NUMBERED)[0]
-            reasons[node.name] = _reason(layer, graph, where, solution, reader=reader)
+            reason = _reason(layer, graph, where, solution, reader=reader)
+            reasons[node.name] = reason.replace("ONNX Runtime", engine)
     return Kernels(tuple(integer), reasons)
 
 

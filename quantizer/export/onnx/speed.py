@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import onnx
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from quantizer.export.onnx.marks import MARK_DOMAIN
 from quantizer.export.speed import MIN_ROUNDS, Speed
 
+Timer = Callable[[int], float]
+"""Runs a network so many times and returns the seconds of one run, as their mean."""
 # The float network is not run if its tensors have more bytes.
 _MAX_FLOAT_BYTES = 2**30
 # So many rounds, or as many as begin in this time.
@@ -43,34 +46,38 @@ def float_model(model: ir.Model) -> bytes | None:
 def measured_speed(
     session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]
 ) -> Speed | None:
-    """Return how fast `session` is against the model `floating`; None if it cannot be measured.
+    """Return how fast `session` is against the model `floating`; None if that is unknown."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    other = onnxruntime.InferenceSession(floating, options, providers=["CPUExecutionProvider"])
+    timers = [partial(_seconds, session, feed), partial(_seconds, other, feed)]
+    return speed_in_turns(*timers)
+
+
+def speed_in_turns(ours: Timer, floats: Timer) -> Speed | None:
+    """Return how fast one network is against another; None if it cannot be measured.
 
     Both run in each round and take turns to be first, so that what slows the machine down slows
     both.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    other = onnxruntime.InferenceSession(floating, options, providers=["CPUExecutionProvider"])
-    sessions = (session, other)
-    runs = [_runs_at_once(either, feed) for either in sessions]
+    timers = (ours, floats)
+    runs = [_runs_at_once(timer) for timer in timers]
     times: tuple[list[float], list[float]] = ([], [])
     start = time.perf_counter()
     for index in range(_ROUNDS):
         order = (0, 1) if index % 2 == 0 else (1, 0)
         for which in order:
-            times[which].append(_seconds(sessions[which], feed, runs[which]))
+            times[which].append(timers[which](runs[which]))
         if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > _ROUND_SECONDS:
             break
     return Speed.of(*times)
 
 
-def _runs_at_once(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]
-) -> int:
+def _runs_at_once(timer: Timer) -> int:
     """Return how many runs make a measurement long enough for the clock and the scheduler."""
     # The first run prepares memory.
-    session.run(None, feed)
-    seconds = _seconds(session, feed, 1)
+    timer(1)
+    seconds = timer(1)
     return max(1, math.ceil(_MIN_SECONDS / max(seconds, _MIN_SECONDS / _MAX_RUNS)))
 
 

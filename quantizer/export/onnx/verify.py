@@ -67,7 +67,9 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     """
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
-        sessions = {label: open_session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)}
+        sessions = {
+            label: open_session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)
+        }
         multiplications = kernels(file.model, optimized, deployment.graph, deployment.solution)
     outputs, steps = deployment.outputs, deployment.part_steps
     agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
@@ -152,7 +154,9 @@ class _LayerSession:
         return dict(zip(names, self.session.run(names, feed), strict=True))
 
 
-def open_session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
+def open_session(
+    file: OnnxFile, label: str, optimized: str = ""
+) -> onnxruntime.InferenceSession:
     """Return a session of ONNX Runtime.
 
     Args:
