@@ -11,8 +11,9 @@ import onnx_ir as ir
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
-from quantizer.export.agreement import Verification
+from quantizer.export.agreement import EngineCheck, Verification
 from quantizer.export.deployment import Deployment
+from quantizer.export.encodings.aimet import aimet_check
 from quantizer.export.encodings.document import encodings_document
 from quantizer.export.encodings.lowering import EncodedNetwork, lower_to_encodings
 from quantizer.export.encodings.rules import encoding_refusals, require_axes
@@ -92,7 +93,11 @@ class EncodingsExporter(Exporter[EncodedFile]):
         aimet-onnx runs them, too, if it is installed. It refuses nothing.
         """
         verification = verify_encodings(written)
-        return replace(verification, remarks=written.remarks)
+        check: EngineCheck | None = None
+        if isinstance(written.source, bytes):
+            check = aimet_check(written.name, written.source, written.text, written.tested)
+        engines = () if check is None else (check,)
+        return replace(verification, remarks=written.remarks, engines=engines)
 
 
 def _remarks(lowered: EncodedNetwork) -> tuple[str, ...]:
