@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import onnx
@@ -77,8 +78,8 @@ def _quantized(values: NDArray[np.float32], encoding: TensorEncoding) -> NDArray
 
 
 def _spread(
-    values: NDArray[np.generic], encoding: TensorEncoding, shape: tuple[int, ...]
-) -> NDArray[np.generic]:
+    values: NDArray[Any], encoding: TensorEncoding, shape: tuple[int, ...]
+) -> NDArray[Any]:
     """Return scales or zero points in a shape that broadcasts to the tensor's."""
     axis = encoding.axis
     if axis is None:
@@ -104,9 +105,9 @@ def _nodes(
         "high": float(encoding.highest - zero_point),
     }
     names: dict[str, str] = {}
-    for word, value in constants.items():
+    for word, constant in constants.items():
         names[word] = f"{encoding.name}.{word}"
-        array = np.array(value, np.float32)
+        array = np.array(constant, np.float32)
         graph.initializer.append(numpy_helper.from_array(array, names[word]))
     # Floor(x + 0.5) would round the float below 0.5 up.
     steps: Iterable[tuple[str, tuple[str, ...]]] = (

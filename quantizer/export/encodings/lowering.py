@@ -93,6 +93,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     for value, encoding in list(activations.items()):
         if _is_repeated_value(value, encoding, activations):
             del activations[value]
+    _quantize_parts(model.graph, activations)
     _quantize_before_cuts(model.graph, activations)
     constants = _clip_bounds(model.graph, activations)
     _rename_initializers(model.graph, lowering)
@@ -234,6 +235,21 @@ def _place_activation(
     if not source.is_graph_input() and not source.is_graph_output():
         path = path_names(lowering.network.graph)[layer]
         source.name = path if role == "activation" else f"{path}.{role}"
+
+
+def _quantize_parts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
+    """Give values that only a concatenation reads the encoding of what it makes.
+
+    Codes are the same before and after it, and readers quantize both.
+    """
+    for node in graph:
+        encoding = activations.get(node.outputs[0]) if node.op_type == "Concat" else None
+        for source in node.inputs:
+            if encoding is None or source is None or source in activations:
+                continue
+            is_read_by_others = len(source.consumers()) > 1 or source.is_graph_output()
+            if source.producer() is not None and not is_read_by_others:
+                activations[source] = encoding
 
 
 def _quantize_before_cuts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:

@@ -77,4 +77,5 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
     def verify(self, deployment: Deployment, written: OpenVinoIr) -> Verification:
         """Run the files in OpenVINO, in float32 and as users do, and measure their speed."""
         verification = verify_ir(written.session, written.built.tested)
-        return replace(verification, remarks=written.built.remarks)
+        remarks = (*written.built.remarks, *verification.remarks)
+        return replace(verification, remarks=remarks)

@@ -16,6 +16,7 @@ It imports nothing of this package, so that it starts at once.
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class Engine:
 def main() -> None:
     """Answer the lines of standard input."""
     engine = Engine()
+    methods: dict[str, Callable[..., object]]
     methods = {"kernels": engine.kernels, "run": engine.run, "time": engine.time}
     for line in sys.stdin:
         word, *arguments = json.loads(line)

@@ -19,6 +19,7 @@ from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.errors import VerificationError
+from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment
 from quantizer.export.onnx.exporter import BuiltOnnx
 from quantizer.export.onnx.files import LARGEST_MESSAGE
@@ -79,6 +80,14 @@ class IrSession:
         inputs.unlink()
         results.unlink()
         return outputs
+
+    def outputs(self, setting: int) -> Outputs:
+        """Return a function that gives the outputs of a call with one of the settings."""
+
+        def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            return self.run(args, kwargs)[setting]
+
+        return call
 
     def _tensors(self, arrays: Mapping[str, NDArray[Any]], index: int) -> list[Tensor]:
         """Return the outputs of one of the settings, in order."""
