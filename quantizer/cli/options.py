@@ -16,8 +16,8 @@ from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbo
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS
 from quantizer.export.choices import CHOICES
+from quantizer.export.targets import EXPORTERS
 from quantizer.storage.atomic_write import replace_file
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ def _of_target(name: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     """The options of one call. Options that a command does not have keep their defaults.
-
-    `quiet` is an option of all commands, see `_screen_options`.
+    All commands have `quiet`, see `_screen_options`.
     """
 
     quant_mode: str = option(

@@ -39,7 +39,10 @@ def installed_aimet() -> str | None:
 
 
 def aimet_check(
-    name: str, content: bytes, text: str, deployment: Deployment
+    name: str,
+    content: bytes,
+    text: str,
+    deployment: Deployment,
 ) -> EngineCheck | None:
     """Return how aimet-onnx reads the files on the deployment's call; None without it.
 
@@ -63,7 +66,11 @@ def aimet_check(
     return check
 
 
-def _outputs(content: bytes, text: str, deployment: Deployment) -> list[Tensor]:
+def _outputs(
+    content: bytes,
+    text: str,
+    deployment: Deployment,
+) -> list[Tensor]:
     """Return what aimet-onnx gives for the call.
 
     Raises:
@@ -86,13 +93,17 @@ def _outputs(content: bytes, text: str, deployment: Deployment) -> list[Tensor]:
         except subprocess.TimeoutExpired as error:
             raise VerificationError(f"it does not end within {_MAX_SECONDS} s") from error
         if ended.returncode:
-            lines = ended.stderr.strip().splitlines()
-            raise VerificationError(lines[-1].strip() if lines else "it crashes")
+            last_line = ended.stderr.strip().rpartition("\n")[2]
+            raise VerificationError(last_line.strip() or "it crashes")
         with np.load(folder / "outputs.npz") as arrays:
             return [torch.from_numpy(arrays[value.name]) for value in model.graph.output]
 
 
-def _compared(engine: str, outputs: list[Tensor], deployment: Deployment) -> EngineCheck:
+def _compared(
+    engine: str,
+    outputs: list[Tensor],
+    deployment: Deployment,
+) -> EngineCheck:
     agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
     recorder = agreement.recorder()
     network = deployment.network()

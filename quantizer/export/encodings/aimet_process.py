@@ -21,12 +21,21 @@ def main() -> None:
     model = onnx.load("model.onnx")
     names = [value.name for value in model.graph.output]
     config = Path(str(configs.__file__)).with_name(_CONFIG)
-    simulation = QuantizationSimModel(model, config_file=str(config))
+    simulation = QuantizationSimModel(
+        model,
+        config_file=str(config),
+    )
     # Tensors without encodings stay float.
-    load_encodings_to_sim(simulation, "model.encodings", strict=False)
+    load_encodings_to_sim(
+        simulation,
+        "model.encodings",
+        strict=False,
+    )
     with np.load("inputs.npz") as inputs:
-        results = simulation.session.run(None, dict(inputs))
-    np.savez("outputs.npz", **dict(zip(names, results, strict=True)))
+        feed = dict(inputs)
+    results = simulation.session.run(None, feed)
+    outputs = dict(zip(names, results, strict=True))
+    np.savez("outputs.npz", **outputs)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,10 @@ _READ = ".quantized"
 _MADE = ".float"
 
 
-def evaluated_model(model: ModelProto, text: str) -> ModelProto:
+def evaluated_model(
+    model: ModelProto,
+    text: str,
+) -> ModelProto:
     """Return the model with each tensor quantized as its encoding says.
 
     Codes are those of aimet-onnx: x / scale is rounded to the nearest integer, ties up.
@@ -60,15 +63,21 @@ def evaluated_model(model: ModelProto, text: str) -> ModelProto:
     return evaluated
 
 
-def _rename_readers(graph: GraphProto, name: str) -> None:
-    """Let all nodes read the quantized value of an input."""
+def _rename_readers(
+    graph: GraphProto,
+    name: str,
+) -> None:
+    """Make all nodes read the quantized value of an input."""
     for node in graph.node:
         for index, read in enumerate(node.input):
             if read == name:
                 node.input[index] = name + _READ
 
 
-def _quantized(values: NDArray[np.float32], encoding: TensorEncoding) -> NDArray[np.float32]:
+def _quantized(
+    values: NDArray[np.float32],
+    encoding: TensorEncoding,
+) -> NDArray[np.float32]:
     """Return the values of a parameter's codes."""
     scale = _spread(encoding.scale.astype(np.float32), encoding, values.shape)
     zero_point = _spread(encoding.zero_point, encoding, values.shape)
@@ -78,7 +87,9 @@ def _quantized(values: NDArray[np.float32], encoding: TensorEncoding) -> NDArray
 
 
 def _spread(
-    values: NDArray[Any], encoding: TensorEncoding, shape: tuple[int, ...]
+    values: NDArray[Any],
+    encoding: TensorEncoding,
+    shape: tuple[int, ...],
 ) -> NDArray[Any]:
     """Return scales or zero points in a shape that broadcasts to the tensor's."""
     axis = encoding.axis
@@ -92,7 +103,10 @@ def _spread(
 
 
 def _nodes(
-    graph: GraphProto, encoding: TensorEncoding, source: str, result: str
+    graph: GraphProto,
+    encoding: TensorEncoding,
+    source: str,
+    result: str,
 ) -> list[NodeProto]:
     """Return nodes that quantize an activation, and add their constants to the graph."""
     scale = float(encoding.scale)
@@ -110,18 +124,19 @@ def _nodes(
         array = np.array(constant, np.float32)
         graph.initializer.append(numpy_helper.from_array(array, names[word]))
     # Floor(x + 0.5) would round the float below 0.5 up.
-    steps: Iterable[tuple[str, tuple[str, ...]]] = (
-        ("Div", (names["scale"],)),
-        ("Mul", (names["two"],)),
-        ("Floor", ()),
-        ("Mul", (names["half"],)),
-        ("Ceil", ()),
-        ("Clip", (names["low"], names["high"])),
-        ("Mul", (names["scale"],)),
+    steps: Iterable[tuple[str, Sequence[str]]] = (
+        ("Div", ["scale"]),
+        ("Mul", ["two"]),
+        ("Floor", []),
+        ("Mul", ["half"]),
+        ("Ceil", []),
+        ("Clip", ["low", "high"]),
+        ("Mul", ["scale"]),
     )
     nodes: list[NodeProto] = []
     value = source
-    for number, (op_type, operands) in enumerate(steps):
+    for number, (op_type, words) in enumerate(steps):
+        operands = [names[word] for word in words]
         output = f"{encoding.name}.step_{number}"
         nodes.append(onnx.helper.make_node(op_type, [value, *operands], [output], output))
         value = output

@@ -42,19 +42,30 @@ class EncodingsExporter(Exporter[EncodedFile]):
     """
 
     def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+        self,
+        graph: Graph,
+        specs: Mapping[Key, QuantizationSpec],
+        opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX or encodings cannot hold."""
-        yield from graph_refusals(graph, DEFAULT_OPSET if opset == -1 else opset)
+        opset = DEFAULT_OPSET if opset == -1 else opset
+        yield from graph_refusals(graph, opset)
         yield from encoding_refusals(graph, specs)
 
-    def files(self, path: Path) -> tuple[Path, ...]:
+    def files(
+        self,
+        path: Path,
+    ) -> tuple[Path, ...]:
         """Return the file of encodings, that of the network, and the latter's tensors."""
         network = _network_path(path)
         return path, network, network.with_name(f"{network.name}.data")
 
     @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[EncodedFile]:
+    def write(
+        self,
+        deployment: Deployment,
+        path: Path,
+    ) -> Iterator[EncodedFile]:
         """Write both files; they are verified before they are published.
 
         Raises:
@@ -87,7 +98,11 @@ class EncodingsExporter(Exporter[EncodedFile]):
             path.unlink(missing_ok=True)
         write_bytes(path, text.encode())
 
-    def verify(self, deployment: Deployment, written: EncodedFile) -> Verification:
+    def verify(
+        self,
+        deployment: Deployment,
+        written: EncodedFile,
+    ) -> Verification:
         """Read both files and compute what the encodings mean on all batches.
 
         aimet-onnx runs them, too, if it is installed. It refuses nothing.
@@ -100,7 +115,9 @@ class EncodingsExporter(Exporter[EncodedFile]):
         return replace(verification, remarks=written.remarks, engines=engines)
 
 
-def _remarks(lowered: EncodedNetwork) -> tuple[str, ...]:
+def _remarks(
+    lowered: EncodedNetwork,
+) -> tuple[str, ...]:
     """Return a sentence on weights without encodings, if there are any."""
     if not lowered.unencoded:
         return ()
@@ -111,5 +128,7 @@ def _remarks(lowered: EncodedNetwork) -> tuple[str, ...]:
     )
 
 
-def _network_path(path: Path) -> Path:
+def _network_path(
+    path: Path,
+) -> Path:
     return path.with_name(f"{path.name}.onnx")

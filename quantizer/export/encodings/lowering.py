@@ -72,7 +72,10 @@ class EncodedNetwork:
     unencoded: tuple[str, ...]
 
 
-def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
+def lower_to_encodings(
+    model: ir.Model,
+    lowering: Lowering,
+) -> EncodedNetwork:
     """Remove all marks and return the encodings, parameters after activations.
 
     Tensors with encodings are called after their layers, and initializers after parameters.
@@ -106,7 +109,8 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
 
 
 def _parameter_encodings(
-    mark: ir.Node, tensor: QuantizedTensor
+    mark: ir.Node,
+    tensor: QuantizedTensor,
 ) -> dict[ir.Value, TensorEncoding]:
     """Remove the mark of a weight and return the encodings of the initializers that are left.
 
@@ -131,13 +135,19 @@ def _parameter_encodings(
     return {value: each for value, each in encodings.items() if _fits(value, each)}
 
 
-def _fits(weight: ir.Value, encoding: TensorEncoding) -> bool:
+def _fits(
+    weight: ir.Value,
+    encoding: TensorEncoding,
+) -> bool:
     """Return whether all operators that read a weight have the axis of its scales."""
     readers = weight.consumers()
     return encoding.axis is None or all(reader.op_type in MULTIPLYING for reader in readers)
 
 
-def _transposed(node: ir.Node, weight: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
+def _transposed(
+    node: ir.Node,
+    weight: ir.Value,
+) -> tuple[ir.Value, tuple[int, ...]]:
     """Return the initializer that a Transpose makes of a weight, and the order of its axes."""
     values = array_of(weight)
     assert values is not None and node.graph is not None
@@ -150,7 +160,10 @@ def _transposed(node: ir.Node, weight: ir.Value) -> tuple[ir.Value, tuple[int, .
     return moved, axes
 
 
-def _moved(encoding: TensorEncoding, axes: tuple[int, ...]) -> TensorEncoding:
+def _moved(
+    encoding: TensorEncoding,
+    axes: tuple[int, ...],
+) -> TensorEncoding:
     """Return the encoding of a weight with its axes in another order."""
     if encoding.axis is None:
         return encoding
@@ -163,7 +176,9 @@ def _moved(encoding: TensorEncoding, axes: tuple[int, ...]) -> TensorEncoding:
     )
 
 
-def _encoding_of_weight(tensor: QuantizedTensor) -> TensorEncoding:
+def _encoding_of_weight(
+    tensor: QuantizedTensor,
+) -> TensorEncoding:
     """Return the encoding of a weight, without its name."""
     spec = tensor.spec
     scale, zero_point = _arrays(tensor)
@@ -186,13 +201,17 @@ def _encoding_of_weight(tensor: QuantizedTensor) -> TensorEncoding:
     )
 
 
-def _arrays(tensor: QuantizedTensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _arrays(
+    tensor: QuantizedTensor,
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return scale and zero point as the JSON has them."""
     scale = tensor.scale.double().numpy()
     return scale, tensor.zero_point.numpy().astype(np.int64)
 
 
-def _encoding_of_activation(tensor: QuantizedTensor) -> TensorEncoding:
+def _encoding_of_activation(
+    tensor: QuantizedTensor,
+) -> TensorEncoding:
     """Return the encoding of an activation, without its name.
 
     Its codes are unsigned, as aimet-onnx writes those of activations.
@@ -205,7 +224,9 @@ def _encoding_of_activation(tensor: QuantizedTensor) -> TensorEncoding:
 
 
 def _place_activation(
-    mark: ir.Node, lowering: Lowering, activations: dict[ir.Value, TensorEncoding]
+    mark: ir.Node,
+    lowering: Lowering,
+    activations: dict[ir.Value, TensorEncoding],
 ) -> None:
     """Remove the mark of an activation. The value before it gets the encoding.
 
@@ -237,7 +258,10 @@ def _place_activation(
         source.name = path if role == "activation" else f"{path}.{role}"
 
 
-def _quantize_parts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
+def _quantize_parts(
+    graph: ir.Graph,
+    activations: dict[ir.Value, TensorEncoding],
+) -> None:
     """Give values that only a concatenation reads the encoding of what it makes.
 
     Codes are the same before and after it, and readers quantize both.
@@ -252,7 +276,10 @@ def _quantize_parts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]
                 activations[source] = encoding
 
 
-def _quantize_before_cuts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
+def _quantize_before_cuts(
+    graph: ir.Graph,
+    activations: dict[ir.Value, TensorEncoding],
+) -> None:
     """Give values before Relu and Clip the encoding of the value behind it, where readers
     quantize both.
 
@@ -269,7 +296,10 @@ def _quantize_before_cuts(graph: ir.Graph, activations: dict[ir.Value, TensorEnc
             activations[source] = encoding
 
 
-def _is_fused(node: ir.Node, cut: ir.Node) -> bool:
+def _is_fused(
+    node: ir.Node,
+    cut: ir.Node,
+) -> bool:
     """Return whether readers take an operator and the Relu or Clip behind it for one.
 
     Source: aimet-onnx 2.42, the supergroups of its configs. Depthwise and 3-D convolutions are
@@ -286,7 +316,8 @@ def _is_fused(node: ir.Node, cut: ir.Node) -> bool:
 
 
 def _clip_bounds(
-    graph: ir.Graph, activations: Mapping[ir.Value, TensorEncoding]
+    graph: ir.Graph,
+    activations: Mapping[ir.Value, TensorEncoding],
 ) -> dict[ir.Value, TensorEncoding]:
     """Return encodings for the bounds of Clip operators before an encoded value.
 
@@ -303,7 +334,10 @@ def _clip_bounds(
     return bounds
 
 
-def _exact_encoding(value: float, bits: int) -> TensorEncoding:
+def _exact_encoding(
+    value: float,
+    bits: int,
+) -> TensorEncoding:
     """Return an encoding with a code for exactly this value."""
     middle = 1 << (bits - 1)
     # A power of two divides a float without rounding.
@@ -312,7 +346,11 @@ def _exact_encoding(value: float, bits: int) -> TensorEncoding:
     return TensorEncoding("", bits, False, np.array(scale), np.array(zero_point, np.int64))
 
 
-def _has_other_readers(source: ir.Value, encoding: TensorEncoding, lowering: Lowering) -> bool:
+def _has_other_readers(
+    source: ir.Value,
+    encoding: TensorEncoding,
+    lowering: Lowering,
+) -> bool:
     """Return whether a value is read by anything but marks with the same encoding."""
     if source.is_graph_output():
         return True
@@ -326,7 +364,9 @@ def _has_other_readers(source: ir.Value, encoding: TensorEncoding, lowering: Low
 
 
 def _is_repeated_value(
-    value: ir.Value, encoding: TensorEncoding, activations: Mapping[ir.Value, TensorEncoding]
+    value: ir.Value,
+    encoding: TensorEncoding,
+    activations: Mapping[ir.Value, TensorEncoding],
 ) -> bool:
     """Return whether a value only moves values that have the same encoding already."""
     node = value.producer()
@@ -340,12 +380,17 @@ def _is_repeated_value(
     return False
 
 
-def _is_nearest(node: ir.Node) -> bool:
+def _is_nearest(
+    node: ir.Node,
+) -> bool:
     """Return whether a node resizes by copying values."""
     return node.op_type == "Resize" and node.attributes.get_string("mode", "") == "nearest"
 
 
-def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
+def _rename_initializers(
+    graph: ir.Graph,
+    lowering: Lowering,
+) -> None:
     """Call initializers after the parameters of the user's model."""
     paths: dict[str, str] = {}
     network = lowering.network
@@ -363,7 +408,9 @@ def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
             graph.register_initializer(value)
 
 
-def _separate_names(graph: ir.Graph) -> None:
+def _separate_names(
+    graph: ir.Graph,
+) -> None:
     """Number values that have the name of another one."""
     taken = set(graph.initializers)
     for value in (*graph.inputs, *graph.outputs):

@@ -82,7 +82,10 @@ class OnnxExporter(Exporter[OnnxModel]):
     """
 
     def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+        self,
+        graph: Graph,
+        specs: Mapping[Key, QuantizationSpec],
+        opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express."""
         opset = operator_set(specs) if opset == -1 else opset
@@ -120,7 +123,11 @@ class OnnxExporter(Exporter[OnnxModel]):
             file = OnnxFile(path.name, source, built.proto, built.floating)
             yield OnnxModel(file, built.tested, built.remarks)
 
-    def verify(self, deployment: Deployment, written: OnnxModel) -> Verification:
+    def verify(
+        self,
+        deployment: Deployment,
+        written: OnnxModel,
+    ) -> Verification:
         """Run the model in ONNX Runtime, without optimizations and as users do.
 
         OpenVINO runs it, too, if it is installed. It refuses nothing, but a warning is logged
@@ -132,7 +139,12 @@ class OnnxExporter(Exporter[OnnxModel]):
         return replace(verification, remarks=written.remarks, engines=engines)
 
 
-def build_onnx(deployment: Deployment, weights: str, *, is_fast: bool = False) -> BuiltOnnx:
+def build_onnx(
+    deployment: Deployment,
+    weights: str,
+    *,
+    is_fast: bool = False,
+) -> BuiltOnnx:
     """Return the network with QuantizeLinear and DequantizeLinear.
 
     Args:
@@ -167,7 +179,10 @@ def build_onnx(deployment: Deployment, weights: str, *, is_fast: bool = False) -
     return BuiltOnnx(proto, floating, tested, processor_remarks(wide.graph, stated))
 
 
-def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:
+def graph_refusals(
+    graph: Graph,
+    opset: int,
+) -> Iterator[Refusal]:
     """Yield what ONNX cannot express of a network in float."""
     if opset not in OPSETS:
         why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
@@ -180,7 +195,9 @@ def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:
             yield Refusal(why, remedy, node.name)
 
 
-def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:
+def operator_set(
+    specs: Mapping[Key, QuantizationSpec],
+) -> int:
     """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""
     opsets = [DEFAULT_OPSET]
     for (_, role), spec in specs.items():
@@ -189,7 +206,10 @@ def operator_set(specs: Mapping[Key, QuantizationSpec]) -> int:
     return max(opsets)
 
 
-def _first_opset(role: str, spec: QuantizationSpec) -> int:
+def _first_opset(
+    role: str,
+    spec: QuantizationSpec,
+) -> int:
     """Return the first operator set with the type of a tensor's codes; biases stay floats."""
     if base_role(role) == "bias":
         return 0

@@ -49,6 +49,7 @@ def kernels_of(
     integer: Sequence[str],
     graph: Graph,
     solution: Solution,
+    *,
     engine: str = "ONNX Runtime",
 ) -> Kernels:
     """Return how an engine multiplies, with the reasons for float.

@@ -26,7 +26,9 @@ _MIN_SECONDS = 0.002
 _MAX_RUNS = 100
 
 
-def float_model(model: ir.Model) -> bytes | None:
+def float_model(
+    model: ir.Model,
+) -> bytes | None:
     """Return a translated network with marks without quantization; None if it is large."""
     size = 0
     for value in model.graph.initializers.values():
@@ -44,7 +46,9 @@ def float_model(model: ir.Model) -> bytes | None:
 
 
 def measured_speed(
-    session: onnxruntime.InferenceSession, floating: bytes, feed: Mapping[str, NDArray[Any]]
+    session: onnxruntime.InferenceSession,
+    floating: bytes,
+    feed: Mapping[str, NDArray[Any]],
 ) -> Speed | None:
     """Return how fast `session` is against the model `floating`; None if that is unknown."""
     options = onnxruntime.SessionOptions()
@@ -54,7 +58,10 @@ def measured_speed(
     return speed_in_turns(*timers)
 
 
-def speed_in_turns(ours: Timer, floats: Timer) -> Speed | None:
+def speed_in_turns(
+    ours: Timer,
+    floats: Timer,
+) -> Speed | None:
     """Return how fast one network is against another; None if it cannot be measured.
 
     Both run in each round and take turns to be first, so that what slows the machine down slows
@@ -73,7 +80,9 @@ def speed_in_turns(ours: Timer, floats: Timer) -> Speed | None:
     return Speed.of(*times)
 
 
-def _runs_at_once(timer: Timer) -> int:
+def _runs_at_once(
+    timer: Timer,
+) -> int:
     """Return how many runs make a measurement long enough for the clock and the scheduler."""
     # The first run prepares memory.
     timer(1)
@@ -82,7 +91,9 @@ def _runs_at_once(timer: Timer) -> int:
 
 
 def _seconds(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
+    session: onnxruntime.InferenceSession,
+    feed: Mapping[str, NDArray[Any]],
+    runs: int,
 ) -> float:
     """Return the seconds of one run, as the mean of several."""
     start = time.perf_counter()

@@ -37,21 +37,35 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
     """
 
     def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+        self,
+        graph: Graph,
+        specs: Mapping[Key, QuantizationSpec],
+        opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express."""
         return OnnxExporter().refusals(graph, specs, opset)
 
-    def as_run(self, graph: Graph, solution: Solution) -> Solution:
+    def as_run(
+        self,
+        graph: Graph,
+        solution: Solution,
+    ) -> Solution:
         """Return the solution with biases rounded as integer kernels do."""
         return with_runtime_biases(graph, solution)
 
-    def files(self, path: Path) -> tuple[Path, ...]:
+    def files(
+        self,
+        path: Path,
+    ) -> tuple[Path, ...]:
         """Return the file of the network and that of its weights."""
         return path, path.with_suffix(".bin")
 
     @contextmanager
-    def write(self, deployment: Deployment, path: Path) -> Iterator[OpenVinoIr]:
+    def write(
+        self,
+        deployment: Deployment,
+        path: Path,
+    ) -> Iterator[OpenVinoIr]:
         """Write both files; OpenVINO runs them before they are published.
 
         Raises:
@@ -74,7 +88,11 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
             except OSError as error:
                 raise cannot_write(path, error) from error
 
-    def verify(self, deployment: Deployment, written: OpenVinoIr) -> Verification:
+    def verify(
+        self,
+        deployment: Deployment,
+        written: OpenVinoIr,
+    ) -> Verification:
         """Run the files in OpenVINO, in float32 and as users do, and measure their speed."""
         verification = verify_ir(written.session, written.built.tested)
         remarks = (*written.built.remarks, *verification.remarks)

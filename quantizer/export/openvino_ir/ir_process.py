@@ -51,7 +51,10 @@ class Engine:
                 rows.append([names, info["runtimePrecision"].astype(str)])
         return rows
 
-    def run(self, number: int) -> None:
+    def run(
+        self,
+        number: int,
+    ) -> None:
         """Run all settings on one call and store the outputs by name."""
         with np.load(f"inputs_{number}.npz") as inputs:
             self.inputs = dict(inputs)
@@ -63,7 +66,11 @@ class Engine:
                     arrays[f"{index}:{name}"] = results[value]
         np.savez(f"outputs_{number}.npz", **arrays)
 
-    def time(self, which: str, runs: int) -> float:
+    def time(
+        self,
+        which: str,
+        runs: int,
+    ) -> float:
         """Return the seconds of one run."""
         compiled = self.compiled[-1]
         if which == "float":
@@ -76,7 +83,10 @@ class Engine:
             compiled(inputs)
         return (time.perf_counter() - start) / runs
 
-    def _named(self, compiled: Any) -> dict[str, Any]:
+    def _named(
+        self,
+        compiled: Any,
+    ) -> dict[str, Any]:
         """Return the inputs by the names that a compiled model has for them."""
         named: dict[str, Any] = {}
         for value in compiled.inputs:

@@ -29,7 +29,10 @@ _REMEDY = (
 )
 
 
-def verify_ir(session: IrSession, deployment: Deployment) -> Verification:
+def verify_ir(
+    session: IrSession,
+    deployment: Deployment,
+) -> Verification:
     """Compare the outputs of a model with test mode's over all calls.
 
     Raises:
@@ -57,7 +60,10 @@ def verify_ir(session: IrSession, deployment: Deployment) -> Verification:
     return replace(in_float32, default_session=default, remarks=remarks)
 
 
-def _accepted(verification: Verification, session: IrSession) -> Verification:
+def _accepted(
+    verification: Verification,
+    session: IrSession,
+) -> Verification:
     """Return the figures in float32.
 
     Raises:
@@ -79,7 +85,10 @@ def _accepted(verification: Verification, session: IrSession) -> Verification:
         raise VerificationError(text, help=error.help) from error
 
 
-def _kernels(session: IrSession, deployment: Deployment) -> Kernels:
+def _kernels(
+    session: IrSession,
+    deployment: Deployment,
+) -> Kernels:
     """Return which multiplications are in integers by the default settings."""
     integer_nodes = session.integer_nodes()
     integer: list[str] = []
@@ -90,7 +99,9 @@ def _kernels(session: IrSession, deployment: Deployment) -> Kernels:
     return kernels_of(session.model, integer, graph, solution, engine="OpenVINO")
 
 
-def _speed(session: IrSession) -> Speed | None:
+def _speed(
+    session: IrSession,
+) -> Speed | None:
     """Measure the speed against the float network, both by the default settings."""
     if not session.has_float:
         return None
