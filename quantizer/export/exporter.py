@@ -83,7 +83,7 @@ class Exporter(ABC, Generic[Written]):
         """
 
     def files(self, path: Path) -> tuple[Path, ...]:
-        """Return `path` and the files that may be beside it."""
+        """Return `path` and the files that may be next to it."""
         return path, path.with_name(f"{path.name}.data")
 
     def remove(self, deployment: Deployment, path: Path) -> None:

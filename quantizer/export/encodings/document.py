@@ -59,13 +59,6 @@ class TensorEncoding:
         """Return the largest code."""
         return self.lowest + (1 << self.bits) - 1
 
-    def renamed(
-        self,
-        name: str,
-    ) -> TensorEncoding:
-        """Return the same encoding of another tensor that is no parameter."""
-        return TensorEncoding(name, self.bits, self.is_signed, self.scale, self.zero_point)
-
     def has_same_codes(
         self,
         other: TensorEncoding,
@@ -163,7 +156,7 @@ def read_document(
     Args:
         document: the content of the file.
         shapes: of the initializers, by name.
-        axes: of their channels, by name, as the operator that reads them tells.
+        axes: of their channels, by name, as the operator that reads them has them.
     """
     if document["version"] == WITH_AXES:
         return [_read_with_axis(entry, shapes) for entry in document["encodings"]]

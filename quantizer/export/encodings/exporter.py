@@ -35,7 +35,7 @@ VERSION_OPTION = "encodings_version"
 
 
 class EncodingsExporter(Exporter[EncodedFile]):
-    """Writes `<Model>.encodings`, and beside it `<Model>.encodings.onnx`, the float network.
+    """Writes `<Model>.encodings`, and next to it `<Model>.encodings.onnx`, the float network.
 
     The network's weights are those of test mode, already rounded to their codes. Whoever rounds
     them again, in any way, gets the same codes.

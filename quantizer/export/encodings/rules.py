@@ -29,7 +29,7 @@ def encoding_refusals(
     graph: Graph,
     specs: Mapping[Key, QuantizationSpec],
 ) -> Iterator[Refusal]:
-    """Yield what encodings cannot hold. Biases are floats beside them and always fit."""
+    """Yield what encodings cannot hold. Biases stay floats and always fit."""
     for (layer, role), spec in specs.items():
         node = graph.by_name[layer]
         reason: Reason | None = None
@@ -96,7 +96,7 @@ def _weight_reason(
 ) -> Reason | None:
     if role != "weights":
         return (
-            "belongs to a recurrent layer, whose weights are no initializers of their own",
+            "belongs to a recurrent layer, whose weights ONNX arranges in its own way",
             f"leave the layer in float, {_TARGET_HELP}",
         )
     if spec.dtype != "int":
@@ -177,7 +177,7 @@ def require_axes(
 def channel_axes(
     model: ModelProto,
 ) -> dict[str, int]:
-    """Return the axis of output channels of each weight, as its operator tells.
+    """Return the axis of output channels of each weight that a multiplication reads.
 
     Source: aimet-onnx 2.42, `QuantizationSimModel._get_quantization_axes`.
     """

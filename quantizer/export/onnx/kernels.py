@@ -25,6 +25,7 @@ _INTEGER_OPERATORS = (
     "DynamicQuantizeMatMul",
     "MatMulNBits",
 )
+_ONNX_RUNTIME = "ONNX Runtime"
 _BITS_LIMIT = "8 bits or fewer of integers have kernels"
 
 
@@ -50,7 +51,7 @@ def kernels_of(
     graph: Graph,
     solution: Solution,
     *,
-    engine: str = "ONNX Runtime",
+    engine: str = _ONNX_RUNTIME,
 ) -> Kernels:
     """Return how an engine multiplies, with the reasons for float.
 
@@ -67,17 +68,27 @@ def kernels_of(
         if node.op_type in MULTIPLYING and node.name not in integer:
             reader = readers.get(node.output[0], "")
             layer = node.name.partition(NUMBERED)[0]
-            reason = _reason(layer, graph, where, solution, reader=reader)
-            reasons[node.name] = reason.replace("ONNX Runtime", engine)
+            reasons[node.name] = _reason(
+                layer, graph, where, solution, reader=reader, engine=engine
+            )
     return Kernels(tuple(integer), reasons)
 
 
-def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, reader: str) -> str:
+def _reason(
+    layer: str,
+    graph: Graph,
+    where: Layout,
+    solution: Solution,
+    *,
+    reader: str,
+    engine: str,
+) -> str:
     """Return the first thing in the config that keeps a layer in float, and what to change.
 
     Args:
         reader: the operator that reads the layer in the file; none for what became bounds of
             codes.
+        engine: which computes it in float.
     """
     if layer not in graph.by_name:
         return (
@@ -91,7 +102,7 @@ def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, read
         return "its weights are not quantized"
     if weights is not None and not is_narrow(weights):
         return f"its weights are {_words(weights)}; {_BITS_LIMIT}"
-    if node.row.transposed:
+    if node.row.transposed and engine == _ONNX_RUNTIME:
         return "ONNX Runtime has no integer kernel for transposed convolutions"
     activations = {
         "input": layer_input_spec(layer, graph, specs),
@@ -115,7 +126,7 @@ def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, read
             f"{reader} follows it, and its output is quantized after that; ReLU and ReLU6 "
             "have integer kernels"
         )
-    return "ONNX Runtime does not fuse it"
+    return f"{engine} does not fuse it"
 
 
 def _words(spec: QuantizationSpec) -> str:
