@@ -180,6 +180,8 @@ def option(
 _FILE = PathType()
 output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
+_TARGET = {"type": click.Choice(list(EXPORTERS)), "metavar": "TARGET", "group": "Output"}
+_targets = functools.partial(option, default=(), **_TARGET)
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 
 
@@ -316,12 +318,9 @@ class Options:
         default=False,
         group="Output",
     )
-    deploy: tuple[str, ...] = option(
+    deploy: tuple[str, ...] = _targets(
         "In test mode, also write the network for another runtime, to DIR/export. May be "
-        "repeated.",
-        default=(),
-        type=click.Choice(list(EXPORTERS)),
-        group="Output",
+        f"repeated. TARGET is {', '.join(EXPORTERS)}.",
     )
     pt2_activations: str = _of_target("pt2_activations")
     onnx_profile: str = _of_target("onnx_profile")
@@ -330,12 +329,9 @@ class Options:
     output_names: str | None = _of_target("output_names")
     encodings_version: str = _of_target("encodings_version")
     gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
-    for_: tuple[str, ...] = option(
+    for_: tuple[str, ...] = _targets(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
-        "May be repeated.",
-        default=(),
-        type=click.Choice(list(EXPORTERS)),
-        group="Output",
+        f"May be repeated. TARGET is {', '.join(EXPORTERS)}.",
     )
     gate: tuple[str, ...] = option(
         "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",

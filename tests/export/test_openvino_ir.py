@@ -43,7 +43,8 @@ def test_openvino_reads_both_files(tmp_path: Path) -> None:
     session = file.found.default_session
     assert session is not None
     assert session.kernels is not None
-    assert session.kernels.share == 1.0
+    assert len(session.kernels.integer) == 5
+    assert list(session.kernels.floating.values()) == ["its input is not quantized"]
 
 
 def test_other_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
