@@ -286,6 +286,55 @@ def test_ties_are_rounded_up() -> None:
     assert values.tolist() == [-4, -2, 0, 0, 2, 4, 6, 254, -256]
 
 
+STAND_IN = """
+import onnxruntime
+
+
+class QuantizationSimModel:
+    def __init__(self, model, config_file):
+        open(config_file).close()
+        self.session = onnxruntime.InferenceSession(model.SerializeToString())
+
+
+def load_encodings_to_sim(simulation, path, strict):
+    LOADED
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package that stands for aimet-onnx, which needs an environment of its own."""
+    folder = tmp_path / "site"
+    configs = folder / "aimet_onnx" / "common" / "quantsim_config"
+    configs.mkdir(parents=True)
+    for package in (configs.parents[1], configs.parent, configs):
+        (package / "__init__.py").touch()
+    (configs / "default_config_per_channel.json").touch()
+    (folder / "aimet_onnx-2.42.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: aimet-onnx\nVersion: 2.42.0\n"
+    (folder / "aimet_onnx-2.42.0.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder / "aimet_onnx" / "quantsim.py"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "line"),
+    [
+        ("return []", "in aimet-onnx 2.42.0, outputs differ by at most"),
+        ("raise ValueError('no such tensor')", "cannot run it: ValueError: no such tensor"),
+    ],
+)
+def test_aimet_is_asked_if_it_is_installed(
+    loaded: str, line: str, stand_in: Path, tmp_path: Path
+) -> None:
+    stand_in.write_text(STAND_IN.replace("LOADED", loaded))
+    _, _, verification = written(linear(), tmp_path)
+    (check,) = verification.engines
+    assert check.engine == "aimet-onnx 2.42.0"
+    assert line in check.line
+
+
 @pytest.mark.parametrize(
     ("role", "spec", "why"),
     [
