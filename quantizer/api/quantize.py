@@ -35,7 +35,6 @@ from quantizer.export import (
     planned_refusals,
     refuse,
     require_extras,
-    size_on_disk,
 )
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
@@ -119,8 +118,8 @@ def quantize(
     Args:
         model: as in `calibrate`.
         data: as in `calibrate`; None for a model of transformers if `to` needs no data.
-        to: "onnx", "tensorrt", "npu", "pt2", "w8", "w4", "w8a8", "fp8" or "gguf". None for "w4"
-            if the model generates text, and "onnx" otherwise.
+        to: "onnx", "tensorrt", "npu", "openvino", "qnn", "pt2", "w8", "w4", "w8a8", "fp8" or
+            "gguf". None for "w4" if the model generates text, and "onnx" otherwise.
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
             written from a preset if it is not there.
@@ -176,7 +175,7 @@ def _verdict_facts(
         floating=floating,
         runtime=runtime,
         path=str(path),
-        size=size_on_disk(path),
+        size=tested["exports"][0]["bytes"],
         tested=tested,
         config=config,
         improvement=tested["improvement"],

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from quantizer.calibration.events import RunStage
 from quantizer.cli.follow import progress
-from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
+from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARES
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
@@ -20,7 +20,6 @@ from quantizer.export import (
     checked_target,
     export,
     require_expressible,
-    size_on_disk,
 )
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
@@ -158,11 +157,12 @@ def deploy(
             continue
         files[path.name] = verified.to_json()
         deployed[path] = verified
-        exports.append(export_summary(target, path, verified))
-        lines += _lines_of_file(path, verified, view)
+        summary = export_summary(target, path, verified)
+        exports.append(summary)
+        lines += _lines_of_file(path, summary["bytes"], verified, view)
         session = verified.default_session
         if session and session.kernels:
-            metrics[INT8_SHARE] = session.kernels.share
+            metrics[INT8_SHARES[target]] = session.kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     for other in failures[1:]:
@@ -179,9 +179,11 @@ def deploy(
     )
 
 
-def _lines_of_file(path: Path, verified: Verification, view: TableView) -> list[str]:
+def _lines_of_file(
+    path: Path, size_in_bytes: int, verified: Verification, view: TableView
+) -> list[str]:
     """Return the lines that are shown for a deployed file."""
-    size = f"{size_on_disk(path) / 1024:.0f} kB"
+    size = f"{size_in_bytes / 1024:.0f} kB"
     lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]
     lines += map(view.text, verified.remarks)
     session = verified.default_session

@@ -28,7 +28,7 @@ MEASURED = ("top1", "perplexity")
 """Measured without an evaluate(), if the data has labels or is text."""
 EXACT_EQUAL = "exact_equal"
 """Measured by `--exact`."""
-INT8_SHARE = "onnx_int8_share"
+INT8_SHARES = {"onnx": "onnx_int8_share", "openvino": "openvino_int8_share"}
 """Measured by `--deploy onnx`."""
 _MIN_DIGITS = 3
 """Significant digits of a metric next to its gate."""
@@ -179,8 +179,9 @@ def names_in_test(
     names = {*_OUTPUT_FIGURES, *metrics_of_both(pairs, directions)}
     if options.exact:
         names.add(EXACT_EQUAL)
-    if "onnx" in options.deploy:
-        names.add(INT8_SHARE)
+    for target, name in INT8_SHARES.items():
+        if target in options.deploy:
+            names.add(name)
     return names
 
 

@@ -180,6 +180,7 @@ def option(
 _FILE = PathType()
 output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
+_target = functools.partial(option, metavar="TARGET", type=click.Choice(list(EXPORTERS)))
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 
 
@@ -199,8 +200,7 @@ def _of_target(name: str) -> Any:
 @dataclass(frozen=True)
 class Options:
     """The options of one call. Options that a command does not have keep their defaults.
-
-    `quiet` is an option of all commands, see `_screen_options`.
+    All commands have `quiet`, see `_screen_options`.
     """
 
     quant_mode: str = option(
@@ -317,11 +317,10 @@ class Options:
         default=False,
         group="Output",
     )
-    deploy: tuple[str, ...] = option(
+    deploy: tuple[str, ...] = _target(
         "In test mode, also write the network for another runtime, to DIR/export. May be "
-        "repeated.",
+        f"repeated. TARGET is {', '.join(EXPORTERS)}.",
         default=(),
-        type=click.Choice(list(EXPORTERS)),
         group="Output",
     )
     pt2_activations: str = _of_target("pt2_activations")
@@ -329,10 +328,11 @@ class Options:
     onnx_weights: str = _of_target("onnx_weights")
     input_names: str | None = _of_target("input_names")
     output_names: str | None = _of_target("output_names")
+    encodings_version: str = _of_target("encodings_version")
     gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
-    for_: tuple[str, ...] = option(
+    for_: tuple[str, ...] = _target(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
-        "May be repeated.",
+        f"May be repeated. TARGET is {', '.join(EXPORTERS)}.",
         default=(),
         type=click.Choice(list(CHECKED_TARGETS)),
         group="Output",

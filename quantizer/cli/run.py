@@ -36,7 +36,7 @@ from quantizer.cli.test_mode import run_test
 from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UsageError
-from quantizer.export import require_extras, size_on_disk
+from quantizer.export import require_extras
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -241,7 +241,7 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     floating: Mapping[str, str] | None = None
     for written, verified in tested.deployed.items():
         path = str(written)
-        size = size_on_disk(written)
+        size = tested.exports[-1]["bytes"]
         runtime, floating = verified.in_runtime
     return VerdictFacts.of(
         finished.plan,

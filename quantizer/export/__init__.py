@@ -13,7 +13,6 @@ from quantizer.config.wording import first_names
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
-from quantizer.export.exporter import files_of
 from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
@@ -181,7 +180,9 @@ def export(
     return replace(verification, remarks=(*verification.remarks, *losses))
 
 
-def size_on_disk(path: Path) -> int:
-    """Return the bytes of a file with the tensors next to it, or of the files in a folder."""
-    files = path.iterdir() if path.is_dir() else files_of(path)
+def size_on_disk(target: str, path: Path) -> int:
+    """Return the bytes of a target's files at `path`, or of the files in its folder."""
+    files: Iterable[Path] = exporter_of(target).files(path)
+    if path.is_dir():
+        files = path.iterdir()
     return sum(file.stat().st_size for file in files if file.exists())

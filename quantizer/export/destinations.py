@@ -65,6 +65,8 @@ _CHECKPOINT = "compressed-tensors"
 
 DESTINATIONS: dict[str, Destination] = {
     "onnx": Destination("int8 ONNX", preset="cpu_int8", target="onnx"),
+    "openvino": Destination("int8 OpenVINO IR", preset="cpu_int8", target="openvino"),
+    "qnn": Destination("encodings for AIMET and QNN", preset="cpu_int8", target="encodings"),
     "pt2": Destination("int8 program of torch.export", preset="cpu_int8", target="pt2"),
     "tensorrt": Destination(
         "int8 ONNX for TensorRT",

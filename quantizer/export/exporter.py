@@ -96,12 +96,11 @@ class Exporter(ABC, Generic[Written]):
             VerificationError: the file does not compute what test mode does.
         """
 
+    def files(self, path: Path) -> tuple[Path, ...]:
+        """Return `path` and the files that may be next to it."""
+        return path, path.with_name(f"{path.name}.data")
+
     def remove(self, deployment: Deployment, path: Path) -> None:
         """Remove an earlier file at `path`."""
-        for file in files_of(path):
+        for file in self.files(path):
             file.unlink(missing_ok=True)
-
-
-def files_of(path: Path) -> tuple[Path, Path]:
-    """Return a file, and the one next to it for tensors that are too large."""
-    return path, path.with_name(f"{path.name}.data")

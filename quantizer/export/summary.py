@@ -21,7 +21,7 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
     summary: dict[str, Any] = {
         "file": path.name,
         "target": target,
-        "bytes": size_on_disk(path),
+        "bytes": size_on_disk(target, path),
         "checks": _checks(target, verified),
         "remarks": list(verified.remarks),
     }
@@ -71,7 +71,7 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
         if session.kernels is not None and not session.kernels.is_run:
             settings = "without kernels of integers"
         rows.append(_agreeing(f"{reader}, {settings}", "; ".join(sentences)))
-        reader = f"{reader}, without optimizations"
+        reader = f"{reader}, {EXPORTERS[target].plainly}"
     rows.append(_agreeing(reader, verified.figures()))
     for check in verified.engines:
         row = {"engine": check.engine, "agrees": check.agrees, "text": check.line}

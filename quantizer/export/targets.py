@@ -38,6 +38,7 @@ class ExportTarget:
         reader: what reads the file back to verify it, for sentences.
         needs: packages, which the extra `extra` installs.
         for_transformers: whether it takes models of transformers only.
+        plainly: how `reader` runs the file besides its default settings.
         by_tensor: whether it needs only one weight in memory at a time.
     """
 
@@ -48,6 +49,7 @@ class ExportTarget:
     extra: str = ""
     for_transformers: bool = False
     by_tensor: bool = False
+    plainly: str = "without optimizations"
     options: tuple[TargetOption, ...] = ()
 
 
@@ -88,6 +90,29 @@ EXPORTERS: dict[str, ExportTarget] = {
                 "fields of the output, otherwise output_0, output_1, ...]",
                 ("",),
                 is_text=True,
+            ),
+        ),
+    ),
+    "openvino": ExportTarget(
+        "quantizer.export.openvino_ir.exporter:OpenVinoIrExporter",
+        ".xml",
+        "OpenVINO",
+        ("onnx", "onnxruntime", "onnxscript", "openvino"),
+        "openvino",
+        plainly="in float32",
+    ),
+    "encodings": ExportTarget(
+        "quantizer.export.encodings.exporter:EncodingsExporter",
+        ".encodings",
+        "ONNX Runtime, with operators for the encodings",
+        ("onnx", "onnxruntime", "onnxscript"),
+        "onnx",
+        options=(
+            TargetOption(
+                "encodings_version",
+                "encodings",
+                "The version of an .encodings file: 2.0.0 also holds axes.",
+                ("1.0.0", "2.0.0"),
             ),
         ),
     ),

@@ -93,6 +93,11 @@ METRICS: Mapping[str, MetricWords] = {
         "with `--deploy onnx`: the share of multiplications that ONNX Runtime does in int8; in "
         "files for TensorRT and NPUs, of those whose operands are quantized",
     ),
+    "openvino_int8_share": MetricWords(
+        "0 to 1",
+        HIGHER,
+        "with `--deploy openvino`: the share of multiplications that OpenVINO does in int8",
+    ),
 }
 """By the names of the metrics, in the order of the documentation. X stands for a metric of the
 user's evaluate().

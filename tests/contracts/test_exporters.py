@@ -25,18 +25,30 @@ Exported = Callable[[str, str], Written]
 OPERATORS = ["residual", "mobile", "transposed", "branches"]
 CALLS = ["nested_inputs", "several_outputs", "tied", "static_batch"]
 """Toys with other inputs, outputs, weights and batches."""
-HALF_OF_THE_OPERATORS = {
+SOME_OPERATORS = {
     "pt2": ["mobile", "transposed"],
     "pt2_float": ["mobile", "branches"],
+    "openvino": ["transposed"],
+    "encodings": ["residual", "mobile", "branches"],
 }
-"""For the two targets that hand the layers of test mode to torch.export."""
+"""For the two targets that hand the layers of test mode to torch.export, and for two that are
+written as the .onnx is. The toy with transposed convolutions has scales along their inputs,
+which encodings do not hold.
+"""
 FILES_OF_TOYS = [
     (target, name)
     for target in FILES
-    for name in [*HALF_OF_THE_OPERATORS.get(target, OPERATORS), *CALLS]
+    for name in [*SOME_OPERATORS.get(target, OPERATORS), *CALLS]
 ]
+ROUNDED_OTHERWISE = ["openvino"]
+"""Targets whose reader multiplies by the reciprocal of a scale."""
 USUAL = [row for row in FILES_OF_TOYS if row[1] != "branches"]
-REPRODUCIBLE = ["onnx", "safetensors"]  # torch writes a .pt2 as a zip file of its own
+REPRODUCIBLE = [
+    "onnx",
+    "openvino",
+    "encodings",
+    "safetensors",
+]  # torch writes a .pt2 as a zip file of its own
 
 
 def needing(target: str) -> None:
@@ -60,6 +72,10 @@ def test_a_file_read_back_equals_test_mode(target: str, name: str, exported: Exp
     needing(target)
     file = exported(target, name)
     assert file.path.stat().st_size
+    if target in ROUNDED_OTHERWISE:
+        assert file.found.sqnr_db is not None
+        assert file.found.sqnr_db > 40
+        return
     assert (file.found.max_difference, file.found.mean_difference, file.found.equal) == (
         0.0,
         0.0,
@@ -94,7 +110,11 @@ def test_two_files_of_one_network_are_equal(
     needing(target)
     first, (args, kwargs) = exported(target, "mobile"), built("mobile").call(4)
     export(target, replace(first.given, args=args, kwargs=kwargs), tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == first.path.read_bytes()
+    exporter = exporter_of(target)
+    files = zip(exporter.files(first.path), exporter.files(tmp_path / "again"), strict=True)
+    for one, other in files:
+        assert one.exists() == other.exists()
+        assert not one.exists() or one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize("target", EXPORTERS)

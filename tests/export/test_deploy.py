@@ -72,8 +72,8 @@ def copy(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pa
 def test_every_target_on_the_shell(
     folder: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
-    for package in EXPORTERS["onnx"].needs:
-        pytest.importorskip(package, reason="the ONNX target needs it (extra: onnx)")
+    for package in EXPORTERS["openvino"].needs:
+        pytest.importorskip(package, reason="the OpenVINO target needs it (extra: openvino)")
     capsys.readouterr()
     assert check(folder, *(word for target in FILES for word in ("--deploy", target))) == 0
     lines = [
@@ -89,7 +89,7 @@ def test_every_target_on_the_shell(
         # Codes that two correct convolutions may round apart
         assert found[name]["equal"] >= 0.995, name
     assert sorted(path.name for path in (folder / "export").iterdir()) == sorted(
-        [*found, "verify.json"]
+        [*found, "Net.bin", "Net.encodings.onnx", "verify.json"]
     )
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_target_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
-    assert "known are onnx, pt2, pt2_float, safetensors, " in capsys.readouterr().err
+    assert "known are onnx, openvino, encodings, pt2, pt2_float, " in capsys.readouterr().err
 
 
 def test_a_linked_folder_is_refused(

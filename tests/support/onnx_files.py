@@ -24,8 +24,10 @@ def quick_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from quantizer.export.onnx import openvino as onnx_openvino
     from quantizer.export.onnx import verify
+    from quantizer.export.openvino_ir import verify as openvino_verify
 
-    monkeypatch.setattr(verify, "_speed", lambda *measured: None)
+    for module in (verify, openvino_verify):
+        monkeypatch.setattr(module, "_speed", lambda *measured: None)
     monkeypatch.setattr(ONNXRegistry, "from_torchlib", staticmethod(_table()))
     monkeypatch.setattr(onnx_openvino, "installed_openvino", lambda: None)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from onnx import ModelProto
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
@@ -54,8 +55,8 @@ from quantizer.plan.model import Key
 
 OPSETS = range(MIN_OPSET, 24)
 """The operator sets that torch.onnx writes."""
-# Every optimization of ONNX Runtime knows it.
-_DEFAULT_OPSET = 20
+DEFAULT_OPSET = 20
+"""Every optimization of ONNX Runtime knows it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,24 @@ class OnnxModel:
     """A model that was written, and what it is compared with."""
 
     file: OnnxFile
+    tested: Deployment
+    storage: WeightStorage
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BuiltOnnx:
+    """A model that no file has yet.
+
+    Attributes:
+        floating: the same network without quantization, serialized; None if it is large.
+        tested: what it is compared with.
+        storage: how its weights are stored.
+        remarks: notes for the user.
+    """
+
+    proto: ModelProto
+    floating: bytes | None
     tested: Deployment
     storage: WeightStorage
     remarks: tuple[str, ...]
@@ -81,22 +100,15 @@ class OnnxExporter(Exporter[OnnxModel]):
         return CONVENTIONS[self.choice("onnx_profile")]
 
     def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+        self,
+        graph: Graph,
+        specs: Mapping[Key, QuantizationSpec],
+        opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express."""
         conventions = self.conventions
         opset = operator_set(specs, conventions) if opset == -1 else opset
-        if opset not in OPSETS:
-            why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
-            yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
-        yield from complex_refusals(graph)
-        for node in graph.nodes:
-            if "weight_hr_l0" in node.params:
-                why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
-                remedy = (
-                    "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"
-                )
-                yield Refusal(why, remedy, node.name)
+        yield from graph_refusals(graph, opset)
         for (layer, role), spec in specs.items():
             if is_parameter(role):
                 continue
@@ -128,53 +140,17 @@ class OnnxExporter(Exporter[OnnxModel]):
             ResultError: the file cannot be written.
         """
         conventions = self.conventions
-        is_half_even = conventions.rounds_half_even
-        solution = self.as_run(deployment.graph, deployment.solution).by_rows()
-        # The file is compared with this, whatever is restated for it.
-        tested = replace(deployment, solution=solution)
-        if is_half_even and not conventions.is_for_kernels:
-            # The engine rounds as it does. The file is right if it is what the remarks say.
-            tested = replace(deployment, solution=quantized_linearly(solution))
-        apart = quantized_apart(deployment.graph, solution, any_rounding=is_half_even)
-        wide = in_float32(replace(deployment, solution=apart))
-        encoded = rounded_half_even(wide.encoded) if is_half_even else wide.encoded
-        if conventions.is_for_kernels:
-            code_type = self.choice("onnx_weights")
-            is_packed = conventions.is_packed
-            stated = adapt_weights(wide.graph, encoded, code_type, packed=is_packed)
-        else:
-            stated = signed_weights(wide.graph, encoded)
-        opset = deployment.opset
-        if opset == -1:
-            opset = operator_set(stated.specs, conventions)
-        network = wide.network()
-        quantizations = list(stated.tensors.items())
-        model = translate_network(wide, network, quantizations, opset)
-        floating = float_model(model) if conventions.is_for_kernels else None
-        steps = sum_steps(wide.graph, stated, conventions.biases)
-        biases = sum_biases(network, steps)
-        if conventions.biases is BiasForm.PRODUCTS:
-            words = checked_target("onnx", self.choices).words
-            refuse(words, wide_bias_refusals(step for step in steps if step not in biases))
-        float_layers = overflowing(network, stated) - biases.keys()
-        lowering = Lowering(network, quantizations, opset, biases, float_layers, conventions)
-        lower_marks(model, lowering)
-        proto = ir.to_proto(model)
-        clean_proto(proto, deployment.graph, deployment.input_names)
-        storage = weight_storage(wide.graph, stated)
-        texts = dict(deployment.origin.texts())
-        if conventions.is_for_kernels:
-            texts["processors"] = storage.processors
-        onnx.helper.set_model_props(proto, texts)
-        with stored_model(proto, path) as source:
+        built = build_onnx(deployment, self.choice("onnx_weights"), conventions)
+        with stored_model(built.proto, path) as source:
             is_for_kernels = conventions.is_for_kernels
-            file = OnnxFile(path.name, source, proto, floating, is_for_kernels)
-            remarks = profile_remarks(conventions, solution.specs)
-            if is_for_kernels:
-                remarks = storage.remarks
-            yield OnnxModel(file, tested, storage, remarks)
+            file = OnnxFile(path.name, source, built.proto, built.floating, is_for_kernels)
+            yield OnnxModel(file, built.tested, built.storage, built.remarks)
 
-    def verify(self, deployment: Deployment, written: OnnxModel) -> Verification:
+    def verify(
+        self,
+        deployment: Deployment,
+        written: OnnxModel,
+    ) -> Verification:
         """Run the model in ONNX Runtime, without optimizations and as users do.
 
         OpenVINO runs a file for kernels, too, if it is installed. It refuses nothing, but a
@@ -195,18 +171,99 @@ class OnnxExporter(Exporter[OnnxModel]):
         )
 
 
+def build_onnx(
+    deployment: Deployment,
+    weights: str,
+    conventions: Conventions = EXACT,
+) -> BuiltOnnx:
+    """Return the network with QuantizeLinear and DequantizeLinear.
+
+    Args:
+        deployment: what is exported.
+        weights: the type of 8-bit weights in files for kernels: "auto", "int8" or "uint8".
+        conventions: those of the profile.
+
+    Raises:
+        UsageError: the profile cannot hold the biases.
+        ModelError: torch.onnx does not know an operator of the network.
+    """
+    is_half_even = conventions.rounds_half_even
+    solution = with_runtime_biases(
+        deployment.graph, deployment.solution, conventions.biases
+    ).by_rows()
+    # The file is compared with this, whatever is restated for it.
+    tested = replace(deployment, solution=solution)
+    if is_half_even and not conventions.is_for_kernels:
+        # The engine rounds as it does. The file is right if it is what the remarks say.
+        tested = replace(deployment, solution=quantized_linearly(solution))
+    apart = quantized_apart(deployment.graph, solution, any_rounding=is_half_even)
+    wide = in_float32(replace(deployment, solution=apart))
+    encoded = rounded_half_even(wide.encoded) if is_half_even else wide.encoded
+    if conventions.is_for_kernels:
+        is_packed = conventions.is_packed
+        stated = adapt_weights(wide.graph, encoded, weights, packed=is_packed)
+    else:
+        stated = signed_weights(wide.graph, encoded)
+    opset = deployment.opset
+    if opset == -1:
+        opset = operator_set(stated.specs, conventions)
+    network = wide.network()
+    quantizations = list(stated.tensors.items())
+    model = translate_network(wide, network, quantizations, opset)
+    floating = float_model(model) if conventions.is_for_kernels else None
+    steps = sum_steps(wide.graph, stated, conventions.biases)
+    biases = sum_biases(network, steps)
+    if conventions.biases is BiasForm.PRODUCTS:
+        words = checked_target("onnx", deployment.choices).words
+        refuse(words, wide_bias_refusals(step for step in steps if step not in biases))
+    float_layers = overflowing(network, stated) - biases.keys()
+    lowering = Lowering(network, quantizations, opset, biases, float_layers, conventions)
+    lower_marks(model, lowering)
+    proto = ir.to_proto(model)
+    clean_proto(proto, deployment.graph, deployment.input_names)
+    storage = weight_storage(wide.graph, stated)
+    texts = dict(deployment.origin.texts())
+    remarks = profile_remarks(conventions, solution.specs)
+    if conventions.is_for_kernels:
+        texts["processors"] = storage.processors
+        remarks = storage.remarks
+    onnx.helper.set_model_props(proto, texts)
+    return BuiltOnnx(proto, floating, tested, storage, remarks)
+
+
+def graph_refusals(
+    graph: Graph,
+    opset: int,
+) -> Iterator[Refusal]:
+    """Yield what ONNX cannot express of a network in float."""
+    if opset not in OPSETS:
+        why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
+        yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
+    yield from complex_refusals(graph)
+    for node in graph.nodes:
+        if "weight_hr_l0" in node.params:
+            why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
+            remedy = "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"
+            yield Refusal(why, remedy, node.name)
+
+
 def operator_set(
-    specs: Mapping[Key, QuantizationSpec], conventions: Conventions = EXACT
+    specs: Mapping[Key, QuantizationSpec],
+    conventions: Conventions = EXACT,
 ) -> int:
     """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""
-    opsets = [_DEFAULT_OPSET]
+    opsets = [DEFAULT_OPSET]
     for (_, role), spec in specs.items():
         if spec.dtype == "int":
             opsets.append(_first_opset(role, spec, conventions))
     return max(opsets)
 
 
-def _first_opset(role: str, spec: QuantizationSpec, conventions: Conventions) -> int:
+def _first_opset(
+    role: str,
+    spec: QuantizationSpec,
+    conventions: Conventions,
+) -> int:
     """Return the first operator set with the type of a tensor's codes; biases stay floats."""
     if base_role(role) == "bias":
         return 0

@@ -1,6 +1,7 @@
 """Reports which multiplications ONNX Runtime computes in integers, from its optimized graph."""
 
 import re
+from collections.abc import Sequence
 
 import onnx
 from onnx import ModelProto
@@ -26,6 +27,7 @@ _INTEGER_OPERATORS = (
 )
 # They hand codes on, so that an engine multiplies these.
 _MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
+_ONNX_RUNTIME = "ONNX Runtime"
 _BITS_LIMIT = "8 bits or fewer of integers have kernels"
 
 
@@ -62,6 +64,23 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
         if node.op_type in _INTEGER_OPERATORS:
             # The optimizer adds to names.
             integer.append(re.sub(r"_token_\d+$", "", node.name))
+    return kernels_of(model, integer, graph, solution)
+
+
+def kernels_of(
+    model: ModelProto,
+    integer: Sequence[str],
+    graph: Graph,
+    solution: Solution,
+    *,
+    engine: str = _ONNX_RUNTIME,
+) -> Kernels:
+    """Return how an engine multiplies, with the reasons for float.
+
+    Args:
+        model: the file as it was written.
+        integer: the names of nodes that the engine computes in integers.
+    """
     readers: dict[str, str] = {}
     for node in model.graph.node:
         readers |= dict.fromkeys(node.input, node.op_type)
@@ -71,16 +90,27 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
         if node.op_type in MULTIPLYING and node.name not in integer:
             reader = readers.get(node.output[0], "")
             layer = node.name.partition(NUMBERED)[0]
-            reasons[node.name] = _reason(layer, graph, where, solution, reader=reader)
+            reasons[node.name] = _reason(
+                layer, graph, where, solution, reader=reader, engine=engine
+            )
     return Kernels(tuple(integer), reasons)
 
 
-def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, reader: str) -> str:
+def _reason(
+    layer: str,
+    graph: Graph,
+    where: Layout,
+    solution: Solution,
+    *,
+    reader: str,
+    engine: str,
+) -> str:
     """Return the first thing in the config that keeps a layer in float, and what to change.
 
     Args:
         reader: the operator that reads the layer in the file; none for what became bounds of
             codes.
+        engine: which computes it in float.
     """
     if layer not in graph.by_name:
         return (
@@ -94,7 +124,7 @@ def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, read
         return "its weights are not quantized"
     if weights is not None and not is_narrow(weights):
         return f"its weights are {_words(weights)}; {_BITS_LIMIT}"
-    if node.row.transposed:
+    if node.row.transposed and engine == _ONNX_RUNTIME:
         return "ONNX Runtime has no integer kernel for transposed convolutions"
     activations = {
         "input": layer_input_spec(layer, graph, specs),
@@ -118,7 +148,7 @@ def _reason(layer: str, graph: Graph, where: Layout, solution: Solution, *, read
             f"{reader} follows it, and its output is quantized after that; ReLU and ReLU6 "
             "have integer kernels"
         )
-    return "ONNX Runtime does not fuse it"
+    return f"{engine} does not fuse it"
 
 
 def _words(spec: QuantizationSpec) -> str:

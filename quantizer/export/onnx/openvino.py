@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.comparison.output_comparison import Recorder
@@ -113,7 +114,10 @@ class OpenVinoCheck:
         defaults = self._with_float_figures(defaults, by_default)
         reads = worst_of(figures, self.deployment) is None
         agrees = reads and worst_of(defaults, self.deployment) is None
-        layer = "" if reads else self._first_layer()
+        layer = ""
+        if not reads:
+            folder = self.run.folder.parent
+            layer = first_layer_that_differs(self.file.model, self.deployment, folder)
         return EngineCheck(
             self.engine, agrees, figures, layer=layer, defaults=defaults, reads=reads
         )
@@ -161,27 +165,33 @@ class OpenVinoCheck:
                 )
                 raise VerificationError(text)
 
-    def _first_layer(self) -> str:
-        """Return the first layer whose codes differ by more than rounding.
 
-        Each is computed from the codes that it reads.
-        """
-        if any(node.dtype in HALF for node in self.deployment.graph.nodes):
-            return ""
-        layers = LayerCheck(self.file.model, self.deployment)
-        inputs = _inputs(self.file, self.deployment)
-        try:
-            folder = self.run.folder.with_name("watched")
-            content = layers.model.SerializeToString()
-            watched = _Run.started(folder, content, inputs, [EXACT_SETTINGS])
-            (codes,) = watched.outputs()
-            layers.add(self.deployment.args, self.deployment.kwargs, codes)
-        except VerificationError:
-            return ""
-        for row in layers.rows.values():
-            if row.most_steps > _MAX_ROUNDING_STEPS:
-                return row.layer
+def first_layer_that_differs(model: ModelProto, deployment: Deployment, folder: Path) -> str:
+    """Return the first layer whose codes differ by more than rounding; empty if none is found.
+
+    Each is computed from the codes that it reads.
+
+    Args:
+        model: an ONNX model.
+        deployment: whose call is run.
+        folder: in which a folder for the run is made.
+    """
+    if any(node.dtype in HALF for node in deployment.graph.nodes):
         return ""
+    layers = LayerCheck(model, deployment)
+    args, kwargs = deployment.args, deployment.kwargs
+    inputs = named_inputs(model, deployment, args, kwargs)
+    try:
+        content = layers.model.SerializeToString()
+        watched = _Run.started(folder / "watched", content, inputs, [EXACT_SETTINGS])
+        (codes,) = watched.outputs()
+        layers.add(args, kwargs, codes)
+    except VerificationError:
+        return ""
+    for row in layers.rows.values():
+        if row.most_steps > _MAX_ROUNDING_STEPS:
+            return row.layer
+    return ""
 
 
 @dataclass(frozen=True)

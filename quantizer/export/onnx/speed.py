@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import onnx
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from quantizer.export.onnx.marks import MARK_DOMAIN
 from quantizer.export.speed import MIN_ROUNDS, Speed
 
+Timer = Callable[[int], float]
+"""Runs a network so many times and returns the seconds of one run, as their mean."""
 # The float network is not run if its tensors have more bytes.
 _MAX_FLOAT_BYTES = 2**30
 # So many rounds, or as many as begin in this time.
@@ -26,7 +29,9 @@ _MAX_RUNS = 100
 _FASTER = 1.1
 
 
-def float_model(model: ir.Model) -> bytes | None:
+def float_model(
+    model: ir.Model,
+) -> bytes | None:
     """Return a translated network with marks without quantization; None if it is large."""
     size = 0
     for value in model.graph.initializers.values():
@@ -50,10 +55,7 @@ def measured_speed(
     *,
     with_int8: bytes | None = None,
 ) -> Speed | None:
-    """Return how fast `session` is against the model `floating`; None if it cannot be measured.
-
-    All run in each round and take turns to be first, so that what slows the machine down slows
-    all of them.
+    """Return how fast `session` is against the model `floating`; None if that is unknown.
 
     Args:
         with_int8: the same file with int8 weights. If it is faster, its speed is returned, too.
@@ -61,22 +63,14 @@ def measured_speed(
     sessions = [session, _session(floating)]
     if with_int8 is not None:
         sessions.append(_session(with_int8))
-    runs = [_runs_at_once(one, feed) for one in sessions]
-    times: list[list[float]] = [[] for _ in sessions]
-    start = time.perf_counter()
-    for index in range(_ROUNDS):
-        order = range(len(sessions)) if index % 2 == 0 else reversed(range(len(sessions)))
-        for which in order:
-            times[which].append(_seconds(sessions[which], feed, runs[which]))
-        if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > _ROUND_SECONDS:
-            break
-    speed = Speed.of(times[0], times[1])
-    if speed is None or with_int8 is None:
-        return speed
-    other = Speed.of(times[2], times[1])
-    if other is None or not other.is_clear or other.low <= _FASTER * speed.ratio:
-        return speed
-    return replace(speed, faster=("--onnx_weights int8", other))
+    timers = [partial(_seconds, other, feed) for other in sessions]
+    speed, *others = speeds_in_turns(timers)
+    if speed is None:
+        return None
+    for other in others:
+        if other is not None and other.is_clear and other.low > _FASTER * speed.ratio:
+            return replace(speed, faster=("--onnx_weights int8", other))
+    return speed
 
 
 def _session(model: bytes) -> onnxruntime.InferenceSession:
@@ -86,18 +80,43 @@ def _session(model: bytes) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
+def speeds_in_turns(
+    timers: Sequence[Timer],
+) -> list[Speed | None]:
+    """Return how fast the first network is against the second one, the float network, and so
+    are the third and later ones; None for each that cannot be measured.
+
+    All run in each round and take turns to be first, so that what slows the machine down slows
+    all of them.
+    """
+    runs = [_runs_at_once(timer) for timer in timers]
+    times: list[list[float]] = [[] for _ in timers]
+    order = list(range(len(timers)))
+    start = time.perf_counter()
+    for index in range(_ROUNDS):
+        for which in order:
+            times[which].append(timers[which](runs[which]))
+        order.reverse()
+        if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > _ROUND_SECONDS:
+            break
+    ours, floats, *others = times
+    return [Speed.of(seconds, floats) for seconds in (ours, *others)]
+
+
 def _runs_at_once(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]]
+    timer: Timer,
 ) -> int:
     """Return how many runs make a measurement long enough for the clock and the scheduler."""
     # The first run prepares memory.
-    session.run(None, feed)
-    seconds = _seconds(session, feed, 1)
+    timer(1)
+    seconds = timer(1)
     return max(1, math.ceil(_MIN_SECONDS / max(seconds, _MIN_SECONDS / _MAX_RUNS)))
 
 
 def _seconds(
-    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
+    session: onnxruntime.InferenceSession,
+    feed: Mapping[str, NDArray[Any]],
+    runs: int,
 ) -> float:
     """Return the seconds of one run, as the mean of several."""
     start = time.perf_counter()

@@ -73,7 +73,9 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     """
     with TemporaryDirectory() as folder:
         optimized = str(Path(folder) / "optimized.onnx")
-        sessions = {label: _session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)}
+        sessions = {
+            label: open_session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)
+        }
         if file.is_for_kernels:
             multiplications = kernels(
                 file.model, optimized, deployment.graph, deployment.solution
@@ -95,11 +97,11 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
                 tensor_leaves(network.observe(args, kwargs, recorder.watchers))
             )
         for label, session in sessions.items():
-            with _failures_named(label, file.name):
+            with failures_named(label, file.name):
                 actual = _outputs(session, feed)
             agreements[label].add(expected, actual, recorder)
         if layers is not None:
-            with _failures_named(DEFAULT, file.name):
+            with failures_named(DEFAULT, file.name):
                 codes = layers.codes(feed)
             layers.check.add(args, kwargs, codes)
     verified: dict[str, Verification] = {}
@@ -110,7 +112,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         verified[label] = accept_file(
             agreements[label].result(),
             deployment,
-            _SessionOfFile(session, file, deployment).outputs,
+            SessionOfFile(session, file, deployment).outputs,
             refusal=f"{file.name} is not written: {label}",
             remedy=remedy,
         )
@@ -138,7 +140,7 @@ def _speed(
     with_int8 = None
     if isinstance(file.source, bytes):
         with_int8 = with_int8_weights(file.model)
-    with _failures_named("ONNX Runtime, without quantization,", file.name):
+    with failures_named("ONNX Runtime, without quantization,", file.name):
         return measured_speed(session, file.floating, feed, with_int8=with_int8)
 
 
@@ -161,7 +163,7 @@ class _LayerSession:
         if not check.rows:
             return None
         watched = replace(file, source=check.model.SerializeToString())
-        return cls(check, _session(watched, DEFAULT))
+        return cls(check, open_session(watched, DEFAULT))
 
     def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return the codes of one batch, by the names of their values."""
@@ -169,10 +171,13 @@ class _LayerSession:
         return dict(zip(names, self.session.run(names, feed), strict=True))
 
 
-def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.InferenceSession:
-    """Return a session.
+def open_session(
+    file: OnnxFile, label: str, optimized: str = ""
+) -> onnxruntime.InferenceSession:
+    """Return a session of ONNX Runtime.
 
     Args:
+        label: `UNOPTIMIZED` for one without optimizations.
         optimized: where a default session writes what its optimizer makes of the file.
     """
     options = onnxruntime.SessionOptions()
@@ -186,14 +191,14 @@ def _session(file: OnnxFile, label: str, optimized: str = "") -> onnxruntime.Inf
         options.optimized_model_filepath = optimized
         if isinstance(file.source, str):
             options.add_session_config_entry(_EXTERNAL, f"{Path(optimized).name}.data")
-    with _failures_named(label, file.name):
+    with failures_named(label, file.name):
         return onnxruntime.InferenceSession(
             file.source, options, providers=["CPUExecutionProvider"]
         )
 
 
 @contextmanager
-def _failures_named(label: str, name: str) -> Iterator[None]:
+def failures_named(label: str, name: str) -> Iterator[None]:
     """Raise ONNX Runtime's exceptions as `VerificationError`; they have no common class."""
     try:
         yield
@@ -205,7 +210,7 @@ def _failures_named(label: str, name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _SessionOfFile:
+class SessionOfFile:
     """A session that is called as the model is."""
 
     session: onnxruntime.InferenceSession

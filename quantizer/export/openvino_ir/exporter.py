@@ -1,0 +1,99 @@
+"""Writes the openvino target: OpenVINO's own format, `<Model>.xml` and `<Model>.bin`."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from quantizer.calibration.solution import Solution
+from quantizer.config.model import QuantizationSpec
+from quantizer.export.agreement import Verification
+from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Exporter, Refusal
+from quantizer.export.onnx.biases import with_runtime_biases
+from quantizer.export.onnx.exporter import BuiltOnnx, OnnxExporter, build_onnx
+from quantizer.export.openvino_ir.session import IrSession, ir_session
+from quantizer.export.openvino_ir.verify import verify_ir
+from quantizer.graph.ir import Graph
+from quantizer.plan.model import Key
+from quantizer.storage.atomic_write import replaced_file
+from quantizer.storage.files import cannot_write
+
+
+@dataclass(frozen=True)
+class OpenVinoIr:
+    """A model that OpenVINO has converted and runs, and the ONNX model that it was."""
+
+    session: IrSession
+    built: BuiltOnnx
+
+
+class OpenVinoIrExporter(Exporter[OpenVinoIr]):
+    """Writes the network that `--deploy onnx` writes, with int8 weights, in OpenVINO's format.
+
+    OpenVINO has integer kernels for int8 weights only.
+    """
+
+    def refusals(
+        self,
+        graph: Graph,
+        specs: Mapping[Key, QuantizationSpec],
+        opset: int,
+    ) -> Iterator[Refusal]:
+        """Yield what ONNX cannot express."""
+        return OnnxExporter().refusals(graph, specs, opset)
+
+    def as_run(
+        self,
+        graph: Graph,
+        solution: Solution,
+    ) -> Solution:
+        """Return the solution with biases rounded as integer kernels do."""
+        return with_runtime_biases(graph, solution)
+
+    def files(
+        self,
+        path: Path,
+    ) -> tuple[Path, ...]:
+        """Return the file of the network and that of its weights."""
+        return path, path.with_suffix(".bin")
+
+    @contextmanager
+    def write(
+        self,
+        deployment: Deployment,
+        path: Path,
+    ) -> Iterator[OpenVinoIr]:
+        """Write both files; OpenVINO runs them before they are published.
+
+        Raises:
+            ModelError: torch.onnx does not know an operator of the network.
+            ResultError: a file cannot be written.
+        """
+        built = build_onnx(deployment, "int8")
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            with ir_session(folder, path.name, built, deployment) as session:
+                yield OpenVinoIr(session, built)
+            network, weights = self.files(path)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Never a new network beside old weights.
+                network.unlink(missing_ok=True)
+                for source, target in (("model.bin", weights), ("model.xml", network)):
+                    with replaced_file(target) as file:
+                        shutil.copyfile(folder / source, file)
+            except OSError as error:
+                raise cannot_write(path, error) from error
+
+    def verify(
+        self,
+        deployment: Deployment,
+        written: OpenVinoIr,
+    ) -> Verification:
+        """Run the files in OpenVINO, in float32 and as users do, and measure their speed."""
+        verification = verify_ir(written.session, written.built.tested)
+        remarks = (*written.built.remarks, *verification.remarks)
+        return replace(verification, remarks=remarks)

@@ -1,0 +1,112 @@
+"""Converts `model.onnx` to OpenVINO's format and runs it, as a program of its own: some files
+crash its process.
+
+It works in the folder that it is started in. It writes `model.xml`, reads it back, and answers
+each line of its standard input, a JSON list, with a line of JSON:
+
+- ["kernels"]: the layers that multiply, with the names of nodes and the type of numbers.
+- ["run", number]: runs `inputs_NUMBER.npz` and writes `outputs_NUMBER.npz` for each of the
+  settings in `settings.json`.
+- ["time", which, runs]: the seconds of one run of the last inputs, as the mean of so many, in
+  the default settings. Either "model" or "float" is run.
+
+It imports nothing of this package, so that it starts at once.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+
+_MULTIPLYING = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "GroupConvolution")
+
+
+class Engine:
+    """The model, compiled with each of the settings."""
+
+    def __init__(self) -> None:
+        model = openvino.convert_model("model.onnx")
+        openvino.save_model(model, "model.xml", compress_to_fp16=False)
+        self.core = openvino.Core()
+        known = set(self.core.get_property("CPU", "SUPPORTED_PROPERTIES"))
+        self.compiled: list[Any] = []
+        for chosen in json.loads(Path("settings.json").read_text("utf-8")):
+            settings = {name: chosen[name] for name in chosen if name in known}
+            self.compiled.append(self.core.compile_model("model.xml", "CPU", settings))
+        self.floating: Any = None
+        self.inputs: dict[str, Any] = {}
+
+    def kernels(self) -> list[list[str]]:
+        """Return the names of nodes and the type of each layer that multiplies."""
+        rows: list[list[str]] = []
+        for node in self.compiled[-1].get_runtime_model().get_ops():
+            info = node.get_rt_info()
+            if info["layerType"].astype(str) in _MULTIPLYING:
+                names = info["originalLayersNames"].astype(str)
+                rows.append([names, info["runtimePrecision"].astype(str)])
+        return rows
+
+    def run(
+        self,
+        number: int,
+    ) -> None:
+        """Run all settings on one call and store the outputs by name."""
+        with np.load(f"inputs_{number}.npz") as inputs:
+            self.inputs = dict(inputs)
+        arrays: dict[str, Any] = {}
+        for index, compiled in enumerate(self.compiled):
+            results = compiled(self._named(compiled))
+            for value in compiled.outputs:
+                for name in value.get_names():
+                    arrays[f"{index}:{name}"] = results[value]
+        np.savez(f"outputs_{number}.npz", **arrays)
+
+    def time(
+        self,
+        which: str,
+        runs: int,
+    ) -> float:
+        """Return the seconds of one run."""
+        compiled = self.compiled[-1]
+        if which == "float":
+            if self.floating is None:
+                self.floating = self.core.compile_model("float.onnx", "CPU")
+            compiled = self.floating
+        inputs = self._named(compiled)
+        start = time.perf_counter()
+        for _ in range(runs):
+            compiled(inputs)
+        return (time.perf_counter() - start) / runs
+
+    def _named(
+        self,
+        compiled: Any,
+    ) -> dict[str, Any]:
+        """Return the inputs by the names that a compiled model has for them."""
+        named: dict[str, Any] = {}
+        for value in compiled.inputs:
+            # An operator that does nothing has left its name, too.
+            for name in value.get_names() & self.inputs.keys():
+                named[name] = self.inputs[name]
+        return named
+
+
+def main() -> None:
+    """Answer the lines of standard input."""
+    engine = Engine()
+    methods: dict[str, Callable[..., object]]
+    methods = {"kernels": engine.kernels, "run": engine.run, "time": engine.time}
+    for line in sys.stdin:
+        word, *arguments = json.loads(line)
+        answer = methods[word](*arguments)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Runs a model in OpenVINO, in a process of its own, call by call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto
+from torch import Tensor
+
+from quantizer.errors import VerificationError
+from quantizer.export.acceptance import Outputs
+from quantizer.export.deployment import Deployment
+from quantizer.export.onnx.exporter import BuiltOnnx
+from quantizer.export.onnx.files import LARGEST_MESSAGE
+from quantizer.export.onnx.openvino import DEFAULT_SETTINGS, EXACT_SETTINGS
+from quantizer.export.onnx.verify import named_inputs
+
+IN_FLOAT32 = 0
+BY_DEFAULT = 1
+"""The two settings, by their places in the answers of the process."""
+_SETTINGS = (EXACT_SETTINGS, DEFAULT_SETTINGS)
+_PROCESS = Path(__file__).with_name("ir_process.py")
+_HELP = "--deploy pt2 needs no such runtime"
+
+
+@dataclass
+class IrSession:
+    """A process that has converted a model to `folder` and runs it.
+
+    Attributes:
+        name: stands for the file in messages.
+        built: the ONNX model that it has converted.
+        count: how many calls it has run.
+    """
+
+    name: str
+    folder: Path
+    built: BuiltOnnx
+    deployment: Deployment
+    process: subprocess.Popen[str]
+    count: int = 0
+
+    @property
+    def model(self) -> ModelProto:
+        """Return the ONNX model."""
+        return self.built.proto
+
+    @property
+    def has_float(self) -> bool:
+        """Return whether the network without quantization can be timed."""
+        return self.built.floating is not None
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> list[list[Tensor]]:
+        """Return what the model gives for a call with each of the settings.
+
+        Raises:
+            VerificationError: OpenVINO cannot run it.
+        """
+        feed: dict[str, Any] = named_inputs(self.model, self.deployment, args, kwargs)
+        self.count += 1
+        inputs = self.folder / f"inputs_{self.count}.npz"
+        results = self.folder / f"outputs_{self.count}.npz"
+        np.savez(inputs, **feed)
+        self.ask("run", self.count)
+        outputs: list[list[Tensor]] = []
+        with np.load(results) as arrays:
+            for index in range(len(_SETTINGS)):
+                outputs.append(self._tensors(arrays, index))
+        inputs.unlink()
+        results.unlink()
+        return outputs
+
+    def outputs(
+        self,
+        setting: int,
+    ) -> Outputs:
+        """Return a function that gives the outputs of a call with one of the settings."""
+
+        def call(
+            args: tuple[Any, ...],
+            kwargs: Mapping[str, Any],
+        ) -> list[Tensor]:
+            return self.run(args, kwargs)[setting]
+
+        return call
+
+    def _tensors(
+        self,
+        arrays: Mapping[str, NDArray[Any]],
+        index: int,
+    ) -> list[Tensor]:
+        """Return the outputs of one of the settings, in order."""
+        tensors: list[Tensor] = []
+        for value in self.model.graph.output:
+            tensors.append(torch.from_numpy(arrays[f"{index}:{value.name}"]))
+        return tensors
+
+    def integer_nodes(self) -> list[str]:
+        """Return the nodes that the default settings compute in integers.
+
+        OpenVINO appends words to the names of nodes that it rewrites.
+        """
+        begun = ""
+        for joined, kind in self.ask("kernels"):
+            if kind in ("u8", "i8"):
+                begun += "".join(f"{name}/," for name in joined.split(","))
+        begun = f",{begun}"
+        return [node.name for node in self.model.graph.node if f",{node.name}/" in begun]
+
+    def seconds(
+        self,
+        which: str,
+        runs: int,
+    ) -> float:
+        """Return the seconds of one run of the last call, "model" or "float"."""
+        return float(self.ask("time", which, runs))
+
+    def ask(
+        self,
+        *question: object,
+    ) -> Any:
+        """Return the answer of the process to one line.
+
+        Raises:
+            VerificationError: the process ends instead.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise self._failure()
+        return json.loads(answer)
+
+    def _failure(self) -> VerificationError:
+        """Return why the process has ended."""
+        assert self.process.stderr is not None
+        code = self.process.wait()
+        lines = self.process.stderr.read().strip().splitlines()
+        why = lines[-1].strip() if lines else "it fails without a message"
+        if code < 0:
+            why = f"it crashes with signal {-code}"
+        text = f"{self.name} is not written: OpenVINO cannot run it: {why}"
+        return VerificationError(text, help=_HELP)
+
+
+@contextmanager
+def ir_session(
+    folder: Path,
+    name: str,
+    built: BuiltOnnx,
+    deployment: Deployment,
+) -> Iterator[IrSession]:
+    """Yield a session of OpenVINO that works in an empty folder.
+
+    Args:
+        folder: in which `model.xml` and `model.bin` will be.
+        name: stands for the file in messages.
+        built: an ONNX model.
+        deployment: whose calls are run.
+    """
+    _save(built.proto, folder / "model.onnx")
+    if built.floating is not None:
+        (folder / "float.onnx").write_bytes(built.floating)
+    settings = [dict(setting) for setting in _SETTINGS]
+    (folder / "settings.json").write_text(json.dumps(settings), "utf-8")
+    # As text, so that no module beside the program stands for one that OpenVINO imports.
+    command = [sys.executable, "-c", _PROCESS.read_text("utf-8")]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=folder, text=True, **pipes) as process:
+        try:
+            yield IrSession(name, folder, built, deployment, process)
+        finally:
+            process.kill()
+
+
+def _save(
+    model: ModelProto,
+    path: Path,
+) -> None:
+    size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    if size <= LARGEST_MESSAGE:
+        path.write_bytes(model.SerializeToString())
+        return
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    onnx.save_model(copy, path, save_as_external_data=True, location="tensors")

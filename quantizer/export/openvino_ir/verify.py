@@ -1,0 +1,110 @@
+"""Compares a model in OpenVINO, in float32 and as its users run it, with test mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from quantizer.errors import VerificationError
+from quantizer.export.acceptance import accept_file, with_float_figures, worst_of
+from quantizer.export.agreement import Agreement, Kernels, Verification
+from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.float32 import to_float32
+from quantizer.export.onnx.kernels import kernels_of
+from quantizer.export.onnx.marks import MULTIPLYING
+from quantizer.export.onnx.openvino import first_layer_that_differs
+from quantizer.export.onnx.speed import speeds_in_turns
+from quantizer.export.openvino_ir.session import BY_DEFAULT, IN_FLOAT32, IrSession
+from quantizer.export.speed import Speed
+
+_COARSER = (
+    "by its default settings OpenVINO loses more on this processor than quantization itself: "
+    "compile the file with INFERENCE_PRECISION_HINT f32"
+)
+_REMEDY = (
+    "--deploy onnx is accepted by what ONNX Runtime computes; without VNNI, processors add up "
+    "int8 weights of 8 bits wrong: give weights 7 bits there"
+)
+
+
+def verify_ir(
+    session: IrSession,
+    deployment: Deployment,
+) -> Verification:
+    """Compare the outputs of a model with test mode's over all calls.
+
+    Raises:
+        VerificationError: OpenVINO cannot run it, or its outputs differ in float32.
+    """
+    network = deployment.network()
+    outputs, steps = deployment.outputs, deployment.part_steps
+    agreements = [Agreement("outputs", outputs, steps) for _ in (IN_FLOAT32, BY_DEFAULT)]
+    for args, kwargs in deployment.calls():
+        recorder = agreements[IN_FLOAT32].recorder()
+        with torch.no_grad():
+            result = network.observe(args, kwargs, recorder.watchers)
+        expected = to_float32(tensor_leaves(result))
+        for agreement, actual in zip(agreements, session.run(args, kwargs), strict=True):
+            agreement.add(expected, actual, recorder)
+    in_float32 = _accepted(agreements[IN_FLOAT32].result(), session)
+    by_default = agreements[BY_DEFAULT].result()
+    remarks: tuple[str, ...] = ()
+    if worst_of(by_default, deployment) is not None:
+        by_default = with_float_figures(by_default, session.outputs(BY_DEFAULT), deployment)
+    if worst_of(by_default, deployment) is not None:
+        # The processor decides that, not the file.
+        remarks = (_COARSER,)
+    default = replace(by_default, kernels=_kernels(session, deployment), speed=_speed(session))
+    return replace(in_float32, default_session=default, remarks=remarks)
+
+
+def _accepted(
+    verification: Verification,
+    session: IrSession,
+) -> Verification:
+    """Return the figures in float32.
+
+    Raises:
+        VerificationError: the outputs differ.
+    """
+    try:
+        return accept_file(
+            verification,
+            session.deployment,
+            session.outputs(IN_FLOAT32),
+            refusal=f"{session.name} is not written: OpenVINO",
+            remedy=_REMEDY,
+        )
+    except VerificationError as error:
+        layer = first_layer_that_differs(session.model, session.deployment, session.folder)
+        if not layer:
+            raise
+        text = f"{error.message}; the first layer that differs is {layer}"
+        raise VerificationError(text, help=error.help) from error
+
+
+def _kernels(
+    session: IrSession,
+    deployment: Deployment,
+) -> Kernels:
+    """Return which multiplications are in integers by the default settings."""
+    integer_nodes = session.integer_nodes()
+    integer: list[str] = []
+    for node in session.model.graph.node:
+        if node.op_type in MULTIPLYING and node.name in integer_nodes:
+            integer.append(node.name)
+    graph, solution = deployment.graph, deployment.solution
+    return kernels_of(session.model, integer, graph, solution, engine="OpenVINO")
+
+
+def _speed(
+    session: IrSession,
+) -> Speed | None:
+    """Measure the speed against the float network, both by the default settings."""
+    if not session.has_float:
+        return None
+    timers = [partial(session.seconds, which) for which in ("model", "float")]
+    (speed,) = speeds_in_turns(timers)
+    return speed

@@ -1,0 +1,111 @@
+"""The openvino target: OpenVINO reads both files, multiplies in integers, and decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.deployments import deployment, written
+from support.runs import ROOT, calibrate, check
+
+from quantizer.errors import VerificationError
+from quantizer.export import export
+from quantizer.export.onnx.exporter import BuiltOnnx
+from quantizer.export.openvino_ir import exporter as ir_exporter
+from quantizer.export.openvino_ir import verify as ir_verify
+from quantizer.export.speed import Speed
+
+ov = pytest.importorskip("openvino", reason="the engine (extra: openvino)")
+pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+
+
+@pytest.fixture(autouse=True)
+def not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ir_verify, "_speed", lambda session: None)
+
+
+def test_openvino_reads_both_files(tmp_path: Path) -> None:
+    file = written("openvino", "residual", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "residual.bin",
+        "residual.openvino",
+    ]
+    core = ov.Core()
+    model = core.read_model(str(file.path), str(tmp_path / "residual.bin"))
+    compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    outputs = compiled(file.given.args[0].numpy())[0]
+    expected = file.given.expected[0].numpy()
+    noise = float(np.square(outputs - expected).sum())
+    assert noise < 1e-4 * float(np.square(expected).sum())
+    session = file.found.default_session
+    assert session is not None
+    assert session.kernels is not None
+    assert len(session.kernels.integer) == 5
+    assert list(session.kernels.floating.values()) == ["its input is not quantized"]
+
+
+def test_other_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = ir_exporter.build_onnx
+
+    def wrong(*args: object, **kwargs: object) -> BuiltOnnx:
+        built = build(*args, **kwargs)  # type: ignore[arg-type]
+        for tensor in built.proto.graph.initializer:
+            if tensor.name.endswith("weights.codes"):
+                codes = np.frombuffer(tensor.raw_data, np.int8)
+                tensor.raw_data = np.roll(codes, 1).tobytes()
+                break
+        return built
+
+    monkeypatch.setattr(ir_exporter, "build_onnx", wrong)
+    with pytest.raises(VerificationError, match="OpenVINO does not compute what") as refused:
+        export("openvino", deployment("residual"), tmp_path / "residual.xml")
+    assert "the first layer that differs is Residual::Residual/Conv2d[conv1]" in str(
+        refused.value
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_ends_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = ir_exporter.build_onnx
+
+    def unknown(*args: object, **kwargs: object) -> BuiltOnnx:
+        built = build(*args, **kwargs)  # type: ignore[arg-type]
+        built.proto.graph.node[0].op_type = "Unknown"
+        return built
+
+    monkeypatch.setattr(ir_exporter, "build_onnx", unknown)
+    with pytest.raises(VerificationError, match="OpenVINO cannot run it: "):
+        export("openvino", deployment("residual"), tmp_path / "residual.xml")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_report_has_kernels_and_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the digits, which are seven bits without VNNI."""
+    pytest.importorskip("sklearn", reason="the digits are scikit-learn's (extra: examples)")
+    speed = Speed(1.8, 1.75, 1.86, 7)
+    monkeypatch.setattr(ir_verify, "_speed", lambda session: speed)
+    config = json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
+    if not torch.cpu._is_vnni_supported():
+        config["tensor_quantize_config"]["weights"]["bit_width"] = 7
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = tmp_path / "out"
+    assert calibrate(folder, "--config_file", str(tmp_path / "config.json"), config=None) == 0
+    gate = "openvino_int8_share==1"
+    assert check(folder, "--deploy", "openvino", "--gate", gate) == 0
+    assert "10 of 10 multiplications in int8; 1.8x" in capsys.readouterr().out
+    report = json.loads((folder / "report.json").read_text())
+    (summary,) = report["exports"]
+    files = [folder / "export" / f"ResNet.{suffix}" for suffix in ("xml", "bin")]
+    assert summary["bytes"] == sum(file.stat().st_size for file in files)
+    assert [row["engine"] for row in summary["checks"]] == [
+        "OpenVINO, default settings",
+        "OpenVINO, in float32",
+    ]
