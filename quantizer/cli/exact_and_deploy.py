@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from quantizer.calibration.events import RunStage
 from quantizer.cli.follow import progress
-from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARE
+from quantizer.cli.gates import EXACT_EQUAL
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
@@ -152,9 +152,9 @@ def deploy(
         deployed[path] = verified
         exports.append(export_summary(target, path, verified))
         lines += _lines_of_file(path, verified, view)
-        session = verified.default_session
-        if session and session.kernels:
-            metrics[INT8_SHARE] = session.kernels.share
+        kernels = verified.used_kernels
+        if kernels is not None:
+            metrics[EXPORTERS[target].int8_share] = kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     for other in failures[1:]:
@@ -176,6 +176,7 @@ def _lines_of_file(path: Path, verified: Verification, view: TableView) -> list[
     size = f"{size_on_disk(path) / 1024:.0f} kB"
     lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]
     lines += map(view.text, verified.remarks)
+    lines += map(view.text, verified.summary_lines)
     session = verified.default_session
     if session:
         lines.append(f"in a default session, {session.figures()}")

@@ -187,7 +187,7 @@ def _of_target(name: str) -> Any:
     """Return the field of an option that a target of --deploy declares."""
     declared = CHOICES[name]
     if declared.is_text:
-        return option(declared.help, group="Output", metavar="NAME,...")
+        return option(declared.help, group="Output", metavar=declared.metavar)
     return option(
         declared.help,
         default=declared.default,
@@ -325,6 +325,8 @@ class Options:
         group="Output",
     )
     pt2_activations: str = _of_target("pt2_activations")
+    executorch_batch: str | None = _of_target("executorch_batch")
+    litert_io: str = _of_target("litert_io")
     onnx_profile: str = _of_target("onnx_profile")
     onnx_weights: str = _of_target("onnx_weights")
     input_names: str | None = _of_target("input_names")

@@ -35,13 +35,18 @@ def exporter_of(target: str) -> Exporter[Any]:
     return cast(Exporter[Any], getattr(importlib.import_module(module), name)())
 
 
-def require_extras(targets: Iterable[str]) -> None:
+def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
     """Check that the packages of targets are installed.
+
+    Args:
+        to_plan: whether only a plan is checked, which some targets do without packages.
 
     Raises:
         UsageError: naming the packages and how to install them.
     """
     for target in targets:
+        if to_plan and EXPORTERS[target].plans_alone:
+            continue
         missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
         if missing:
             raise UsageError(

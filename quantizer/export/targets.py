@@ -13,7 +13,7 @@ class TargetOption:
     """An option of a target, on the command line and in Python.
 
     `values` are what it may be, the default first. With `is_file` any path is a value, too, and
-    with `is_text` any text.
+    with `is_text` any text, which `metavar` stands for.
     """
 
     name: str
@@ -22,6 +22,7 @@ class TargetOption:
     values: tuple[str, ...]
     is_file: bool = False
     is_text: bool = False
+    metavar: str = "NAME,..."
 
     @property
     def default(self) -> str:
@@ -38,6 +39,8 @@ class ExportTarget:
         needs: packages, which the extra `extra` installs.
         for_transformers: whether it takes models of transformers only.
         by_tensor: whether it needs only one weight in memory at a time.
+        plans_alone: whether a plan can be checked without these packages.
+        int8_share: the metric of the share of multiplications in int8; empty if there is none.
     """
 
     exporter: str
@@ -47,6 +50,8 @@ class ExportTarget:
     extra: str = ""
     for_transformers: bool = False
     by_tensor: bool = False
+    plans_alone: bool = False
+    int8_share: str = ""
     options: tuple[TargetOption, ...] = ()
 
 
@@ -57,6 +62,7 @@ EXPORTERS: dict[str, ExportTarget] = {
         "ONNX Runtime",
         ("onnx", "onnxruntime", "onnxscript"),
         "onnx",
+        int8_share="onnx_int8_share",
         options=(
             TargetOption(
                 "onnx_profile",
@@ -100,6 +106,44 @@ EXPORTERS: dict[str, ExportTarget] = {
                 "Integers of activations in a .pt2: uint8 for torch's compiler, int8 for "
                 "ExecuTorch.",
                 ("uint8", "int8"),
+            ),
+        ),
+    ),
+    "executorch": ExportTarget(
+        "quantizer.export.mobile.executorch:ExecutorchExporter",
+        ".pte",
+        "ExecuTorch",
+        ("executorch",),
+        "executorch",
+        plans_alone=True,
+        int8_share="executorch_int8_share",
+        options=(
+            TargetOption(
+                "executorch_batch",
+                "executorch",
+                "The largest batch of a .pte, for which memory is planned.  [default: the "
+                "first one of the data]",
+                ("",),
+                is_text=True,
+                metavar="N",
+            ),
+        ),
+    ),
+    "litert": ExportTarget(
+        "quantizer.export.mobile.litert:LitertExporter",
+        ".tflite",
+        "LiteRT",
+        ("litert_torch", "ai_edge_litert"),
+        "litert",
+        plans_alone=True,
+        int8_share="litert_int8_share",
+        options=(
+            TargetOption(
+                "litert_io",
+                "litert",
+                "Type of the inputs and outputs of a .tflite: float, or int8 where they are "
+                "quantized.",
+                ("float", "int8"),
             ),
         ),
     ),

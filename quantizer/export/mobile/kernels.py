@@ -34,10 +34,12 @@ class MobileEngine:
 
     Attributes:
         name: for sentences.
+        compiler: the same for what makes its files.
         has_least_code: whether int8 weights may have the code -128.
     """
 
     name: str
+    compiler: str
     has_least_code: bool
 
     def refusals(
@@ -86,7 +88,7 @@ class MobileEngine:
             return f"is computed in {dtype}", "convert the model to float32"
         if spec.dtype != "int" or spec.bit_width != 8:
             return (
-                f"is {_words(spec)}, and {self.name} computes with int8",
+                f"is {_format_of(spec)}, and {self.name} computes with int8",
                 "quantize it to int8, or leave it float",
             )
         if spec.is_dynamic:
@@ -105,7 +107,7 @@ class MobileEngine:
     def _weight_reason(self, spec: QuantizationSpec) -> _Reason | None:
         if spec.dtype != "int" or spec.bit_width > 8:
             return (
-                f"is {_words(spec)}, and {self.name} multiplies int8",
+                f"is {_format_of(spec)}, and {self.name} multiplies int8",
                 "quantize it to int8, or leave it float",
             )
         if not spec.signed:
@@ -162,6 +164,6 @@ def _reason_of_readers(
     return f"{reader.op} follows it, and its output is quantized after that"
 
 
-def _words(spec: QuantizationSpec) -> str:
+def _format_of(spec: QuantizationSpec) -> str:
     """Return the number format of a spec."""
     return f"int{spec.bit_width}" if spec.dtype == "int" else spec.dtype

@@ -44,20 +44,22 @@ class SumBias:
 
 
 def with_runtime_biases(
-    graph: Graph,
-    solution: Solution,
+    graph: Graph, solution: Solution, *, with_linear: bool = False
 ) -> Solution:
     """Return the solution with corrections that round biases as ONNX Runtime does.
 
     A channel with next to no weights has so fine a scale that its bias would not fit int32, and
     then ONNX Runtime adds another one. It gets a coarser scale, as its weights hardly count.
+
+    Args:
+        with_linear: whether linear layers have such biases, too, as on phones.
     """
-    steps = sum_steps(graph, solution)
+    steps = sum_steps(graph, solution, with_linear=with_linear)
     if not steps:
         return solution
     network = move_module(quantized_network(graph, solution), _ON_CPU)
     solution = _with_coarser_scales(solution, steps, network)
-    steps = sum_steps(graph, solution)
+    steps = sum_steps(graph, solution, with_linear=with_linear)
     network = move_module(quantized_network(graph, solution), _ON_CPU)
     corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
@@ -153,19 +155,23 @@ def overflowing(
 
 
 def sum_steps(
-    graph: Graph,
-    solution: Solution,
+    graph: Graph, solution: Solution, *, with_linear: bool = False
 ) -> dict[str, Tensor]:
     """Return the steps of the sums of each convolution with a bias and an integer kernel.
 
     They are float32, () or [channels].
+
+    Args:
+        with_linear: whether linear layers are included.
     """
     specs = solution.specs
     where = layout(graph)
     steps: dict[str, Tensor] = {}
     for (layer, role), weights in solution.tensors.items():
         node = graph.by_name[layer]
-        if role != "weights" or not _has_bias_kernel(node, weights, solution):
+        if role != "weights" or not (node.row.spatial or with_linear):
+            continue
+        if not _has_bias_kernel(node, weights, solution):
             continue
         key = input_key(layer, graph, specs)
         output = output_spec(layer, graph, specs, where)
@@ -185,8 +191,8 @@ def _has_bias_kernel(
     weights: QuantizedTensor,
     solution: Solution,
 ) -> bool:
-    """Return whether a layer is a convolution with a bias and a scale for each output."""
-    if not node.row.spatial or node.row.transposed or node.dtype != torch.float32:
+    """Return whether a layer has a bias, and one scale or a scale for each output."""
+    if not node.is_multiplying or node.row.transposed or node.dtype != torch.float32:
         return False
     if "bias" not in node.params and node.name not in solution.corrections:
         return False

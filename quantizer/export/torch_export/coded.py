@@ -27,6 +27,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 _HARDTANH = torch.ops.aten.hardtanh.default
+_RELU6 = (torch.ops.aten.relu6.default, torch.ops.aten.relu6_.default)
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,14 @@ def coded_program(
 
 
 def _state_floats(program: ExportedProgram) -> None:
-    """Write the bounds of a ReLU6 as floats; Core ML's converter refuses integers."""
-    for node in program.graph.find_nodes(op="call_function", target=_HARDTANH):
-        value, *bounds = node.args
-        node.args = (value, *map(float, bounds))
+    """Write each ReLU6 as a Hardtanh with floats; torch would write integers.
+
+    Core ML's converter refuses these.
+    """
+    for target in _RELU6:
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            node.target = _HARDTANH
+            node.args = (node.args[0], 0.0, 6.0)
     program.graph_module.recompile()
 
 
