@@ -46,9 +46,7 @@ def verified_calls(
         expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
         agreement.add(expected, outputs(args, kwargs), recorder)
     refusal = f"{name} is not written: it"
-    return accept_file(
-        agreement.result(), deployment, outputs, refusal=refusal, remedy=remedy
-    )
+    return accept_file(agreement.result(), deployment, outputs, refusal=refusal, remedy=remedy)
 
 
 def accept_file(

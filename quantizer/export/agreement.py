@@ -106,6 +106,7 @@ class Verification:
         if session is not None:
             lines.append(f"  in a default session, {session.figures()}")
             lines += [f"  {line}" for line in session.summary_lines[:_SHOWN_LINES]]
+        lines += [f"  {line}" for line in self.summary_lines[:_SHOWN_LINES]]
         if self.remarks:
             lines.append(f"  {counted(len(self.remarks), 'remark')}: see .remarks")
         return "\n".join(lines)

@@ -62,6 +62,12 @@ _CHECKPOINT = "compressed-tensors"
 DESTINATIONS: dict[str, Destination] = {
     "onnx": Destination("int8 ONNX", preset="cpu_int8", target="onnx"),
     "pt2": Destination("int8 program of torch.export", preset="cpu_int8", target="pt2"),
+    "executorch": Destination(
+        "int8 program of ExecuTorch, for phones", preset="mobile_int8", target="executorch"
+    ),
+    "litert": Destination(
+        "int8 file of LiteRT, for phones", preset="mobile_int8", target="litert"
+    ),
     "w8": Destination(
         "int8 weights",
         preset="weight_int8",

@@ -208,7 +208,7 @@ def _from_output(values: Any, run: Any, name: str) -> Tensor:
     index = dict(run._outputs)[name]
     scale, zero_point = run._interpreter._get_tensor_details(index, 0)["quantization"]
     if tensor.dtype == torch.int8 and scale:
-        return (tensor.float() - zero_point) * scale
+        tensor = (tensor.float() - zero_point) * scale
     return tensor
 
 

@@ -1,5 +1,7 @@
 """Rewrites programs in the form that the compilers of phones take, with the same values."""
 
+from typing import Any
+
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -13,6 +15,8 @@ _PADS = (torch.ops.aten.constant_pad_nd.default, torch.ops.aten.pad.default)
 _CONVOLUTION = torch.ops.aten.conv2d.default
 _PADDING_INDEX = 4
 """The argument of a convolution with its padding; the arguments before it have defaults."""
+_IMAGE_ENDS = 4
+"""The sizes of a padding of height and width."""
 _DEFAULTS = (None, [1, 1], [0, 0])
 
 
@@ -90,7 +94,8 @@ def fold_padding(program: ExportedProgram) -> None:
             sums.append(size + amount)
         stated[_PADDING_INDEX] = sums
         node.args = tuple(stated)
-        pad.replace_all_uses_with(pad.args[0])
+        source: Any = pad.args[0]
+        pad.replace_all_uses_with(source)
     for node in program.graph.find_nodes(op="call_function", target=QUANTIZE):
         source = node.args[0]
         is_repeated = source.target is DEQUANTIZE and source.args[1:] == node.args[1:]
@@ -114,9 +119,10 @@ def _padding_before(node: Node) -> Node | None:
 
 def _symmetric_amounts(pad: Node) -> list[int] | None:
     """Return how many zeros are added at each end of height and width, if both get as many."""
-    _, sizes, *others = pad.args
+    arguments: Any = pad.args
+    _, sizes, *others = arguments
     is_zero = all(other in ("constant", 0, 0.0, None) for other in others)
-    if not isinstance(sizes, list | tuple) or len(sizes) != 4 or pad.kwargs or not is_zero:
+    if len(sizes) != _IMAGE_ENDS or pad.kwargs or not is_zero:
         return None
     left, right, top, bottom = sizes
     if left != right or top != bottom or left < 0 or top < 0:

@@ -1,4 +1,4 @@
-"""Reads and edits a .tflite file: its inputs and outputs, the batch, and what it says of itself.
+"""Reads and edits a .tflite file: inputs, outputs, batch, and what it says of itself.
 
 It needs `ai_edge_litert`, which is imported where it is used.
 """
