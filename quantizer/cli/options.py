@@ -188,12 +188,8 @@ def _of_target(name: str) -> Any:
     declared = CHOICES[name]
     if declared.is_text:
         return option(declared.help, group="Output", metavar=declared.metavar)
-    return option(
-        declared.help,
-        default=declared.default,
-        type=click.Choice(declared.values),
-        group="Output",
-    )
+    values = click.Choice(declared.values)
+    return option(declared.help, default=declared.default, type=values, group="Output")
 
 
 @dataclass(frozen=True)

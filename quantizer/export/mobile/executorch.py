@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.backends import mkldnn, nnpack
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
@@ -58,7 +59,7 @@ class ExecutorchExporter(MobileExporter):
         return int(text)
 
     def compile(self, source: MobileProgram, name: str) -> MobileFile:
-        """Lower the program to XNNPACK, and count what XNNPACK computes."""
+        """Convert the program for XNNPACK, and count what XNNPACK computes."""
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
             XnnpackPartitioner,
         )
@@ -67,15 +68,17 @@ class ExecutorchExporter(MobileExporter):
         infer_batches(source.program)
         fold_padding(source.program)
         average_images(source.program)
-        lowered = to_edge_transform_and_lower(
-            source.program,
-            partitioner=[XnnpackPartitioner()],
-            constant_methods={ORIGIN_METHOD: source.tested.origin.text()},
-        )
-        program = lowered.exported_program()
-        kernels = _kernels(source, _integer_modules(program))
-        remarks = (*_size_remarks(source), *_outside_remarks(program))
-        content = lowered.to_executorch().buffer
+        # torch would choose kernels for small batches, and 15 would become the largest one.
+        with mkldnn.flags(enabled=False), nnpack.flags(enabled=False):
+            lowered = to_edge_transform_and_lower(
+                source.program,
+                partitioner=[XnnpackPartitioner()],
+                constant_methods={ORIGIN_METHOD: source.tested.origin.text()},
+            )
+            program = lowered.exported_program()
+            kernels = _kernels(source, _integer_modules(program))
+            remarks = (*_size_remarks(source), *_outside_remarks(program))
+            content = lowered.to_executorch().buffer
         return MobileFile(name, content, source.tested, kernels, remarks, source.most_samples)
 
     def runner(self, written: MobileFile) -> Outputs:
@@ -90,7 +93,9 @@ class ExecutorchExporter(MobileExporter):
             _require_small(written, (args, kwargs))
             inputs: list[Any] = []
             for leaf in pytree.tree_leaves((args, dict(kwargs))):
-                inputs.append(leaf.contiguous() if isinstance(leaf, Tensor) else leaf)
+                if isinstance(leaf, Tensor):
+                    leaf = leaf.contiguous()
+                inputs.append(leaf)
             # The outputs lie in memory that the next call overwrites.
             return [output.clone() for output in tensor_leaves(method.execute(inputs))]
 
@@ -181,6 +186,8 @@ def _operator(node: Node) -> str:
     if node.op != "call_function":
         return ""
     target = node.target
+    name = getattr(target, "__name__", str(target))
     schema = getattr(target, "_schema", None)
-    name = str(schema.name if schema is not None else getattr(target, "__name__", target))
-    return name.rpartition("::")[2].partition(".")[0]
+    if schema is not None:
+        name = schema.name
+    return str(name).rpartition("::")[2].partition(".")[0]

@@ -140,7 +140,7 @@ class MobileExporter(Exporter[MobileFile]):
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[MobileFile]:
-        """Compile the program; its bytes are verified before they are written.
+        """Write the file; its bytes are verified before.
 
         Raises:
             ModelError: torch.export or the compiler refuses the network.

@@ -41,12 +41,19 @@ class LitertExporter(MobileExporter):
     engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False)
     form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
 
-    def most_samples(self, deployment: Deployment) -> int | None:
+    def most_samples(
+        self,
+        deployment: Deployment,
+    ) -> int | None:
         """Return one sample: the converter loses a batch dimension that is open."""
         size = batch_size(deployment.graph, (deployment.args, deployment.kwargs))
         return None if size is None else 1
 
-    def compile(self, source: MobileProgram, name: str) -> MobileFile:
+    def compile(
+        self,
+        source: MobileProgram,
+        name: str,
+    ) -> MobileFile:
         """Convert the program, and count what is multiplied in int8."""
         with contextlib.redirect_stdout(io.StringIO()):
             content = _converted(source)
@@ -66,17 +73,24 @@ class LitertExporter(MobileExporter):
             remarks.append("the file takes any batch: resize its inputs before a call")
         transposes = file.count("TRANSPOSE")
         if transposes:
-            remarks.append(f"{transposes} TRANSPOSE change the layout of images in memory")
+            verb = "changes" if transposes == 1 else "change"
+            remarks.append(f"{transposes} TRANSPOSE {verb} the layout of images in memory")
         content = file.content()
         return MobileFile(name, content, deployment, kernels, tuple(remarks), None)
 
-    def runner(self, written: MobileFile) -> Outputs:
+    def runner(
+        self,
+        written: MobileFile,
+    ) -> Outputs:
         """Return a call of the file in LiteRT's interpreter, with XNNPACK."""
         run = _signature(written.content)
         deployment = written.tested
         names = TfliteNames(deployment.input_names, deployment.output_names)
 
-        def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        def outputs(
+            args: tuple[Any, ...],
+            kwargs: Mapping[str, Any],
+        ) -> list[Tensor]:
             call = (args, dict(kwargs))
             size = batch_size(deployment.graph, call)
             try:
@@ -92,7 +106,9 @@ class LitertExporter(MobileExporter):
         return outputs
 
 
-def _converted(source: MobileProgram) -> bytes:
+def _converted(
+    source: MobileProgram,
+) -> bytes:
     """Return the file that litert-torch makes of a program."""
     import litert_torch
     from litert_torch.quantize import pt2e_quantizer, quant_config
@@ -118,7 +134,7 @@ def _converted(source: MobileProgram) -> bytes:
 
 
 def _keep_layout_of_padding() -> None:
-    """Teach the converter to pad images in the layout of LiteRT.
+    """Let the converter pad images in the layout of LiteRT.
 
     It transposes them before and after each padding otherwise, which costs time only.
     """
@@ -130,7 +146,9 @@ def _keep_layout_of_padding() -> None:
         layout_rewrite.rewriters.register(_PAD)(_pad_channels_last)
 
 
-def _pad_channels_last(node: Node) -> None:
+def _pad_channels_last(
+    node: Node,
+) -> None:
     """Rewrite the padding of an image whose channels have become the last axis."""
     value, sizes, *fill = node.args
     assert isinstance(sizes, list | tuple)
@@ -139,7 +157,10 @@ def _pad_channels_last(node: Node) -> None:
     node.args = (value, [*channels, *width, *height, *by_axis[6:]], *fill)
 
 
-def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
+def _kernels_of_file(
+    source: MobileProgram,
+    file: TfliteFile,
+) -> Kernels:
     """Return the layers that a file multiplies in int8, of those that should be.
 
     The converter keeps no names of layers, so weights are found by their scales.
@@ -157,14 +178,19 @@ def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
     return Kernels(tuple(integer), floating)
 
 
-def _signature(content: bytes) -> Any:
+def _signature(
+    content: bytes,
+) -> Any:
     """Return a function that runs a file, with inputs and outputs by name."""
     from ai_edge_litert.interpreter import Interpreter
 
     return Interpreter(model_content=content).get_signature_runner()
 
 
-def _takes_two(content: bytes, source: MobileProgram) -> bool:
+def _takes_two(
+    content: bytes,
+    source: MobileProgram,
+) -> bool:
     """Return whether a file runs with a batch of two."""
     deployment = source.tested
     names = TfliteNames(deployment.input_names, deployment.output_names)
@@ -179,7 +205,11 @@ def _takes_two(content: bytes, source: MobileProgram) -> bool:
     return shapes == [output.shape for output in expected]
 
 
-def _run(run: Any, names: TfliteNames, call: Any) -> list[Tensor]:
+def _run(
+    run: Any,
+    names: TfliteNames,
+    call: Any,
+) -> list[Tensor]:
     """Return the outputs of a file as floats."""
     details = run.get_input_details()
     feed: dict[str, Any] = {}
@@ -192,7 +222,10 @@ def _run(run: Any, names: TfliteNames, call: Any) -> list[Tensor]:
     return outputs
 
 
-def _as_input(tensor: Tensor, details: Mapping[str, Any]) -> Any:
+def _as_input(
+    tensor: Tensor,
+    details: Mapping[str, Any],
+) -> Any:
     """Return a tensor in the type of an input: quantized if that is int8."""
     wanted = details["dtype"]
     if wanted == np.int8 and tensor.is_floating_point():
@@ -202,7 +235,11 @@ def _as_input(tensor: Tensor, details: Mapping[str, Any]) -> Any:
     return tensor.numpy().astype(wanted)
 
 
-def _from_output(values: Any, run: Any, name: str) -> Tensor:
+def _from_output(
+    values: Any,
+    run: Any,
+    name: str,
+) -> Tensor:
     """Return an output as floats: with the values of its codes if it is int8."""
     tensor = torch.from_numpy(values)
     index = dict(run._outputs)[name]
@@ -212,7 +249,11 @@ def _from_output(values: Any, run: Any, name: str) -> Tensor:
     return tensor
 
 
-def _sample(deployment: Deployment, call: Any, index: int) -> Any:
+def _sample(
+    deployment: Deployment,
+    call: Any,
+    index: int,
+) -> Any:
     """Return the call of one sample of a batch."""
     nodes = [node for node in deployment.graph.nodes if node.op == "input"]
     shapes = iter([node.shape for node in nodes if node.shape is not None])
@@ -220,6 +261,7 @@ def _sample(deployment: Deployment, call: Any, index: int) -> Any:
     parts: list[Any] = []
     for leaf in leaves:
         shape = next(shapes) if isinstance(leaf, Tensor) else None
-        is_batched = bool(shape) and shape is not None and shape[0] is None
-        parts.append(leaf[index : index + 1] if is_batched else leaf)
+        if shape and shape[0] is None:
+            leaf = leaf[index : index + 1]
+        parts.append(leaf)
     return pytree.tree_unflatten(parts, spec)

@@ -15,12 +15,15 @@ _PADS = (torch.ops.aten.constant_pad_nd.default, torch.ops.aten.pad.default)
 _CONVOLUTION = torch.ops.aten.conv2d.default
 _PADDING_INDEX = 4
 """The argument of a convolution with its padding; the arguments before it have defaults."""
+_IMAGE_AXES = ([2, 3], [-2, -1])
 _IMAGE_ENDS = 4
 """The sizes of a padding of height and width."""
 _DEFAULTS = (None, [1, 1], [0, 0])
 
 
-def infer_batches(program: ExportedProgram) -> None:
+def infer_batches(
+    program: ExportedProgram,
+) -> None:
     """Let each reshape find the batch size itself: XNNPACK refuses sizes that are computed."""
     for target in _RESHAPES:
         for node in program.graph.find_nodes(op="call_function", target=target):
@@ -33,7 +36,9 @@ def infer_batches(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def average_images(program: ExportedProgram) -> None:
+def average_images(
+    program: ExportedProgram,
+) -> None:
     """Let each average over height and width keep these axes, and drop them afterwards.
 
     Only that has int8 kernels. If the average is quantized next, its codes come first.
@@ -42,8 +47,9 @@ def average_images(program: ExportedProgram) -> None:
     for node in graph.find_nodes(op="call_function", target=_MEAN):
         value, axes, *others = node.args
         shape = node.meta["val"].shape
-        is_of_images = len(shape) == 2 and sorted(axes) in ([2, 3], [-2, -1])
-        if not is_of_images or any(others) or node.kwargs:
+        if len(shape) != 2 or sorted(axes) not in _IMAGE_AXES:
+            continue
+        if any(others) or node.kwargs:
             continue
         readers = list(node.users)
         node.args = (value, axes, True)
@@ -62,18 +68,24 @@ def average_images(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def _quantized(node: Node, quantize: Node) -> Node:
+def _quantized(
+    node: Node,
+    quantize: Node,
+) -> Node:
     """Insert the same quantization and dequantization of a value after it."""
     graph = node.graph
-    codes = graph.call_function(QUANTIZE, (node, *quantize.args[1:]))
+    qparams = quantize.args[1:]
+    codes = graph.call_function(QUANTIZE, (node, *qparams))
     codes.meta["val"] = node.meta["val"].to(torch.int8)
     with graph.inserting_after(codes):
-        values = graph.call_function(DEQUANTIZE, (codes, *quantize.args[1:]))
+        values = graph.call_function(DEQUANTIZE, (codes, *qparams))
     values.meta["val"] = node.meta["val"]
     return values
 
 
-def fold_padding(program: ExportedProgram) -> None:
+def fold_padding(
+    program: ExportedProgram,
+) -> None:
     """Let convolutions pad with zeros themselves, where both ends get as many.
 
     A quantized zero is exact, so the values are the same. LiteRT would transpose images before
@@ -98,14 +110,17 @@ def fold_padding(program: ExportedProgram) -> None:
         pad.replace_all_uses_with(source)
     for node in program.graph.find_nodes(op="call_function", target=QUANTIZE):
         source = node.args[0]
-        is_repeated = source.target is DEQUANTIZE and source.args[1:] == node.args[1:]
-        if is_repeated:
+        if source.target is not DEQUANTIZE:
+            continue
+        if source.args[1:] == node.args[1:]:
             node.replace_all_uses_with(source.args[0])
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
-def _padding_before(node: Node) -> Node | None:
+def _padding_before(
+    node: Node,
+) -> Node | None:
     """Return the padding that only this convolution reads, perhaps as codes."""
     source = node.args[0]
     while isinstance(source, Node) and len(source.users) == 1:
@@ -117,7 +132,9 @@ def _padding_before(node: Node) -> Node | None:
     return None
 
 
-def _symmetric_amounts(pad: Node) -> list[int] | None:
+def _symmetric_amounts(
+    pad: Node,
+) -> list[int] | None:
     """Return how many zeros are added at each end of height and width, if both get as many."""
     arguments: Any = pad.args
     _, sizes, *others = arguments
@@ -125,6 +142,8 @@ def _symmetric_amounts(pad: Node) -> list[int] | None:
     if len(sizes) != _IMAGE_ENDS or pad.kwargs or not is_zero:
         return None
     left, right, top, bottom = sizes
-    if left != right or top != bottom or left < 0 or top < 0:
+    if left != right or left < 0:
+        return None
+    if top != bottom or top < 0:
         return None
     return [top, left]

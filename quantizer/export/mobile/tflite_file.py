@@ -43,7 +43,10 @@ class TfliteFile:
     operators: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, content: bytes) -> "TfliteFile":
+    def of(
+        cls,
+        content: bytes,
+    ) -> "TfliteFile":
         """Return the tables of a file."""
         from ai_edge_litert import schema_py_generated
         from ai_edge_litert.tools import flatbuffer_utils
@@ -61,7 +64,10 @@ class TfliteFile:
 
         return bytes(flatbuffer_utils.convert_object_to_bytearray(self.model))
 
-    def count(self, operator: str) -> int:
+    def count(
+        self,
+        operator: str,
+    ) -> int:
         """Return how many operators of a kind the file has."""
         return sum(self._name(row) == operator for row in self._graph.operators)
 
@@ -108,7 +114,13 @@ class TfliteFile:
             if sizes[:1] == [1]:
                 tensors[place].shapeSignature = [-1, *sizes[1:]]
 
-    def finish(self, names: TfliteNames, origin: str, *, in_float: bool) -> None:
+    def finish(
+        self,
+        names: TfliteNames,
+        origin: str,
+        *,
+        in_float: bool,
+    ) -> None:
         """Name inputs and outputs, add how the file was made, and choose their type.
 
         Args:
@@ -135,12 +147,18 @@ class TfliteFile:
     def _graph(self) -> Any:
         return self.model.subgraphs[0]
 
-    def _name(self, row: Any) -> str:
+    def _name(
+        self,
+        row: Any,
+    ) -> str:
         """Return the name of an operator."""
         code = self.model.operatorCodes[row.opcodeIndex]
         return self.operators[max(code.builtinCode, code.deprecatedBuiltinCode)]
 
-    def _copied(self, tensor: Any) -> Any:
+    def _copied(
+        self,
+        tensor: Any,
+    ) -> Any:
         """Return another tensor of the same name, type and shape."""
         copy = self.schema.TensorT()
         copy.name = tensor.name
@@ -149,7 +167,11 @@ class TfliteFile:
         copy.shapeSignature = tensor.shapeSignature
         return copy
 
-    def _named(self, names: Sequence[str], places: Sequence[int]) -> list[Any]:
+    def _named(
+        self,
+        names: Sequence[str],
+        places: Sequence[int],
+    ) -> list[Any]:
         """Return the tensors of a signature."""
         rows: list[Any] = []
         for name, place in zip(names, places, strict=True):
@@ -179,14 +201,22 @@ class TfliteFile:
             graph.outputs[index] = self._float_of(place)
             graph.operators.append(self._operator("DEQUANTIZE", place, graph.outputs[index]))
 
-    def _float_of(self, place: int) -> int:
+    def _float_of(
+        self,
+        place: int,
+    ) -> int:
         """Add a float tensor of the same shape, and return its place."""
         tensor = self._copied(self._graph.tensors[place])
         tensor.type = self.schema.TensorType.FLOAT32
         self._graph.tensors.append(tensor)
         return len(self._graph.tensors) - 1
 
-    def _operator(self, name: str, value: int, result: int) -> Any:
+    def _operator(
+        self,
+        name: str,
+        value: int,
+        result: int,
+    ) -> Any:
         """Return an operator with one input and one output, and no options."""
         number = getattr(self.schema.BuiltinOperator, name)
         code_index = -1

@@ -155,7 +155,10 @@ def overflowing(
 
 
 def sum_steps(
-    graph: Graph, solution: Solution, *, with_linear: bool = False
+    graph: Graph,
+    solution: Solution,
+    *,
+    with_linear: bool = False,
 ) -> dict[str, Tensor]:
     """Return the steps of the sums of each convolution with a bias and an integer kernel.
 

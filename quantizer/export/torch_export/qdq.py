@@ -136,7 +136,9 @@ class Weight(nn.Module):
         codes, scale, zero_point = tensor.codes, tensor.scale, tensor.zero_point
         self.spec = tensor.spec
         self.requantizes = requantizes
-        self.codes_range = codes_range or (tensor.spec.quant_min, tensor.spec.quant_max)
+        if codes_range is None:
+            codes_range = tensor.spec.quant_min, tensor.spec.quant_max
+        self.codes_range = codes_range
         self.dtype = tensor.dtype
         self.is_channelwise = multiplied and is_channelwise(tensor)
         if self.is_channelwise:
