@@ -1,5 +1,6 @@
-"""What the targets for phones share: the program that an engine's compiler gets, and the check
-of what it makes of it.
+"""Makes the program that an engine's compiler gets, and runs the compiled file to verify it.
+
+The targets for phones share this.
 """
 
 from abc import abstractmethod

@@ -1,7 +1,8 @@
 """Finds which layers the int8 kernels of phones multiply, and what they cannot hold.
 
-ExecuTorch's XNNPACK and LiteRT have nearly the same kernels: int8 inputs and outputs with one
-scale and any zero point, int8 weights with a scale for each output channel, and int32 biases.
+ExecuTorch's XNNPACK and LiteRT have nearly the same kernels. Inputs and outputs are int8 with
+one scale and any zero point. Weights are int8 with a scale for each output channel, and biases
+are int32.
 """
 
 from collections.abc import Iterator, Mapping

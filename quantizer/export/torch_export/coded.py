@@ -36,7 +36,7 @@ class ProgramForm:
 
     Attributes:
         activations: the integer type of activations, a key of `CODE_TYPES`.
-        decoded: the layers whose weights are codes that float operators decode, so that no
+        decoded: the layers whose weights are codes for float operators to decode, so that no
             integer kernel matches them.
         constant: the layers whose weights are constants in float.
         is_shared: whether all readers of a value share its dequantization.
