@@ -333,14 +333,14 @@ class Result:
         """Write the network for another runtime and verify the file.
 
         Args:
-            target: "onnx", "openvino" (two files), "encodings" (two files), "pt2", "pt2_float"
-                or "safetensors"; for models of transformers also "compressed-tensors" (a
-                folder) and "gguf" (scales are rounded to float16).
+            target: "onnx", "openvino" (two files), "encodings" (two files), "pt2", "pt2_float",
+                "executorch", "litert" or "safetensors"; for models of transformers also
+                "compressed-tensors" (a folder) and "gguf" (scales are rounded to float16).
             path: the file or folder to write.
             data: the data to verify it with, as in `test`.
             options: the options of the target, by the names of the command line's options
                 without dashes: `pt2_activations`, `onnx_profile`, `onnx_weights`,
-                `encodings_version` or `gguf_template`.
+                `encodings_version`, `executorch_batch`, `litert_io` or `gguf_template`.
 
         Raises:
             DataError: there is no data.

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from quantizer.calibration.events import RunStage
 from quantizer.cli.follow import progress
-from quantizer.cli.gates import EXACT_EQUAL, INT8_SHARES
+from quantizer.cli.gates import EXACT_EQUAL
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
@@ -160,9 +160,9 @@ def deploy(
         summary = export_summary(target, path, verified)
         exports.append(summary)
         lines += _lines_of_file(path, summary["bytes"], verified, view)
-        session = verified.default_session
-        if session and session.kernels:
-            metrics[INT8_SHARES[target]] = session.kernels.share
+        kernels = verified.used_kernels
+        if kernels is not None:
+            metrics[EXPORTERS[target].int8_share] = kernels.share
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     for other in failures[1:]:
@@ -186,6 +186,7 @@ def _lines_of_file(
     size = f"{size_in_bytes / 1024:.0f} kB"
     lines = [f"deployed: {path}, {size}; against test mode, {verified.figures()}"]
     lines += map(view.text, verified.remarks)
+    lines += map(view.text, verified.summary_lines)
     session = verified.default_session
     if session:
         lines.append(f"in a default session, {session.figures()}")

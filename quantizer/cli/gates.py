@@ -10,6 +10,7 @@ from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, metric
 from quantizer.config.wording import closest_word
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import DROP, metrics_of_both
+from quantizer.export.targets import EXPORTERS
 from quantizer.graph.output_parts import Output
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 
@@ -28,8 +29,6 @@ MEASURED = ("top1", "perplexity")
 """Measured without an evaluate(), if the data has labels or is text."""
 EXACT_EQUAL = "exact_equal"
 """Measured by `--exact`."""
-INT8_SHARES = {"onnx": "onnx_int8_share", "openvino": "openvino_int8_share"}
-"""Measured by `--deploy onnx`."""
 _MIN_DIGITS = 3
 """Significant digits of a metric next to its gate."""
 _MAX_DIGITS = 17
@@ -179,9 +178,9 @@ def names_in_test(
     names = {*_OUTPUT_FIGURES, *metrics_of_both(pairs, directions)}
     if options.exact:
         names.add(EXACT_EQUAL)
-    for target, name in INT8_SHARES.items():
-        if target in options.deploy:
-            names.add(name)
+    for target in options.deploy:
+        if EXPORTERS[target].int8_share:
+            names.add(EXPORTERS[target].int8_share)
     return names
 
 

@@ -59,7 +59,8 @@ def run_mode(options: Options) -> int:
     """Run one mode and return exit code 0; errors are raised."""
     gates = [parse_gate(text) for text in options.gate]
     _require_mode(options)
-    require_extras((*options.deploy, *options.for_))
+    require_extras(options.deploy)
+    require_extras(options.for_, to_plan=True)
     seed_everything(options.seed)
     run_one = _function_of(options.quant_mode)
     # With --json only the result is printed to stdout. Output of the user's code goes to

@@ -180,21 +180,20 @@ def option(
 _FILE = PathType()
 output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
-_target = functools.partial(option, metavar="TARGET", type=click.Choice(list(EXPORTERS)))
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
+_KNOWN_TARGETS = click.Choice(list(EXPORTERS))
+_targets = functools.partial(
+    option, default=(), type=_KNOWN_TARGETS, metavar="TARGET", group="Output"
+)
 
 
 def _of_target(name: str) -> Any:
     """Return the field of an option that a target of --deploy declares."""
     declared = CHOICES[name]
     if declared.is_text:
-        return option(declared.help, group="Output", metavar="NAME,...")
-    return option(
-        declared.help,
-        default=declared.default,
-        type=click.Choice(declared.values),
-        group="Output",
-    )
+        return option(declared.help, group="Output", metavar=declared.metavar)
+    values = click.Choice(declared.values)
+    return option(declared.help, default=declared.default, type=values, group="Output")
 
 
 @dataclass(frozen=True)
@@ -317,25 +316,23 @@ class Options:
         default=False,
         group="Output",
     )
-    deploy: tuple[str, ...] = _target(
+    deploy: tuple[str, ...] = _targets(
         "In test mode, also write the network for another runtime, to DIR/export. May be "
-        f"repeated. TARGET is {', '.join(EXPORTERS)}.",
-        default=(),
-        group="Output",
+        f"repeated. One of {', '.join(EXPORTERS)}.",
     )
     pt2_activations: str = _of_target("pt2_activations")
+    executorch_batch: str | None = _of_target("executorch_batch")
+    litert_io: str = _of_target("litert_io")
     onnx_profile: str = _of_target("onnx_profile")
     onnx_weights: str = _of_target("onnx_weights")
     input_names: str | None = _of_target("input_names")
     output_names: str | None = _of_target("output_names")
     encodings_version: str = _of_target("encodings_version")
     gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
-    for_: tuple[str, ...] = _target(
+    for_: tuple[str, ...] = _targets(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
-        f"May be repeated. TARGET is {', '.join(EXPORTERS)}.",
-        default=(),
+        "May be repeated.",
         type=click.Choice(list(CHECKED_TARGETS)),
-        group="Output",
     )
     gate: tuple[str, ...] = option(
         "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",

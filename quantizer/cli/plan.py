@@ -51,7 +51,7 @@ def plan(options: Options) -> None:
     \b
     quantizer plan --config_file net.json --model my_model.py
     """
-    require_extras(options.for_)
+    require_extras(options.for_, to_plan=True)
     with session.notes_on_stderr(options.json):
         read, finetuned = session.config_as_asked(
             options.config_file, options.dpu_accuracy, options.fast_finetune

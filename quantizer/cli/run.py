@@ -110,6 +110,8 @@ class RunOptions(Options):
     "output_dir",
     "overwrite",
     "pt2_activations",
+    "executorch_batch",
+    "litert_io",
     "onnx_profile",
     "onnx_weights",
     "input_names",

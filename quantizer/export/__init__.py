@@ -44,14 +44,19 @@ def exporter_of(
     return cast(Exporter[Any], make(choices))
 
 
-def require_extras(targets: Iterable[str]) -> None:
+def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
     """Check that the packages of targets are installed.
+
+    Args:
+        to_plan: whether only a plan is checked, which some targets do without packages.
 
     Raises:
         UsageError: naming the packages and how to install them.
     """
     for name in targets:
         target = CHECKED_TARGETS[name].target
+        if to_plan and EXPORTERS[target].plans_alone:
+            continue
         missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
         if missing:
             raise UsageError(

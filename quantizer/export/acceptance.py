@@ -26,6 +26,29 @@ Outputs = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Tensor]]
 """Returns what a file gives for one call: the tensors, in order."""
 
 
+@torch.no_grad()
+def verified_calls(
+    deployment: Deployment, outputs: Outputs, *, name: str, remedy: str
+) -> Verification:
+    """Compare what a file gives with test mode's outputs over all calls.
+
+    Args:
+        name: of the file.
+        remedy: what to do if it is refused.
+
+    Raises:
+        VerificationError: the outputs differ.
+    """
+    agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
+    network = deployment.network()
+    for args, kwargs in deployment.calls():
+        recorder = agreement.recorder()
+        expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
+        agreement.add(expected, outputs(args, kwargs), recorder)
+    refusal = f"{name} is not written: it"
+    return accept_file(agreement.result(), deployment, outputs, refusal=refusal, remedy=remedy)
+
+
 def accept_file(
     verification: Verification,
     deployment: Deployment,

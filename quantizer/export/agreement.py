@@ -122,6 +122,7 @@ class Verification:
         if session is not None:
             lines.append(f"  in a default session, {session.figures()}")
             lines += [f"  {line}" for line in session.summary_lines[:_SHOWN_LINES]]
+        lines += [f"  {line}" for line in self.summary_lines[:_SHOWN_LINES]]
         if self.remarks:
             lines.append(f"  {counted(len(self.remarks), 'remark')}: see .remarks")
         return "\n".join(lines)
@@ -151,12 +152,19 @@ class Verification:
         return content
 
     @property
+    def used_kernels(self) -> Kernels | None:
+        """Return the kernels of the runtime as users run it; None if they are not known."""
+        if self.default_session is not None:
+            return self.default_session.kernels
+        return self.kernels
+
+    @property
     def in_runtime(self) -> tuple[str, Mapping[str, str] | None]:
-        """Return a sentence on kernels and speed in the default session, and what it multiplies
-        in float, by layer with the reason. Without such a session they are empty and None.
+        """Return a sentence on kernels and speed, and what is multiplied in float, by layer
+        with the reason. Where kernels are not known they are empty and None.
         """
-        session = self.default_session
-        if session is None or session.kernels is None:
+        session = self.default_session or self
+        if session.kernels is None:
             return "", None
         return session.summary_lines[0], session.kernels.floating
 

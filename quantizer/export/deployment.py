@@ -226,15 +226,25 @@ class Deployment:
 
     @cached_property
     def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call with zeros for values, and two samples where the batch may vary."""
+        return self.blank_call()
+
+    def blank_call(
+        self, most_samples: int | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call with zeros for values, and two samples where the batch may vary.
 
         torch takes a batch of one for a constant. A length other than the traced one may become
         a limit.
+
+        Args:
+            most_samples: the largest batch; None if there is no limit.
         """
+        samples = 2 if most_samples is None else min(2, most_samples)
         shapes: list[list[int | None] | None] = []
         for shape in input_shapes(self.graph):
             if shape is not None:
-                shape = [2 if size is None else size for size in shape]
+                shape = [samples if size is None else size for size in shape]
             shapes.append(shape)
         for length in self.graph.lengths:
             for index, axis in length.axes:

@@ -68,6 +68,12 @@ DESTINATIONS: dict[str, Destination] = {
     "openvino": Destination("int8 OpenVINO IR", preset="cpu_int8", target="openvino"),
     "qnn": Destination("encodings for AIMET and QNN", preset="cpu_int8", target="encodings"),
     "pt2": Destination("int8 program of torch.export", preset="cpu_int8", target="pt2"),
+    "executorch": Destination(
+        "int8 program of ExecuTorch, for phones", preset="mobile_int8", target="executorch"
+    ),
+    "litert": Destination(
+        "int8 file of LiteRT, for phones", preset="mobile_int8", target="litert"
+    ),
     "tensorrt": Destination(
         "int8 ONNX for TensorRT",
         preset="tensorrt_int8",

@@ -26,8 +26,9 @@ def export_summary(target: str, path: Path, verified: Verification) -> dict[str,
         "remarks": list(verified.remarks),
     }
     session = verified.default_session
-    if session is not None and session.kernels is not None:
-        summary["kernels"] = _kernels(session.kernels)
+    kernels = verified.used_kernels
+    if kernels is not None:
+        summary["kernels"] = _kernels(kernels)
     if session is not None and session.speed is not None:
         summary["speed"] = _speed(session.speed)
     return summary

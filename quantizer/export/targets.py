@@ -14,7 +14,7 @@ class TargetOption:
     """An option of a target, on the command line and in Python.
 
     `values` are what it may be, the default first. With `is_file` any path is a value, too, and
-    with `is_text` any text.
+    with `is_text` any text, which `metavar` stands for.
     """
 
     name: str
@@ -23,6 +23,7 @@ class TargetOption:
     values: tuple[str, ...]
     is_file: bool = False
     is_text: bool = False
+    metavar: str = "NAME,..."
 
     @property
     def default(self) -> str:
@@ -40,6 +41,8 @@ class ExportTarget:
         for_transformers: whether it takes models of transformers only.
         plainly: how `reader` runs the file besides its default settings.
         by_tensor: whether it needs only one weight in memory at a time.
+        plans_alone: whether a plan can be checked without these packages.
+        int8_share: the metric of the share of multiplications in int8; empty if there is none.
     """
 
     exporter: str
@@ -50,6 +53,8 @@ class ExportTarget:
     for_transformers: bool = False
     by_tensor: bool = False
     plainly: str = "without optimizations"
+    plans_alone: bool = False
+    int8_share: str = ""
     options: tuple[TargetOption, ...] = ()
 
 
@@ -60,6 +65,7 @@ EXPORTERS: dict[str, ExportTarget] = {
         "ONNX Runtime",
         ("onnx", "onnxruntime", "onnxscript"),
         "onnx",
+        int8_share="onnx_int8_share",
         options=(
             TargetOption(
                 "onnx_profile",
@@ -100,6 +106,7 @@ EXPORTERS: dict[str, ExportTarget] = {
         ("onnx", "onnxruntime", "onnxscript", "openvino"),
         "openvino",
         plainly="in float32",
+        int8_share="openvino_int8_share",
     ),
     "encodings": ExportTarget(
         "quantizer.export.encodings.exporter:EncodingsExporter",
@@ -127,6 +134,44 @@ EXPORTERS: dict[str, ExportTarget] = {
                 "Integers of activations in a .pt2: uint8 for torch's compiler, int8 for "
                 "ExecuTorch.",
                 ("uint8", "int8"),
+            ),
+        ),
+    ),
+    "executorch": ExportTarget(
+        "quantizer.export.mobile.executorch:ExecutorchExporter",
+        ".pte",
+        "ExecuTorch",
+        ("executorch",),
+        "executorch",
+        plans_alone=True,
+        int8_share="executorch_int8_share",
+        options=(
+            TargetOption(
+                "executorch_batch",
+                "executorch",
+                "The largest batch of a .pte, for which memory is planned.  [default: the "
+                "first one of the data]",
+                ("",),
+                is_text=True,
+                metavar="N",
+            ),
+        ),
+    ),
+    "litert": ExportTarget(
+        "quantizer.export.mobile.litert:LitertExporter",
+        ".tflite",
+        "LiteRT",
+        ("litert_torch", "ai_edge_litert"),
+        "litert",
+        plans_alone=True,
+        int8_share="litert_int8_share",
+        options=(
+            TargetOption(
+                "litert_io",
+                "litert",
+                "Type of the inputs and outputs of a .tflite: float, or int8 where they are "
+                "quantized.",
+                ("float", "int8"),
             ),
         ),
     ),

@@ -98,6 +98,16 @@ METRICS: Mapping[str, MetricWords] = {
         HIGHER,
         "with `--deploy openvino`: the share of multiplications that OpenVINO does in int8",
     ),
+    "executorch_int8_share": MetricWords(
+        "0 to 1",
+        HIGHER,
+        "with `--deploy executorch`: the share of multiplications that XNNPACK does in int8",
+    ),
+    "litert_int8_share": MetricWords(
+        "0 to 1",
+        HIGHER,
+        "with `--deploy litert`: the share of multiplications that LiteRT does in int8",
+    ),
 }
 """By the names of the metrics, in the order of the documentation. X stands for a metric of the
 user's evaluate().

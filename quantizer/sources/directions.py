@@ -64,6 +64,8 @@ _FIGURES_LOWER_IS_BETTER = {
     "exact_equal": False,
     "onnx_int8_share": False,
     "openvino_int8_share": False,
+    "executorch_int8_share": False,
+    "litert_int8_share": False,
     "weight_bytes": True,
 }
 """Whether less is better, for the figures that the package itself measures."""

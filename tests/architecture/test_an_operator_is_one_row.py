@@ -53,6 +53,8 @@ NAMED = {
     "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
     "of",
     "evaluation/exact_layers.py": "computes these operators in integers",
+    "export/mobile/executorch.py": "where torch has the weight in these operators",
+    "export/mobile/kernels.py": "what the kernels of phones compute together",
     "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is written out for it",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""

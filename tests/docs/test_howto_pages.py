@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,12 @@ ON_DIGITS = [
     "tensorrt.md",
 ]
 NEEDS = {"openvino.md": "openvino", "qualcomm.md": "onnxscript"}
+ENGINES = {
+    "executorch.md": "executorch",
+    "litert.md": "litert_torch",
+    "coreml.md": "coremltools",
+}
+"""The pages for phones, with the package of each."""
 pytestmark = pytest.mark.real
 
 
@@ -52,6 +59,26 @@ def test_a_language_model_in_four_bits_runs(
     text_llama(tmp_path)
     monkeypatch.chdir(tmp_path)
     run_page("language_model_4bit.md", capsys)
+
+
+@pytest.mark.parametrize("page", ENGINES)
+@pytest.mark.filterwarnings("ignore:.*")
+def test_a_page_for_phones_runs(
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip(ENGINES[page], reason=f"docs/{page} needs it")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    [model] = re.findall(r"```python\n(# my_model\.py.*?)```", readme, re.DOTALL)
+    (tmp_path / "my_model.py").write_text(model, "utf-8")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    run_page(page, capsys)
 
 
 def test_a_range_method_is_added_as_the_page_says(checkout: Path) -> None:

@@ -124,7 +124,8 @@ def test_an_unknown_target_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
-    assert "known are onnx, openvino, encodings, pt2, pt2_float, " in capsys.readouterr().err
+    known = "known are onnx, openvino, encodings, pt2, executorch, litert, pt2_float, "
+    assert known in capsys.readouterr().err
 
 
 def test_a_linked_folder_is_refused(

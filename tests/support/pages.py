@@ -19,7 +19,8 @@ from quantizer.cli.main import run_command
 from support.runs import ROOT
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_PROGRAMS = ("quantizer", "pip", "python", "sed")
+_COMMAND = re.compile(r"(?:[\w/]+/)?(?:quantizer|pip|python|sed) ")
+"""The begin of a command. A program may be that of a virtual environment."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -31,7 +32,7 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
             yield "file", block
         elif language:
             yield language, block
-        elif block.startswith(tuple(f"{program} " for program in _PROGRAMS)):
+        elif _COMMAND.match(block):
             yield "commands", block
         else:
             yield "printed", block
@@ -85,10 +86,14 @@ def is_shown(line: str, printed: str) -> bool:
 
 def _run(command: str) -> None:
     program, *words = shlex.split(command)
+    program = program.rpartition("/")[2]
     if program == "pip":
         assert words[0] == "install"
     elif program == "quantizer":
         assert run_command(words) == 0, command
+    elif words[:2] == ["-m", "venv"]:
+        # The environment of the test has the packages
+        return
     elif program == "python":
         (script,) = words
         runpy.run_path(script)

@@ -180,7 +180,8 @@ def sum_steps(
             has_sums = is_narrow(weights.spec) and is_multiplied(node)
         else:
             output = output_spec(layer, graph, specs, where)
-            has_sums = _has_bias_kernel(node, weights, (specs[key], output))
+            has_kernel = _has_bias_kernel(node, weights, (specs[key], output))
+            has_sums = has_kernel and (bool(node.row.spatial) or form is BiasForm.INTEGERS)
         if not has_sums or specs[key].is_dynamic:
             continue
         step = weights.scale * solution.tensors[key].scale
@@ -201,12 +202,12 @@ def _has_bias_kernel(
     weights: QuantizedTensor,
     activations: tuple[QuantizationSpec, QuantizationSpec | None],
 ) -> bool:
-    """Return whether ONNX Runtime runs a layer as a convolution of integers.
+    """Return whether integer kernels run a layer, with a bias in steps of its sums.
 
     Args:
         activations: how its input and its output are quantized.
     """
-    if not node.row.spatial or node.row.transposed or node.dtype != torch.float32:
+    if not node.is_multiplying or node.row.transposed or node.dtype != torch.float32:
         return False
     _, output = activations
     if output is None or output.round_mode != "half_even":

@@ -16,11 +16,13 @@ class BiasForm(Enum):
 
     KERNELS: int32 beside the convolutions that ONNX Runtime computes in integers, else floats.
     FLOAT: floats only.
+    INTEGERS: as KERNELS, and beside linear layers, too, as on phones.
     PRODUCTS: int32 beside every quantized weight, at the input's scale times the weight's.
     """
 
     KERNELS = "kernels"
     FLOAT = "float"
+    INTEGERS = "integers"
     PRODUCTS = "products"
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
 from quantizer.errors import VerificationError
-from quantizer.export.acceptance import accept_file
-from quantizer.export.agreement import Agreement, Verification
+from quantizer.export.acceptance import verified_calls
+from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
 from quantizer.export.origin import ORIGIN_FILE
@@ -64,8 +63,6 @@ class ProgramExporter(Exporter[ProgramFile]):
         Raises:
             VerificationError: the outputs differ, or a guard of the trace does not hold.
         """
-        agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
-        network = deployment.network()
         program = load_program(written.content)
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -79,12 +76,4 @@ class ProgramExporter(Exporter[ProgramFile]):
                     "call of it",
                 ) from error
 
-        with torch.no_grad():
-            for args, kwargs in deployment.calls():
-                recorder = agreement.recorder()
-                expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))
-                agreement.add(expected, outputs(args, kwargs), recorder)
-        refusal = f"{written.name} is not written: it"
-        return accept_file(
-            agreement.result(), deployment, outputs, refusal=refusal, remedy=self.remedy
-        )
+        return verified_calls(deployment, outputs, name=written.name, remedy=self.remedy)

@@ -23,6 +23,8 @@ from quantizer.graph.trace import quiet, without_stack_traces
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _NO_LETTER = re.compile(r"\W", re.ASCII)
 """The characters that names in a program cannot have."""
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
 
 
 def program_bytes(program: ExportedProgram, files: Mapping[str, str]) -> bytes:
@@ -54,6 +56,7 @@ def export_program(
     *,
     names: Sequence[str] = (),
     output_names: Sequence[str] = (),
+    most_samples: int | None = None,
 ) -> ExportedProgram:
     """Return the program of a module that is called as `graph`'s model.
 
@@ -61,6 +64,7 @@ def export_program(
         args, kwargs: a call without data of the user, as the program keeps it.
         names: what the model calls its first positional arguments.
         output_names: of the tensors that it returns, which its signature then has.
+        most_samples: the largest batch; None if there is no limit.
 
     Raises:
         ModelError: torch.export refuses the module.
@@ -68,7 +72,7 @@ def export_program(
     parameters = _parameters(args, kwargs, names)
     module.forward = _with_signature(module.forward, parameters)
     try:
-        program = _with_open_sizes(module, graph, args, kwargs)
+        program = _with_open_sizes(module, graph, (args, kwargs), most_samples)
     except Exception as error:
         raise _torch_error(f"{graph.model} cannot be exported by torch", error) from error
     for node in program.graph.nodes:
@@ -103,17 +107,21 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
 
 
 def _with_open_sizes(
-    module: nn.Module, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, graph: Graph, call: _Call, most_samples: int | None
 ) -> ExportedProgram:
     """Export with lengths that torch has to prove; if it cannot, with guarded ones."""
+    args, kwargs = call
+    batch: Any = None
+    if most_samples != 1:
+        batch = Dim("batch", min=1, max=most_samples)
     with quiet(), torch.no_grad(), without_stack_traces():
         if graph.lengths:
             try:
-                shapes = _dynamic_shapes(graph, args, kwargs, _proven_length)
+                shapes = _dynamic_shapes(graph, call, batch, _proven_length)
                 return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             except Exception:  # noqa: BLE001 - a fault of the module itself is raised below
                 pass
-        shapes = _dynamic_shapes(graph, args, kwargs, _guarded_length)
+        shapes = _dynamic_shapes(graph, call, batch, _guarded_length)
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
 
 
@@ -177,17 +185,20 @@ def _guarded_length(length: Length) -> Any:
 
 def _dynamic_shapes(
     graph: Graph,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: _Call,
+    batch: Any,
     of_length: Callable[[Length], Any],
 ) -> Any:
-    """Return the open dimensions of each tensor, in the nested structure of the call."""
-    batch = Dim("batch", min=1)
+    """Return the open dimensions of each tensor, in the nested structure of the call.
+
+    Args:
+        batch: the dimension of samples; None if it is fixed.
+    """
     inputs = [node for node in graph.nodes if node.op == "input"]
     dimensions: list[dict[int, Any]] = []
     for node in inputs:
         opened: dict[int, Any] = {}
-        if node.shape and node.shape[0] is None:
+        if batch is not None and node.shape and node.shape[0] is None:
             opened[0] = batch
         dimensions.append(opened)
     for length in graph.lengths:
@@ -200,7 +211,7 @@ def _dynamic_shapes(
         if node.shape is not None:
             of_tensors.append(opened or None)
     remaining = iter(of_tensors)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten(call)
     of_leaves: list[dict[int, Any] | None] = []
     for leaf in leaves:
         shape = next(remaining) if isinstance(leaf, Tensor) else None

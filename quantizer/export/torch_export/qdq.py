@@ -19,6 +19,7 @@ from quantizer.numerics.codes import decode
 
 QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
+QUANTIZE_WEIGHT = torch.ops.quantized_decomposed.quantize_per_channel.default
 DEQUANTIZE_WEIGHT = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
@@ -113,6 +114,9 @@ class Weight(nn.Module):
         tensor: with codes.
         multiplied: whether it is the weight of a linear layer or convolution with output
             channels along axis 0.
+        codes_range: the smallest and the largest code that the operator states; those of the
+            spec if None.
+        requantizes: whether an operator quantizes the values, which are a constant in float.
     """
 
     codes: Tensor
@@ -124,17 +128,26 @@ class Weight(nn.Module):
         tensor: QuantizedTensor,
         *,
         multiplied: bool,
+        codes_range: tuple[int, int] | None = None,
+        requantizes: bool = False,
     ) -> None:
         super().__init__()
         assert tensor.codes is not None
         codes, scale, zero_point = tensor.codes, tensor.scale, tensor.zero_point
         self.spec = tensor.spec
+        self.requantizes = requantizes
+        if codes_range is None:
+            codes_range = tensor.spec.quant_min, tensor.spec.quant_max
+        self.codes_range = codes_range
         self.dtype = tensor.dtype
         self.is_channelwise = multiplied and is_channelwise(tensor)
         if self.is_channelwise:
             scale = scale.expand(len(codes))
             zero_point = torch.zeros(len(codes), dtype=torch.int8)
             codes = codes.to(torch.int8)
+            if requantizes:
+                shape = (-1, *[1] * (codes.dim() - 1))
+                codes = codes * scale.view(shape)
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale.clone())
         self.register_buffer("zero_point", zero_point)
@@ -144,8 +157,11 @@ class Weight(nn.Module):
         spec = self.spec
         if not self.is_channelwise:
             return decode(self.codes, spec, self.scale, self.zero_point, dtype=self.dtype)
-        bounds = spec.quant_min, spec.quant_max, torch.int8
-        values: Tensor = DEQUANTIZE_WEIGHT(self.codes, self.scale, self.zero_point, 0, *bounds)
+        bounds = *self.codes_range, torch.int8
+        codes = self.codes
+        if self.requantizes:
+            codes = QUANTIZE_WEIGHT(codes, self.scale, self.zero_point, 0, *bounds)
+        values: Tensor = DEQUANTIZE_WEIGHT(codes, self.scale, self.zero_point, 0, *bounds)
         return values
 
 

@@ -1,0 +1,193 @@
+"""Writes the .pte target: a program for ExecuTorch, whose layers XNNPACK computes."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.backends import mkldnn, nnpack
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from quantizer.errors import UsageError, VerificationError
+from quantizer.export.acceptance import Outputs
+from quantizer.export.agreement import Kernels
+from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.mobile.exporter import (
+    MobileExporter,
+    MobileFile,
+    MobileProgram,
+    batch_size,
+)
+from quantizer.export.mobile.kernels import MobileEngine
+from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
+from quantizer.export.torch_export.coded import ProgramForm
+
+ORIGIN_METHOD = "quantizer"
+"""The method of a .pte that returns how it was made, as text."""
+_MODULE = re.compile(r"_(module_\d+)_")
+"""In the name of a parameter of a program."""
+_WEIGHT_INDEX = {"convolution": 1, "linear": 1, "addmm": 2, "mm": 1}
+"""The argument with the weight, by the operators that multiply."""
+_BATCH = "executorch_batch"
+"""The option with the largest batch."""
+_NOT_COUNTED = ("getitem", "executorch_call_delegate", "sym_size")
+
+
+class ExecutorchExporter(MobileExporter):
+    """Writes a program that ExecuTorch runs, with XNNPACK for all operators that it takes.
+
+    The batch dimension is open up to a largest batch. Two runs write the same bytes.
+    """
+
+    engine = MobileEngine("XNNPACK", compiler="ExecuTorch", has_least_code=True)
+    form = ProgramForm("int8", is_shared=False, weight_codes=(-128, 127))
+
+    def most_samples(self, deployment: Deployment) -> int | None:
+        """Return the largest batch: that of the option, else that of the first call."""
+        first = batch_size(deployment.graph, (deployment.args, deployment.kwargs))
+        text = deployment.choice(_BATCH)
+        if first is None or not text:
+            return first
+        if not text.isdecimal() or int(text) == 0:
+            raise UsageError(
+                f"--{_BATCH} is {text!r}",
+                help="give the largest number of samples in a batch, such as 8",
+            )
+        return int(text)
+
+    def compile(self, source: MobileProgram, name: str) -> MobileFile:
+        """Convert the program for XNNPACK, and count what XNNPACK computes."""
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
+            XnnpackPartitioner,
+        )
+        from executorch.exir import to_edge_transform_and_lower
+
+        infer_batches(source.program)
+        fold_padding(source.program)
+        average_images(source.program)
+        # torch would choose kernels for small batches, and 15 would become the largest one.
+        with mkldnn.flags(enabled=False), nnpack.flags(enabled=False):
+            lowered = to_edge_transform_and_lower(
+                source.program,
+                partitioner=[XnnpackPartitioner()],
+                constant_methods={ORIGIN_METHOD: source.tested.origin.text()},
+            )
+            program = lowered.exported_program()
+            kernels = _kernels(source, _integer_modules(program))
+            remarks = (*_size_remarks(source), *_outside_remarks(program))
+            content = lowered.to_executorch().buffer
+        return MobileFile(name, content, source.tested, kernels, remarks, source.most_samples)
+
+    def runner(self, written: MobileFile) -> Outputs:
+        """Return a call of the program in ExecuTorch's runtime."""
+        from executorch.runtime import Runtime
+
+        program = Runtime.get().load_program(written.content)
+        method = program.load_method("forward")
+        assert method is not None
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            _require_small(written, (args, kwargs))
+            inputs: list[Any] = []
+            for leaf in pytree.tree_leaves((args, dict(kwargs))):
+                if isinstance(leaf, Tensor):
+                    leaf = leaf.contiguous()
+                inputs.append(leaf)
+            # The outputs lie in memory that the next call overwrites.
+            return [output.clone() for output in tensor_leaves(method.execute(inputs))]
+
+        return run
+
+
+def _require_small(written: MobileFile, call: Any) -> None:
+    """Raise `VerificationError` if a batch is larger than the file takes."""
+    size = batch_size(written.tested.graph, call)
+    if size is None or written.most_samples is None or size <= written.most_samples:
+        return
+    raise VerificationError(
+        f"{written.name} is not written: it takes at most {written.most_samples} samples, "
+        f"and a batch to verify it with has {size}",
+        help=f"--{_BATCH} {size}, or smaller batches",
+    )
+
+
+def _delegated(program: ExportedProgram) -> Iterator[ExportedProgram]:
+    """Yield the parts of a program that XNNPACK computes."""
+    for node in program.graph.find_nodes(op="get_attr"):
+        part = getattr(program.graph_module, str(node.target))
+        yield part.original_module
+
+
+def _integer_modules(program: ExportedProgram) -> set[str]:
+    """Return the modules whose weights XNNPACK multiplies as codes."""
+    modules: set[str] = set()
+    for part in _delegated(program):
+        for node in part.graph.nodes:
+            index = _WEIGHT_INDEX.get(_operator(node))
+            if index is None:
+                continue
+            weight = node.args[index]
+            if "dequantize" in weight.name:
+                source = weight.args[0]
+                modules.update(_MODULE.findall(source.name))
+    return modules
+
+
+def _kernels(source: MobileProgram, integer: set[str]) -> Kernels:
+    """Return the layers that are multiplied in int8, of those that should be."""
+    names = {source.layers[module] for module in integer}
+    floating = dict(source.kernels.floating)
+    for layer in source.kernels.integer:
+        if layer not in names:
+            floating[layer] = "XNNPACK does not take it"
+    taken = tuple(layer for layer in source.kernels.integer if layer in names)
+    return Kernels(taken, floating)
+
+
+def _size_remarks(source: MobileProgram) -> list[str]:
+    """Return a sentence on the sizes that the file takes."""
+    if source.most_samples is None:
+        return []
+    samples = f"1 to {source.most_samples} samples"
+    if source.most_samples == 1:
+        samples = "one sample"
+    remarks = [f"a batch has {samples}; --executorch_batch N sets the largest"]
+    for length in source.tested.graph.lengths:
+        remarks.append(f"{length.name} is {length}")
+    return remarks
+
+
+def _outside_remarks(program: ExportedProgram) -> list[str]:
+    """Return a sentence on the operators that XNNPACK does not compute."""
+    inside = 0
+    for part in _delegated(program):
+        inside += sum(node.op == "call_function" for node in part.graph.nodes)
+    inputs = program.graph_signature.user_inputs
+    outside: Counter[str] = Counter()
+    for node in program.graph.nodes:
+        operator = _operator(node)
+        reads_values = False
+        for source in node.all_input_nodes:
+            reads_values |= source.op != "placeholder" or source.name in inputs
+        if operator and operator not in _NOT_COUNTED and reads_values:
+            outside[operator] += 1
+    if not outside:
+        return ["XNNPACK computes all operators"]
+    count = inside + outside.total()
+    names = ", ".join(sorted(outside))
+    return [f"XNNPACK computes {inside} of {count} operators, not {names}"]
+
+
+def _operator(node: Node) -> str:
+    """Return the name of a node's operator, as `convolution`; empty for a placeholder."""
+    if node.op != "call_function":
+        return ""
+    target = node.target
+    name = getattr(target, "__name__", str(target))
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        name = schema.name
+    return str(name).rpartition("::")[2].partition(".")[0]

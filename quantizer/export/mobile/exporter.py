@@ -1,0 +1,222 @@
+"""Makes the program that an engine's compiler gets, and runs the compiled file to verify it.
+
+The targets for phones share this.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from quantizer.calibration.solution import Solution
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter
+from quantizer.errors import ModelError, VerificationError
+from quantizer.export.acceptance import Outputs, verified_calls
+from quantizer.export.agreement import Kernels, Verification
+from quantizer.export.deployment import Deployment
+from quantizer.export.exporter import Exporter, Refusal
+from quantizer.export.mobile.kernels import MobileEngine
+from quantizer.export.onnx.biases import with_runtime_biases
+from quantizer.export.onnx.conventions import BiasForm
+from quantizer.export.onnx.specs import quantized_apart
+from quantizer.export.torch_export.coded import ProgramForm, coded_program
+from quantizer.graph.ir import Graph
+from quantizer.graph.trace import quiet
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.plan.model import Key
+from quantizer.storage.files import write_bytes
+
+
+@dataclass(frozen=True)
+class MobileProgram:
+    """What an engine's compiler gets.
+
+    Attributes:
+        program: the network with codes.
+        tested: what the file is compared with.
+        kernels: the layers that should be multiplied in int8.
+        layers: the names of layers by the names of their modules in the program.
+        scales: of the weights of these layers, one for each output.
+        most_samples: the largest batch; None if the network's batch is fixed.
+    """
+
+    program: ExportedProgram
+    tested: Deployment
+    kernels: Kernels
+    layers: Mapping[str, str]
+    scales: Mapping[str, Sequence[float]]
+    most_samples: int | None
+
+
+@dataclass(frozen=True)
+class MobileFile:
+    """A compiled program.
+
+    Attributes:
+        name: of the file.
+        content: its bytes.
+        tested: what it is compared with.
+        kernels: the layers that the engine multiplies in int8.
+        remarks: notes for the user.
+        most_samples: the largest batch; None if it is fixed or has no limit.
+    """
+
+    name: str
+    content: bytes
+    tested: Deployment
+    kernels: Kernels
+    remarks: tuple[str, ...]
+    most_samples: int | None
+
+
+class MobileExporter(Exporter[MobileFile]):
+    """Compiles a program with int8 kernels, and runs it.
+
+    Attributes:
+        engine: what its kernels take.
+        form: of the program that its compiler takes.
+    """
+
+    engine: ClassVar[MobileEngine]
+    form: ClassVar[ProgramForm]
+
+    def refusals(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+    ) -> Iterator[Refusal]:
+        """Yield what the engine's kernels cannot hold."""
+        yield from self.engine.refusals(graph, specs)
+
+    def as_run(self, graph: Graph, solution: Solution) -> Solution:
+        """Return the solution with biases rounded to int32, as the engine does."""
+        return with_runtime_biases(graph, solution, BiasForm.INTEGERS)
+
+    def program(self, deployment: Deployment) -> MobileProgram:
+        """Return what the compiler gets.
+
+        Raises:
+            ModelError: torch.export refuses the network.
+            UsageError: the largest batch is not a number.
+        """
+        graph = _with_longest(deployment.graph)
+        solution = self.as_run(graph, deployment.solution).by_rows()
+        tested = replace(deployment, graph=graph, solution=solution)
+        stated = quantized_apart(graph, solution, any_rounding=False)
+        kernels = self.engine.kernels(graph, stated.specs)
+        constant: set[str] = set()
+        for layer, role in stated.tensors:
+            if is_parameter(role) and layer not in kernels.integer:
+                constant.add(layer)
+        most_samples = self.most_samples(deployment)
+        form = replace(self.form, constant=frozenset(constant), most_samples=most_samples)
+        program = coded_program(tested, stated, form)
+        layers: dict[str, str] = {}
+        for name, module in tested.network().module_names.items():
+            layers[module] = name
+        scales: dict[str, Sequence[float]] = {}
+        for layer in kernels.integer:
+            scales[layer] = _output_scales(stated.tensors[layer, "weights"], graph, layer)
+        return MobileProgram(program, tested, kernels, layers, scales, most_samples)
+
+    @abstractmethod
+    def most_samples(self, deployment: Deployment) -> int | None:
+        """Return the largest batch that the program takes; None if its batch is fixed.
+
+        Raises:
+            UsageError: the option that says it is not a number.
+        """
+
+    @abstractmethod
+    def compile(self, source: MobileProgram, name: str) -> MobileFile:
+        """Return the compiled program; any exception says that the compiler refuses it."""
+
+    @abstractmethod
+    def runner(self, written: MobileFile) -> Outputs:
+        """Return what runs a compiled program."""
+
+    @contextmanager
+    def write(self, deployment: Deployment, path: Path) -> Iterator[MobileFile]:
+        """Write the file; its bytes are verified before.
+
+        Raises:
+            ModelError: torch.export or the compiler refuses the network.
+            UsageError: the largest batch is not a number.
+            ResultError: the file cannot be written.
+        """
+        source = self.program(deployment)
+        try:
+            with quiet():
+                written = self.compile(source, path.name)
+        except Exception as error:
+            why = str(error).strip().partition("\n")[0]
+            raise ModelError(
+                f"{self.engine.compiler} cannot compile {deployment.graph.model}: "
+                f"{type(error).__name__}: {why}",
+                help="--deploy onnx or pt2 may hold this network",
+            ) from error
+        yield written
+        write_bytes(path, written.content)
+
+    def verify(self, deployment: Deployment, written: MobileFile) -> Verification:
+        """Run the file in its engine on all calls, and compare it with test mode.
+
+        Raises:
+            VerificationError: the engine cannot run the file, or its outputs differ.
+        """
+        with quiet():
+            run = self.runner(written)
+
+        def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            try:
+                return run(args, kwargs)
+            except VerificationError:
+                raise
+            except Exception as error:
+                why = str(error).strip().partition("\n")[0]
+                raise VerificationError(
+                    f"{written.name} is not written: {self.engine.name} cannot run it: {why}",
+                    help="--deploy pt2 needs no such engine",
+                ) from error
+
+        verification = verified_calls(
+            written.tested,
+            outputs,
+            name=written.name,
+            remedy="--deploy pt2_float computes with floats, as test mode does",
+        )
+        return replace(verification, kernels=written.kernels, remarks=written.remarks)
+
+
+def _output_scales(weight: QuantizedTensor, graph: Graph, layer: str) -> list[float]:
+    """Return the scale of each output of a layer."""
+    outputs = len(graph.weight(graph.by_name[layer]))
+    return weight.scale.expand(outputs).tolist()
+
+
+def batch_size(graph: Graph, call: Any) -> int | None:
+    """Return how many samples a call has; None if the network's batch is fixed."""
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    inputs = [node for node in graph.nodes if node.op == "input" and node.shape is not None]
+    for node, tensor in zip(inputs, tensors, strict=True):
+        if node.shape and node.shape[0] is None:
+            return len(tensor)
+    return None
+
+
+def _with_longest(graph: Graph) -> Graph:
+    """Return the graph with a longest length for each open one: that of the trace.
+
+    Memory for it is planned when the file is made.
+    """
+    lengths = []
+    for length in graph.lengths:
+        if length.most is None:
+            length = replace(length, most=length.traced)
+        lengths.append(length)
+    return graph.replaced(lengths=tuple(lengths))

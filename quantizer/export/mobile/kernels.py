@@ -1,0 +1,170 @@
+"""Finds which layers the int8 kernels of phones multiply, and what they cannot hold.
+
+ExecuTorch's XNNPACK and LiteRT have nearly the same kernels. Inputs and outputs are int8 with
+one scale and any zero point. Weights are int8 with a scale for each output channel, and biases
+are int32.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter
+from quantizer.export.agreement import Kernels
+from quantizer.export.exporter import Refusal
+from quantizer.export.onnx.specs import layer_input_spec, output_spec
+from quantizer.graph.ir import Graph, Node
+from quantizer.plan.groups import Layout, layout
+from quantizer.plan.model import Key
+
+PRESET = "mobile_int8"
+"""The preset whose plans these kernels hold."""
+_FUSED = ("relu", "relu6", "hardtanh")
+"""The activation functions that kernels compute with the layer before them."""
+_MOST_AXES = 2
+"""Of a convolution's kernel."""
+_Reason = tuple[str, str]
+"""Why a tensor cannot be held, and what to change."""
+
+
+@dataclass(frozen=True)
+class MobileEngine:
+    """What the int8 kernels of one engine take.
+
+    Attributes:
+        name: for sentences.
+        compiler: the same for what makes its files.
+        has_least_code: whether int8 weights may have the code -128.
+    """
+
+    name: str
+    compiler: str
+    has_least_code: bool
+
+    def refusals(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+    ) -> Iterator[Refusal]:
+        """Yield the tensors that no kernel holds, and the network if no layer has a kernel."""
+        are_held = True
+        for (layer, role), spec in specs.items():
+            node = graph.by_name[layer]
+            reason: _Reason | None = None
+            if not is_parameter(role):
+                reason = self._activation_reason(spec, node)
+            elif role == "weights" and node.is_multiplying and not node.row.transposed:
+                reason = self._weight_reason(spec)
+            if reason is not None:
+                are_held = False
+                yield Refusal(*reason, layer, role)
+        if not are_held:
+            return
+        kernels = self.kernels(graph, specs)
+        if kernels.floating and not kernels.integer:
+            reasons = sorted(set(kernels.floating.values()))
+            yield Refusal(
+                f"would multiply every layer in float: {'; '.join(reasons)}",
+                f"start from configs/{PRESET}.json, or use --deploy pt2_float",
+            )
+
+    def kernels(self, graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Kernels:
+        """Return the layers that are multiplied in int8, and the reason for each other one."""
+        where = layout(graph)
+        integer: list[str] = []
+        floating: dict[str, str] = {}
+        for node in graph.nodes:
+            if node.row.kind != "mac" or node.row.scales_channels:
+                continue
+            reason = self._float_reason(node, graph, specs, where)
+            if reason is None:
+                integer.append(node.name)
+            else:
+                floating[node.name] = reason
+        return Kernels(tuple(integer), floating)
+
+    def _activation_reason(self, spec: QuantizationSpec, node: Node) -> _Reason | None:
+        if node.is_float and node.dtype != torch.float32:
+            dtype = str(node.dtype).removeprefix("torch.")
+            return f"is computed in {dtype}", "convert the model to float32"
+        if spec.dtype != "int" or spec.bit_width != 8:
+            return (
+                f"is {_format_of(spec)}, and {self.name} computes with int8",
+                "quantize it to int8, or leave it float",
+            )
+        if spec.is_dynamic:
+            return "has a range that is found at run time", "give it a static range"
+        if spec.qscheme != "per_tensor":
+            return "has more than one scale", "set per_channel to false there"
+        if spec.quant_max - spec.quant_min != _CODES - 1:
+            return "uses only some of the 256 codes", "set narrow_range to false there"
+        if spec.round_mode != "half_even":
+            return (
+                f"is rounded by {spec.round_mode}, and {self.name} rounds half to even",
+                'set round_mode to "half_even"',
+            )
+        return None
+
+    def _weight_reason(self, spec: QuantizationSpec) -> _Reason | None:
+        if spec.dtype != "int" or spec.bit_width > 8:
+            return (
+                f"is {_format_of(spec)}, and {self.name} multiplies int8",
+                "quantize it to int8, or leave it float",
+            )
+        if not spec.signed:
+            return "is unsigned", "set signed to true there"
+        if not spec.symmetric:
+            return "has a zero point", "set symmetry to true there"
+        if spec.qscheme not in ("per_tensor", "per_channel"):
+            return "has scales for groups of inputs", "set per_channel to true there"
+        if spec.qscheme == "per_channel" and spec.ch_axis != 0:
+            return "has scales along its inputs", "set ch_axis to 0 there"
+        if spec.quant_min == _LEAST_CODE and not self.has_least_code:
+            return (
+                f"may have the code {_LEAST_CODE}, which {self.name} does not allow",
+                "set narrow_range to true there",
+            )
+        return None
+
+    def _float_reason(
+        self, node: Node, graph: Graph, specs: Mapping[Key, QuantizationSpec], where: Layout
+    ) -> str | None:
+        """Return why a layer is multiplied in float; None if there is an int8 kernel."""
+        if not node.is_multiplying:
+            return f"{self.name} has no int8 kernel for {node.op}"
+        if node.row.transposed:
+            return f"{self.name} has no int8 kernel for transposed convolutions here"
+        if (node.row.spatial or 0) > _MOST_AXES:
+            return f"{self.name} has no int8 kernel for convolutions with three axes"
+        if (node.name, "weights") not in specs:
+            return "its weights are not quantized"
+        if layer_input_spec(node.name, graph, specs) is None:
+            return "its input is not quantized"
+        if output_spec(node.name, graph, specs, where) is None:
+            return "its output is not quantized"
+        return _reason_of_readers(node, graph, specs)
+
+
+_CODES = 256
+_LEAST_CODE = -128
+
+
+def _reason_of_readers(
+    node: Node, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+) -> str | None:
+    """Return why the output of a layer is not quantized next; None if it is."""
+    if (node.name, "activation") in specs:
+        return None
+    readers = graph.consumers[node.name]
+    if len(readers) != 1 or not readers[0]:
+        return "several readers quantize its output"
+    reader = graph.by_name[readers[0]]
+    is_quantized = (reader.name, "activation") in specs
+    if (reader.name, "input") in specs or (reader.op in _FUSED and is_quantized):
+        return None
+    return f"{reader.op} follows it, and its output is quantized after that"
+
+
+def _format_of(spec: QuantizationSpec) -> str:
+    """Return the number format of a spec."""
+    return f"int{spec.bit_width}" if spec.dtype == "int" else spec.dtype

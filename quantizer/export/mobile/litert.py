@@ -1,0 +1,279 @@
+"""Writes the .tflite target: a file for LiteRT, which was TensorFlow Lite."""
+
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from quantizer.export.acceptance import Outputs
+from quantizer.export.agreement import Kernels
+from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.mobile.exporter import (
+    MobileExporter,
+    MobileFile,
+    MobileProgram,
+    batch_size,
+)
+from quantizer.export.mobile.kernels import MobileEngine
+from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multiply_squares
+from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
+from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
+from quantizer.export.torch_export.coded import ProgramForm
+
+_PAD = torch.ops.aten.constant_pad_nd.default
+_IMAGE_SIZES = 8
+"""The sizes that a padding of all four axes of an image has."""
+
+
+class LitertExporter(MobileExporter):
+    """Writes a file that LiteRT runs with its int8 kernels.
+
+    Inputs and outputs are float or int8. The file is made with a batch of one, and takes any
+    batch if its inputs are resized.
+    """
+
+    engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False)
+    form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
+
+    def most_samples(
+        self,
+        deployment: Deployment,
+    ) -> int | None:
+        """Return one sample: the converter loses a batch dimension that is open."""
+        size = batch_size(deployment.graph, (deployment.args, deployment.kwargs))
+        return None if size is None else 1
+
+    def compile(
+        self,
+        source: MobileProgram,
+        name: str,
+    ) -> MobileFile:
+        """Convert the program, and count what is multiplied in int8."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            content = _converted(source)
+        file = TfliteFile.of(content)
+        is_open = source.most_samples is not None
+        if is_open:
+            file.open_batch()
+        deployment = source.tested
+        is_float = deployment.choice("litert_io") == "float"
+        names = TfliteNames(deployment.input_names, deployment.output_names)
+        file.finish(names, deployment.origin.text(), in_float=is_float)
+        kernels = _kernels_of_file(source, file)
+        remarks: list[str] = []
+        most_samples: int | None = None
+        if is_open and not _takes_batches(file.content(), deployment):
+            most_samples = 1
+            remarks.append("the file takes one sample at a time")
+        elif is_open:
+            remarks.append("the file takes any batch: resize its inputs before a call")
+        transposes = file.count("TRANSPOSE")
+        if transposes:
+            verb = "changes" if transposes == 1 else "change"
+            remarks.append(f"{transposes} TRANSPOSE {verb} the layout of images in memory")
+        content = file.content()
+        return MobileFile(name, content, deployment, kernels, tuple(remarks), most_samples)
+
+    def runner(
+        self,
+        written: MobileFile,
+    ) -> Outputs:
+        """Return a call of the file in LiteRT's interpreter, with XNNPACK."""
+        run = _signature(written.content)
+        deployment = written.tested
+        names = TfliteNames(deployment.input_names, deployment.output_names)
+
+        def outputs(
+            args: tuple[Any, ...],
+            kwargs: Mapping[str, Any],
+        ) -> list[Tensor]:
+            call = (args, dict(kwargs))
+            if written.most_samples is None:
+                return _run(run, names, call)
+            return _run_apart(run, deployment, call)
+
+        return outputs
+
+
+def _converted(
+    source: MobileProgram,
+) -> bytes:
+    """Return the file that litert-torch makes of a program."""
+    import litert_torch
+    from litert_torch.quantize import pt2e_quantizer, quant_config
+
+    infer_batches(source.program)
+    fold_padding(source.program)
+    average_images(source.program)
+    multiply_squares(source.program)
+    keep_scales_of_shares(source.program)
+    _keep_layout_of_padding()
+    config = pt2e_quantizer.get_symmetric_quantization_config(is_per_channel=True)
+    # It quantizes nothing here. Without it the converter would leave all kernels in float.
+    quantizer = pt2e_quantizer.PT2EQuantizer().set_global(config)
+    args, kwargs = source.program.example_inputs
+    module = source.program.module()
+    module.training = False
+    model = litert_torch.convert(
+        module,
+        args,
+        kwargs or None,
+        quant_config=quant_config.QuantConfig(pt2e_quantizer=quantizer),
+    )
+    content: bytes = model.model_content()
+    return content
+
+
+def _keep_layout_of_padding() -> None:
+    """Let the converter pad images in the layout of LiteRT.
+
+    It transposes them before and after each padding otherwise, which costs time only.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        from litert_torch._convert.fx_passes.optimize_layout_transposes_pass import (
+            layout_rewrite,
+        )
+
+        layout_rewrite.rewriters.register(_PAD)(_pad_channels_last)
+
+
+def _pad_channels_last(
+    node: Node,
+) -> None:
+    """Rewrite the padding of an image whose channels have become the last axis."""
+    value, sizes, *fill = node.args
+    assert isinstance(sizes, list | tuple)
+    by_axis = [*sizes, *[0] * (_IMAGE_SIZES - len(sizes))]
+    width, height, channels = by_axis[:2], by_axis[2:4], by_axis[4:6]
+    node.args = (value, [*channels, *width, *height, *by_axis[6:]], *fill)
+
+
+def _kernels_of_file(
+    source: MobileProgram,
+    file: TfliteFile,
+) -> Kernels:
+    """Return the layers that a file multiplies in int8, of those that should be.
+
+    The converter keeps no names of layers, so weights are found by their scales.
+    """
+    counts = Counter(file.integer_scales())
+    integer: list[str] = []
+    floating = dict(source.kernels.floating)
+    for layer in source.kernels.integer:
+        scales = tuple(source.scales[layer])
+        if counts[scales]:
+            counts[scales] -= 1
+            integer.append(layer)
+        else:
+            floating[layer] = "the converter made no int8 operator of it"
+    return Kernels(tuple(integer), floating)
+
+
+def _signature(
+    content: bytes,
+) -> Any:
+    """Return a function that runs a file, with inputs and outputs by name."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    return Interpreter(model_content=content).get_signature_runner()
+
+
+def _takes_batches(content: bytes, deployment: Deployment) -> bool:
+    """Return whether a file gives for a batch what it gives for each of its samples."""
+    call = _first_samples(deployment)
+    names = TfliteNames(deployment.input_names, deployment.output_names)
+    run = _signature(content)
+    apart = _run_apart(run, deployment, call)
+    try:
+        outputs = _run(run, names, call)
+    except (RuntimeError, ValueError):
+        return False
+    for ours, theirs in zip(apart, outputs, strict=True):
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, atol=1e-3):
+            return False
+    return True
+
+
+def _first_samples(deployment: Deployment) -> Any:
+    """Return a call with two samples: the first ones of the data, or one of them twice."""
+    call = (deployment.args, dict(deployment.kwargs))
+    size = batch_size(deployment.graph, call) or 1
+    return _samples(deployment, call, [0, min(1, size - 1)])
+
+
+def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
+    """Return the outputs of a file that runs on each sample of a batch."""
+    names = TfliteNames(deployment.input_names, deployment.output_names)
+    rows: list[list[Tensor]] = []
+    for index in range(batch_size(deployment.graph, call) or 1):
+        rows.append(_run(run, names, _samples(deployment, call, [index])))
+    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+
+
+def _run(
+    run: Any,
+    names: TfliteNames,
+    call: Any,
+) -> list[Tensor]:
+    """Return the outputs of a file as floats."""
+    details = run.get_input_details()
+    feed: dict[str, Any] = {}
+    for name, tensor in zip(names.inputs, tensor_leaves(call), strict=True):
+        feed[name] = _as_input(tensor, details[name])
+    results = run(**feed)
+    outputs: list[Tensor] = []
+    for name in names.outputs:
+        outputs.append(_from_output(results[name], run, name))
+    return outputs
+
+
+def _as_input(
+    tensor: Tensor,
+    details: Mapping[str, Any],
+) -> Any:
+    """Return a tensor in the type of an input: quantized if that is int8."""
+    wanted = details["dtype"]
+    if wanted == np.int8 and tensor.is_floating_point():
+        scale, zero_point = details["quantization"]
+        codes = torch.round(tensor / scale) + zero_point
+        tensor = codes.clamp(-128, 127)
+    return tensor.numpy().astype(wanted)
+
+
+def _from_output(
+    values: Any,
+    run: Any,
+    name: str,
+) -> Tensor:
+    """Return an output as floats: with the values of its codes if it is int8."""
+    tensor = torch.from_numpy(values)
+    index = dict(run._outputs)[name]
+    scale, zero_point = run._interpreter._get_tensor_details(index, 0)["quantization"]
+    if tensor.dtype == torch.int8 and scale:
+        tensor = (tensor.float() - zero_point) * scale
+    return tensor
+
+
+def _samples(
+    deployment: Deployment,
+    call: Any,
+    indices: list[int],
+) -> Any:
+    """Return the call of some samples of a batch."""
+    nodes = [node for node in deployment.graph.nodes if node.op == "input"]
+    shapes = iter([node.shape for node in nodes if node.shape is not None])
+    leaves, spec = pytree.tree_flatten(call)
+    parts: list[Any] = []
+    for leaf in leaves:
+        shape = next(shapes) if isinstance(leaf, Tensor) else None
+        if shape and shape[0] is None:
+            leaf = leaf[indices]
+        parts.append(leaf)
+    return pytree.tree_unflatten(parts, spec)

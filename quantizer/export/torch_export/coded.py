@@ -1,0 +1,186 @@
+"""Writes a network as a `torch.export` program with codes for weights and operators of
+`quantized_decomposed` for activations.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from quantizer.calibration.solution import Solution
+from quantizer.config.roles import base_role, is_parameter, parameter_name
+from quantizer.export.deployment import Deployment
+from quantizer.export.torch_export.program import export_program
+from quantizer.export.torch_export.qdq import (
+    CODE_TYPES,
+    DEQUANTIZE,
+    Activation,
+    Weight,
+    has_operators,
+    is_channelwise,
+)
+from quantizer.graph.ir import Graph, Node
+from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
+
+_HARDTANH = torch.ops.aten.hardtanh.default
+_RELU6 = (torch.ops.aten.relu6.default, torch.ops.aten.relu6_.default)
+
+
+@dataclass(frozen=True)
+class ProgramForm:
+    """The form in which a compiler takes codes.
+
+    Attributes:
+        activations: the integer type of activations, a key of `CODE_TYPES`.
+        decoded: the layers whose weights are codes for float operators to decode, so that no
+            integer kernel matches them.
+        constant: the layers whose weights are constants in float.
+        is_shared: whether all readers of a value share its dequantization.
+        weight_codes: the ends that the operators of weights state; those of the spec if None.
+        requantizes: whether weights are constants in float that an operator quantizes.
+        most_samples: the largest batch; None if there is no limit.
+    """
+
+    activations: str
+    decoded: frozenset[str] = frozenset()
+    constant: frozenset[str] = frozenset()
+    is_shared: bool = True
+    weight_codes: tuple[int, int] | None = None
+    requantizes: bool = False
+    most_samples: int | None = None
+
+
+def coded_program(
+    deployment: Deployment, solution: Solution, form: ProgramForm
+) -> ExportedProgram:
+    """Return the network of a deployment with codes and operators for its quantizations.
+
+    Args:
+        solution: what is written instead of the deployment's solution, with the same codes.
+
+    Raises:
+        ModelError: torch.export refuses the network.
+    """
+    graph = deployment.graph.replaced(rebuild=None)
+    stated = dataclasses.replace(deployment, graph=graph, solution=solution)
+    coded = _CodedNetwork(stated.network(), stated.encoded, form)
+    program = export_program(
+        coded,
+        graph,
+        *stated.blank_call(form.most_samples),
+        names=deployment.parameter_names,
+        output_names=deployment.output_names,
+        most_samples=form.most_samples,
+    )
+    _state_floats(program)
+    if not form.is_shared:
+        _dequantize_for_each(program)
+    return program
+
+
+def _state_floats(program: ExportedProgram) -> None:
+    """Write each ReLU6 as a Hardtanh with floats; torch would write integers.
+
+    Core ML's converter refuses these.
+    """
+    for target in _RELU6:
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            node.target = _HARDTANH
+            node.args = (node.args[0], 0.0, 6.0)
+    program.graph_module.recompile()
+
+
+def _dequantize_for_each(program: ExportedProgram) -> None:
+    """Give each reader its own dequantization; XNNPACK's partitions cannot share one."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        readers = [reader for reader in node.users if reader.op != "output"]
+        for reader in readers[1:]:
+            with graph.inserting_before(reader):
+                copy = graph.node_copy(node)
+            reader.replace_input_with(node, copy)
+    program.graph_module.recompile()
+
+
+class _CodedNetwork(nn.Module):
+    """A network with codes for weights and, where they exist, operators for quantizers."""
+
+    def __init__(self, network: Network, solution: Solution, form: ProgramForm) -> None:
+        super().__init__()
+        graph = network.graph
+        code_type = CODE_TYPES[form.activations]
+        self.network = network
+        self.weights: dict[str, Weight] = {}
+        for (name, role), tensor in solution.tensors.items():
+            layer = network.layers[name]
+            node = graph.by_name[name]
+            if name in form.constant and is_parameter(role):
+                continue
+            if base_role(role) == "weights" and tensor.codes is not None:
+                parameter = parameter_name(role)
+                is_multiplied = _is_multiplied(node) and name not in form.decoded
+                weight = Weight(
+                    tensor,
+                    multiplied=is_multiplied,
+                    codes_range=form.weight_codes,
+                    requantizes=form.requantizes,
+                )
+                layer.quantizers[role] = weight
+                self.weights[f"{network.module_names[name]}.{parameter}"] = weight
+                del layer._parameters[parameter]
+                continue
+            if is_parameter(role):
+                continue
+            if has_operators(tensor.spec, _activation_dtype(graph, node, role)):
+                layer.quantizers[role] = Activation(tensor, code_type)
+        for name, tensor in _moved_inputs(graph, solution).items():
+            network.layers[name].quantizers["input"] = Activation(tensor, code_type)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        weights: dict[str, Tensor] = {name: weight() for name, weight in self.weights.items()}
+        return torch.func.functional_call(self.network, weights, args, kwargs)
+
+
+def _is_multiplied(node: Node) -> bool:
+    """Return whether a layer multiplies by its weight, with output channels along axis 0."""
+    return node.is_multiplying and not node.row.transposed
+
+
+def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None:
+    if role == "activation" or node.op == "input":
+        return node.dtype
+    return graph.by_name[node.input_roles()[role]].dtype
+
+
+def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
+    """Return how inputs were quantized that reach their layer through data movement.
+
+    Quantizing them again gives the same codes, and integer kernels find the quantization
+    directly before the layer, where they look for it.
+    """
+    tensors = solution.tensors
+    inputs: dict[str, QuantizedTensor] = {}
+    for node in graph.nodes:
+        weight = tensors.get((node.name, "weights"))
+        if not _is_multiplied(node) or weight is None or not is_channelwise(weight):
+            continue
+        origin = graph.source(node)
+        is_moved = False
+        while (
+            origin is not None
+            and origin.row.keeps_scale
+            and (origin.name, "activation") not in tensors
+        ):
+            origin = graph.source(origin)
+            is_moved = True
+        if origin is None or not is_moved or (node.name, "input") in tensors:
+            continue
+        role = "input" if origin.op == "input" else "activation"
+        tensor = tensors.get((origin.name, role))
+        if tensor is not None and has_operators(tensor.spec, node.dtype):
+            inputs[node.name] = tensor
+    return inputs

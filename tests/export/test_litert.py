@@ -1,0 +1,169 @@
+"""`--deploy litert`: LiteRT runs the file with its int8 kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.runs import ROOT
+from torch import Tensor, nn
+
+import quantizer
+from quantizer.cli.main import run_command
+
+for _package in ("litert_torch", "ai_edge_litert"):
+    pytest.importorskip(_package, reason="--deploy litert needs it (extra: litert)")
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.shows("a small network like MobileNetV2", "LiteRT, if installed"),
+    pytest.mark.filterwarnings("ignore:.*"),
+]
+PRESET = str(ROOT / "configs" / "mobile_int8.json")
+X = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Inverted(nn.Module):
+    """A block of MobileNetV2, whose depthwise convolution follows a padding of its own."""
+
+    def __init__(self, padding: tuple[int, ...]) -> None:
+        super().__init__()
+        self.wide, self.deep = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 3, groups=16)
+        self.pad, self.out = nn.ZeroPad2d(padding), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.relu6(self.deep(self.pad(nn.functional.relu6(self.wide(x)))))
+        return x + self.out(y)  # type: ignore[no-any-return]
+
+
+def mobile() -> nn.Module:
+    torch.manual_seed(0)
+    stem = (nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU6())
+    blocks = (Inverted((1, 1, 1, 1)), Inverted((0, 2, 0, 2)))
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return nn.Sequential(*stem, *blocks, *head)
+
+
+def result_of(module: nn.Module) -> quantizer.Result:
+    torch.manual_seed(0)
+    return quantizer.calibrate(module.eval(), PRESET, [X])
+
+
+def details(path: Path) -> list[dict[str, Any]]:
+    """The inputs and outputs of a file, as its interpreter states them."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    interpreter = Interpreter(str(path))
+    return [*interpreter.get_input_details(), *interpreter.get_output_details()]
+
+
+@pytest.mark.parametrize(("io", "dtype"), [("float", np.float32), ("int8", np.int8)])
+def test_a_small_network_is_equal_in_int8(io: str, dtype: Any, tmp_path: Path) -> None:
+    """With batches of any size, and without a transpose around each padding."""
+    path = tmp_path / "net.tflite"
+    verified = result_of(mobile()).export("litert", path, [X, X[:1], X[:3]], litert_io=io)
+    assert (verified.equal, verified.max_difference) == (1.0, 0.0)
+    assert verified.kernels is not None
+    assert (verified.kernels.share, verified.kernels.count) == (1.0, 8)
+    assert verified.remarks == (
+        "the file takes any batch: resize its inputs before a call",
+        "1 TRANSPOSE changes the layout of images in memory",
+    )
+    rows = details(path)
+    assert [row["dtype"] for row in rows] == [dtype, dtype]
+    assert [row["name"] for row in rows] == ["input", "output_0"]
+    assert [list(row["shape_signature"]) for row in rows] == [[-1, 3, 16, 16], [-1, 5]]
+
+
+def test_two_files_of_one_network_are_equal(tmp_path: Path) -> None:
+    result = result_of(mobile())
+    for name in ("one.tflite", "two.tflite"):
+        result.export("litert", tmp_path / name, [X[:2]])
+    assert (tmp_path / "one.tflite").read_bytes() == (tmp_path / "two.tflite").read_bytes()
+
+
+class Shuffled(nn.Module):
+    """Two inputs, and a reshape that a batch of one cannot be told from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 6)
+
+    def forward(self, image: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        grid = self.conv(image).flatten(2).transpose(1, 2)
+        return {"grid": grid, "rows": self.fc(tokens).relu()}
+
+
+def test_inputs_and_outputs_have_the_models_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randn(6, 7, 4)
+    result = quantizer.calibrate(Shuffled().eval(), PRESET, [(X, tokens)])
+    verified = result.export("litert", tmp_path / "net.tflite", [(X, tokens)])
+    assert verified.within_step is not None
+    assert verified.within_step >= 0.999
+    names = [row["name"] for row in details(tmp_path / "net.tflite")]
+    assert names == ["image", "tokens", "grid", "rows"]
+
+
+class Attention(nn.Module):
+    """A softmax, whose int8 kernel has another scale, and products of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        shares = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1)
+        return self.out(shares @ value)  # type: ignore[no-any-return]
+
+
+def test_a_softmax_keeps_its_scale(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 40, 8)
+    result = quantizer.calibrate(Attention().eval(), PRESET, [x])
+    verified = result.export("litert", tmp_path / "net.tflite", [x])
+    assert verified.within_step is not None
+    assert verified.within_step >= 0.98
+    assert verified.kernels is not None
+    assert [len(verified.kernels.integer), verified.kernels.count] == [2, 4]
+    assert verified.remarks[0] == "the file takes one sample at a time"
+
+
+def test_a_file_says_how_it_was_made(tmp_path: Path) -> None:
+    from ai_edge_litert.tools import flatbuffer_utils
+
+    result_of(mobile()).export("litert", tmp_path / "net.tflite", [X])
+    model = flatbuffer_utils.read_model(str(tmp_path / "net.tflite"))
+    [entry] = [row for row in model.metadata if row.name == b"quantizer"]
+    origin = json.loads(bytes(model.buffers[entry.buffer].data))
+    assert (origin["producer"], origin["version"]) == ("quantizer", quantizer.__version__)
+
+
+MODEL = """
+import torch
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(),
+        torch.nn.Linear(144, 3))
+
+def calibration_data():
+    return [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))]
+"""
+
+
+def test_one_command_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(MODEL)
+    gate = ["--gate", "litert_int8_share==1"]
+    assert run_command(["run", "net.py", "--to", "litert", "-q", *gate]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Wrote quantize_result/export/Sequential.tflite: int8 weights")
+    assert "2 of 2 multiplications in int8" in printed
+    assert "gate litert_int8_share==1: met" in printed
