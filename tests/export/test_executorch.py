@@ -20,7 +20,7 @@ pytest.importorskip(
 pytestmark = [
     pytest.mark.real,
     pytest.mark.shows(
-        "a small network like MobileNetV3", "ExecuTorch with XNNPACK, if installed"
+        "like MobileNetV3 (random)", "ExecuTorch with XNNPACK, if installed"
     ),
     pytest.mark.filterwarnings("ignore:.*"),
 ]

@@ -19,7 +19,7 @@ for _package in ("litert_torch", "ai_edge_litert"):
     pytest.importorskip(_package, reason="--deploy litert needs it (extra: litert)")
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.shows("a small network like MobileNetV2", "LiteRT, if installed"),
+    pytest.mark.shows("like MobileNetV2 (random)", "LiteRT, if installed"),
     pytest.mark.filterwarnings("ignore:.*"),
 ]
 PRESET = str(ROOT / "configs" / "mobile_int8.json")

@@ -357,7 +357,6 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
 
 
 @pytest.mark.real
-@pytest.mark.shows("a convolutional network", "ExecuTorch with XNNPACK, if installed")
 @pytest.mark.filterwarnings("ignore:.*")
 def test_executorch_delegates_it(tmp_path: Path) -> None:
     exir = pytest.importorskip(
