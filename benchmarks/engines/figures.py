@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines.results import Row
-from engines.table import Engine
 from numpy.typing import NDArray
 
+from engines.results import Row
+from engines.table import Engine
 from quantizer.export.speed import Speed
 from quantizer.export.targets import EXPORTERS
 

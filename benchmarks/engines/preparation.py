@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines.network_table import MAKE, Subject
-from engines.table import Engine
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer
+from engines.network_table import MAKE, Subject
+from engines.table import Engine
 from quantizer.api.result import Result
 from quantizer.export import as_run
 from quantizer.export.targets import EXPORTERS
@@ -70,7 +70,10 @@ class Prepared:
             folder.mkdir(parents=True)
             self._export(engine, self._calibrated(config), folder)
         if engine.float_program:
-            self._write_float(engine.float_program, folder)
+            source = self._float_file(engine.float_program)
+            link = folder / f"float{source.suffix}"
+            if not link.exists():
+                link.symlink_to(source.resolve())
         for name in ("outputs.npz", "facts.json"):
             (folder / name).unlink(missing_ok=True)
         (folder / "settings.json").write_text(json.dumps({"rounds": rounds}), "utf-8")
@@ -89,7 +92,7 @@ class Prepared:
         file = folder / f"model{EXPORTERS[engine.target].suffix}"
         options = dict(engine.options)
         if engine.target == "gguf":
-            options["gguf_template"] = str(self._gguf_template())
+            options["gguf_template"] = str(self._float_file("gguf"))
         result.export(engine.target, file, [subject.batch], **options)
         save(folder / "inputs.npz", "input", arrays_of(subject.batch))
         networks = {"float": subject.model, "test_mode": network_as_run(result, engine.target)}
@@ -99,23 +102,13 @@ class Prepared:
                 outputs = [next_token(logits) for logits in outputs]
             save(folder / f"{name}.npz", "output", outputs)
 
-    def _gguf_template(self) -> Path:
-        path = self.work / f"{self.name}-float.gguf"
-        if not path.exists():
-            from support.gguf_templates import template
-
-            template(path, self.subject.model, "F32")
-        return path
-
-    def _write_float(self, program: str, folder: Path) -> None:
-        """Write the float network as an engine reads it, once for all engines."""
+    def _float_file(self, program: str) -> Path:
+        """Return the float network as an engine reads it, written once for all engines."""
         writer, suffix = FLOAT_PROGRAMS[program]
         path = self.work / f"{self.name}-float{suffix}"
         if not path.exists():
             writer(self.subject, path)
-        link = folder / f"float{suffix}"
-        if not link.exists():
-            link.symlink_to(path.resolve())
+        return path
 
 
 def network_as_run(result: Result, target: str) -> nn.Module:
@@ -180,7 +173,7 @@ def float_folder(subject: Subject, path: Path) -> None:
 
 
 def float_gguf(subject: Subject, path: Path) -> None:
-    """Write the float network as the template of the quantized one."""
+    """Write the float network, which is also the template of the quantized one."""
     from support.gguf_templates import template
 
     template(path, subject.model, "F32")

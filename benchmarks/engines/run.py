@@ -1,9 +1,8 @@
 """Runs what the quantizer writes in the engines that read it, and keeps the figures as JSON.
 
 `python benchmarks/engines/run.py [--engine NAME ...] [--network NAME ...]` calibrates each
-network, exports it for each engine and runs the file there. `results/ENGINE.json` gets a row for
-each network; rows of other networks stay. Environments of engines are made where they are
-missing.
+network, exports it for each engine and runs the file there. `results/ENGINE.json` gets a row
+for each network; rows of other networks stay. Environments that are missing are made.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-# Modules of benchmarks/ are imported by their names, and a helper of the tests writes templates.
-sys.path[:1] = [str(HERE.parent), str(ROOT), str(ROOT / "tests")]
+# Modules of benchmarks/ are imported by their names, and a helper in tests/ writes templates.
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 from engines.environments import python_of
 from engines.figures import figures_of
 from engines.preparation import Prepared
 from engines.results import EngineResults, Machine, Row
 from engines.table import ENGINES, NETWORKS, Engine
-
 from quantizer.errors import QuantizerError
+
+ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
