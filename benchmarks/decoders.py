@@ -78,6 +78,19 @@ class Dilated(nn.Module):
         return x
 
 
+class Blocks(nn.Module):
+    """The mean of two residual blocks of other widths."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.narrow, self.wide = Dilated(channels, 3), Dilated(channels, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, channels, T] to the same."""
+        mean: Tensor = (self.narrow(x) + self.wide(x)) / 2
+        return mean
+
+
 class HifiGan(nn.Module):
     """A generator of sound from a spectrogram (arXiv 2010.05646)."""
 
@@ -89,7 +102,7 @@ class HifiGan(nn.Module):
         for rate in (8, 4):
             width //= 2
             self.up.append(nn.ConvTranspose1d(2 * width, width, 2 * rate, rate, rate // 2))
-            self.blocks.append(nn.ModuleList(Dilated(width, kernel) for kernel in (3, 7)))
+            self.blocks.append(Blocks(width))
         self.post = nn.Conv1d(width, 1, 7, padding=3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,8 +110,9 @@ class HifiGan(nn.Module):
         x = self.pre(x)
         for up, blocks in zip(self.up, self.blocks, strict=True):
             x = up(F.leaky_relu(x, LEAK))
-            x = torch.stack([block(x) for block in blocks]).mean(0)
-        return self.post(F.leaky_relu(x, LEAK)).tanh()
+            x = blocks(x)
+        sound: Tensor = self.post(F.leaky_relu(x, LEAK)).tanh()
+        return sound
 
 
 class WordTagger(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from workloads import draw_like_trained, tokens
 
-VOCABULARY = 1024
+VOCABULARY = 640
 
 
 def transformers_llama(seed: int = 0) -> Any:
@@ -27,7 +27,8 @@ def transformers_llama(seed: int = 0) -> Any:
         bos_token_id=1,
         eos_token_id=2,
     )
-    model: Any = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config)
+    model.eval()
     draw_like_trained(model, model.model.embed_tokens, seed)
     return model
 

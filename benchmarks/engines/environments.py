@@ -27,8 +27,8 @@ def python_of(engine: Engine, folder: Path) -> Path:
     if stamp.exists() and stamp.read_text("utf-8") == wanted:
         return python
     print(f"installing {', '.join(engine.packages)}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-    install = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+    install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
     done = subprocess.run([*install, *engine.packages], capture_output=True, text=True)
     if done.returncode:
         last_line = done.stderr.strip().rpartition("\n")[2]

@@ -162,8 +162,21 @@ def float_pt2(subject: Subject, path: Path) -> None:
     """Write the float network as a program of torch."""
     args, kwargs = _call(subject.batch)
     with quiet():
-        program = torch.export.export(subject.model, args, kwargs)
+        program = torch.export.export(Leaves(subject.model), args, kwargs)
     torch.export.save(program, path)
+
+
+class Leaves(nn.Module):
+    """A network that returns its tensors as a tuple, so that no class of outputs is needed."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Call the network."""
+        leaves = pytree.tree_leaves(self.network(*args, **kwargs))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def float_folder(subject: Subject, path: Path) -> None:

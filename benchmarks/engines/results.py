@@ -128,10 +128,10 @@ class EngineResults:
     rows: tuple[Row, ...] = ()
 
     @classmethod
-    def stored(cls, engine: Engine) -> EngineResults:
+    def stored(cls, engine: Engine, folder: Path) -> EngineResults:
         """Return the file of an engine; without rows if there is none."""
         empty = cls(engine.name, engine.target, dict(engine.options))
-        path = FOLDER / f"{engine.name}.json"
+        path = folder / f"{engine.name}.json"
         if not path.exists():
             return empty
         content = json.loads(path.read_text("utf-8"))
@@ -145,9 +145,9 @@ class EngineResults:
         ordered = [rows[name] for name in NETWORKS if name in rows]
         return replace(self, machine=asdict(machine), rows=tuple(ordered))
 
-    def store(self) -> None:
+    def store(self, folder: Path) -> None:
         """Write the file."""
-        FOLDER.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         content = {
             "engine": self.name,
             "target": self.target,
@@ -155,5 +155,5 @@ class EngineResults:
             "machine": dict(self.machine),
             "rows": [row.to_json() for row in self.rows],
         }
-        path = FOLDER / f"{self.name}.json"
+        path = folder / f"{self.name}.json"
         path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from engines.environments import python_of
 from engines.figures import figures_of
 from engines.preparation import Prepared
-from engines.results import EngineResults, Machine, Row
+from engines.results import FOLDER, EngineResults, Machine, Row
 from engines.table import ENGINES, NETWORKS, Engine
 from quantizer.errors import QuantizerError
 
@@ -36,7 +36,8 @@ def main() -> None:
         for name in options.network:
             for engine in engines:
                 row = figures_for(engine, name, work, options)
-                EngineResults.stored(engine).with_row(row, machine).store()
+                stored = EngineResults.stored(engine, options.results)
+                stored.with_row(row, machine).store(options.results)
                 print(f"{engine.name:<20} {name:<20} {row.line}", flush=True)
             prepared_networks.clear()
 
@@ -51,6 +52,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--quiet", action="store_true", help="nothing else runs on this machine: mark no speed"
     )
+    parser.add_argument("--results", type=Path, default=FOLDER, help="where JSON is written")
     parser.add_argument("--work", help="a folder that keeps what consumers read and write")
     parser.add_argument(
         "--environments", default=str(ROOT), help="the folder of environments of engines"

@@ -1,4 +1,4 @@
-"""Runs `model.gguf` in llama.cpp, and gives the logits of the token that follows each prompt."""
+"""Runs `model.gguf` in llama.cpp: the logits of the token that follows each prompt."""
 
 from __future__ import annotations
 

@@ -9,7 +9,17 @@ import onnx
 import onnxruntime
 import work_folder
 
-MULTIPLYING = ("Conv", "ConvTranspose", "MatMul", "Gemm", "LSTM", "GRU", "FusedConv")
+MULTIPLYING = (
+    "Conv",
+    "ConvTranspose",
+    "FusedConv",
+    "MatMul",
+    "FusedMatMul",
+    "Gemm",
+    "FusedGemm",
+    "LSTM",
+    "GRU",
+)
 INTEGER = (
     "QLinearConv",
     "ConvInteger",

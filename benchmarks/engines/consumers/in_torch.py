@@ -13,19 +13,25 @@ from torch.utils import _pytree as pytree
 
 def main() -> None:
     """Run and measure times."""
-    network = opened(work_folder.folder() / "model.pt2")
-    floating = opened(work_folder.folder() / "float.pt2")
-    values = [torch.from_numpy(array) for array in work_folder.inputs()]
+    network, args, kwargs = opened(work_folder.folder() / "model.pt2")
+    floating, _, _ = opened(work_folder.folder() / "float.pt2")
     with torch.no_grad():
-        outputs = [leaf.numpy() for leaf in pytree.tree_leaves(network(*values))]
+        outputs = [leaf.numpy() for leaf in pytree.tree_leaves(network(*args, **kwargs))]
         facts: dict[str, Any] = {"version": torch.__version__.partition("+")[0]}
-        facts |= work_folder.times(lambda: network(*values), lambda: floating(*values))
+        facts |= work_folder.times(
+            lambda: network(*args, **kwargs), lambda: floating(*args, **kwargs)
+        )
     work_folder.finish(outputs, facts)
 
 
-def opened(path: Path) -> Any:
-    """Return the network of a program."""
-    return torch.export.load(path).module()
+def opened(path: Path) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return the network of a program, and its arguments by position and by name."""
+    program = torch.export.load(path)
+    values = [torch.from_numpy(array) for array in work_folder.inputs()]
+    assert program.example_inputs is not None
+    args, kwargs = program.example_inputs
+    named = dict(zip(kwargs, values[len(args) :], strict=True))
+    return program.module(), values[: len(args)], named
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import work_folder
 
 def main() -> None:
     """Run and measure times."""
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     network = opened(work_folder.folder() / "model-compressed-tensors")
     floating = opened(work_folder.folder() / "float")
     (ids,) = [torch.from_numpy(array) for array in work_folder.inputs()]
