@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from quantizer.export.targets import EXPORTERS
 
 CONSUMERS = Path(__file__).with_name("consumers")
 TIMEOUT_SECONDS = 900
-LONGEST_MESSAGE = 300
+LONGEST_MESSAGE = 200
+EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
 def figures_of(network: str, config: str, engine: Engine, folder: Path, python: Path) -> Row:
@@ -65,9 +67,19 @@ def failure_of(python: Path, consumer: Path, folder: Path) -> str:
     if done.returncode == 0:
         return ""
     (folder / "errors.txt").write_text(done.stderr, "utf-8")
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    message = lines[-1] if lines else "it fails without a message"
-    return message.replace(str(folder), "FOLDER")[:LONGEST_MESSAGE]
+    return message_of(done.stderr).replace(str(folder), "FOLDER")[:LONGEST_MESSAGE]
+
+
+def message_of(errors: str) -> str:
+    """Return the line of the last exception in what a program printed, or else the last line.
+
+    Engines in other languages add their own stack to the message.
+    """
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if EXCEPTION.match(line):
+            return line
+    return lines[-1] if lines else "it fails without a message"
 
 
 def difference_in_kind(outputs: list[Any], expected: list[Any]) -> str:
