@@ -30,6 +30,7 @@ INTEGER = ("qconv_weight_prepack_matcher_count", "qlinear_weight_prepack_matcher
 
 def main() -> None:
     """Compile both networks, run, and measure times."""
+    torch.set_num_threads(1)
     settings = {"freezing": True, "force_disable_caches": True, "compile_threads": 1}
     program, args, kwargs = opened(work_folder.folder() / "model.pt2")
     float_program, _, _ = opened(work_folder.folder() / "float.pt2")

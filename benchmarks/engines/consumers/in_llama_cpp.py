@@ -33,6 +33,8 @@ def served(path: Path, length: int) -> Any:
     settings.n_ctx = 2 * length
     settings.n_parallel = 1
     settings.n_gpu_layers = 0
+    settings.cpuparams.n_threads = 1
+    settings.cpuparams_batch.n_threads = 1
     settings.warmup = False
     settings.cache_prompt = False
     kinds = xllamacpp.llama_flash_attn_type

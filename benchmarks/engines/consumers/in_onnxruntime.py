@@ -47,8 +47,9 @@ def main() -> None:
 
 
 def opened(path: Path, optimized: Path | None = None) -> onnxruntime.InferenceSession:
-    """Return a default session; its graph after optimization is written to `optimized`."""
+    """Return a session of one thread, which writes its optimized graph to a path if asked."""
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level = 4
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)

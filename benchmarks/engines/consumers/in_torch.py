@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 def main() -> None:
     """Run and measure times."""
+    torch.set_num_threads(1)
     network, args, kwargs = opened(work_folder.folder() / "model.pt2")
     floating, _, _ = opened(work_folder.folder() / "float.pt2")
     with torch.no_grad():

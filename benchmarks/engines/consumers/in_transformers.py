@@ -12,6 +12,7 @@ import work_folder
 
 def main() -> None:
     """Run and measure times."""
+    torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     network = opened(work_folder.folder() / "model-compressed-tensors")
     floating = opened(work_folder.folder() / "float")

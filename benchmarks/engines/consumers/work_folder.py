@@ -2,7 +2,8 @@
 
 A consumer is started as `python NAME.py FOLDER` in the engine's environment, so this imports
 only numpy. The folder has `model` with the suffix of the target, `inputs.npz`, and `float` with
-its suffix if the engine is timed. A consumer file must not have the name of a package.
+its suffix if the engine is timed. All engines run in one thread. A consumer file must not have
+the name of a package.
 """
 
 from __future__ import annotations
