@@ -87,6 +87,14 @@ def _names_by_reason(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     return names
 
 
+def _listed(names: list[str]) -> str:
+    """Return titles of networks, or the few that are missing."""
+    missing = [title for title in NETWORKS.values() if title not in names]
+    if len(missing) < len(names):
+        return f"all but {', '.join(missing)}"
+    return ", ".join(names)
+
+
 def _target(engine: Engine) -> str:
     """Return the target with its options, as on the command line."""
     words = [engine.target]
