@@ -43,9 +43,7 @@ def with_engines(page: str) -> str:
             if "cannot_hold" not in result:
                 rows.append(_row(engine, result))
         for reason, names in _names_by_reason(content["rows"]).items():
-            notes.append(
-                f"* {engine.title}, `{_target(engine)}`: {_listed(names)}. {reason}\n"
-            )
+            notes.append(f"* {engine.title}, `{_target(engine)}`: {_listed(names)}. {reason}\n")
     sentences = "" if is_quiet else f"\n{_BUSY}"
     return "".join([before, _START, *head, *rows, sentences, "\n", *notes, _END, after])
 
