@@ -19,9 +19,7 @@ pytest.importorskip(
 )
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.shows(
-        "like MobileNetV3 (random)", "ExecuTorch with XNNPACK, if installed"
-    ),
+    pytest.mark.shows("like MobileNetV3 (random)", "ExecuTorch with XNNPACK, if installed"),
     pytest.mark.filterwarnings("ignore:.*"),
 ]
 PRESET = str(ROOT / "configs" / "mobile_int8.json")
