@@ -105,7 +105,7 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
         ("entries", ["--method", "maxmin", "--statistic", "mean"], set()),
         ("gptq", ["--statistic", "mean"], set()),
         ("smoothquant", ["--method", "percentile"], set()),
-        ("hierarchical", ["--method", "percentile"], set()),
+        *extended(("hierarchical", ["--method", "percentile"], set())),
         (
             "hierarchical",
             ["--method", "percentile", "--percentage", "99.5", "--layer", "head"],
