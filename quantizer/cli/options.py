@@ -180,8 +180,7 @@ def option(
 _FILE = PathType()
 output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
-_TARGET = {"type": click.Choice(list(EXPORTERS)), "metavar": "TARGET", "group": "Output"}
-_targets = functools.partial(option, default=(), **_TARGET)
+_target = functools.partial(option, metavar="TARGET", type=click.Choice(list(EXPORTERS)))
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 
 
@@ -318,9 +317,11 @@ class Options:
         default=False,
         group="Output",
     )
-    deploy: tuple[str, ...] = _targets(
+    deploy: tuple[str, ...] = _target(
         "In test mode, also write the network for another runtime, to DIR/export. May be "
         f"repeated. TARGET is {', '.join(EXPORTERS)}.",
+        default=(),
+        group="Output",
     )
     pt2_activations: str = _of_target("pt2_activations")
     onnx_profile: str = _of_target("onnx_profile")
@@ -329,9 +330,11 @@ class Options:
     output_names: str | None = _of_target("output_names")
     encodings_version: str = _of_target("encodings_version")
     gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
-    for_: tuple[str, ...] = _targets(
+    for_: tuple[str, ...] = _target(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
         f"May be repeated. TARGET is {', '.join(EXPORTERS)}.",
+        default=(),
+        group="Output",
     )
     gate: tuple[str, ...] = option(
         "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",
