@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from engines.results import Row
 from engines.table import Engine
+from quantizer.export import EXPORTERS, size_on_disk
 from quantizer.export.speed import Speed
-from quantizer.export.targets import EXPORTERS
 
 CONSUMERS = Path(__file__).with_name("consumers")
 TIMEOUT_SECONDS = 900
@@ -49,7 +49,7 @@ def figures_of(network: str, config: str, engine: Engine, folder: Path, python: 
         multiplications=facts.get("multiplications"),
         speed=speed_of(facts),
         seconds=median_of(facts),
-        size=size_of(folder / f"model{EXPORTERS[engine.target].suffix}"),
+        size=size_on_disk(engine.target, folder / f"model{EXPORTERS[engine.target].suffix}"),
     )
 
 
@@ -133,10 +133,3 @@ def median_of(facts: dict[str, Any]) -> float | None:
     """Return the median time of one run in seconds."""
     seconds = facts.get("seconds")
     return float(f"{np.median(seconds):.3g}") if seconds else None
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of the files of a folder."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return path.stat().st_size

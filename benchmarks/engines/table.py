@@ -105,6 +105,14 @@ ENGINES = (
         float_program="onnx",
     ),
     Engine(
+        "openvino_ir",
+        "OpenVINO",
+        "openvino",
+        "in_openvino_ir.py",
+        "openvino",
+        float_program="onnx",
+    ),
+    Engine(
         "tract",
         "tract",
         "onnx",
@@ -121,6 +129,19 @@ ENGINES = (
         "aimet-onnx",
         packages=("aimet-onnx==2.42.0", "torch==2.13.0"),
         cannot_hold={"llama": "AIMET reads no scales that are found at run time."},
+    ),
+    Engine(
+        "aimet_encodings",
+        "AIMET",
+        "encodings",
+        "in_aimet_encodings.py",
+        "aimet-onnx",
+        packages=("aimet-onnx==2.42.0", "torch==2.13.0"),
+        environment="aimet",
+        cannot_hold={
+            "llama": "Encodings have no scales that are found at run time.",
+            "tagger": "Encodings have no weights of an LSTM.",
+        },
     ),
     Engine(
         "torch",
