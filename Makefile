@@ -10,7 +10,7 @@ PINNED := $(VENV)/constraints.txt
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c $(PINNED)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test test-real test-extended test-torch test-wheel check fuzz soak docs bench gpu clean
+.PHONY: run test test-real test-extended test-torch test-wheel check fuzz soak docs bench engines gpu clean
 
 $(PINNED): constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -85,9 +85,15 @@ $(VENV)/.docs: $(VENV)/.run
 bench: $(VENV)/.test
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done
 
+# What engines make of the files, each in an environment of its own: ENGINES='--engine NAME --network NAME' for some of them.
+ENGINES ?=
+engines: $(VENV)/.test
+	$(BIN)/python benchmarks/engines/run.py $(ENGINES)
+	$(BIN)/python docs/generate.py
+
 # On a bare machine with a GPU: installs nothing, and takes eight minutes at most.
 gpu:
 	$(PYTHON) benchmarks/gpu.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-engine-* build dist *.egg-info

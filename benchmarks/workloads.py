@@ -80,6 +80,15 @@ def resnet18(seed: int = 0) -> ResNet18:
     """
     torch.manual_seed(seed)
     model = ResNet18()
+    settle(model, images(20, 10, seed=99))
+    return model
+
+
+@torch.no_grad()
+def settle(model: nn.Module, batches: list[Tensor]) -> None:
+    """Draw weights of the usual scale, average the statistics of batch norms over the batches,
+    and leave the model in eval mode.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -88,10 +97,9 @@ def resnet18(seed: int = 0) -> ResNet18:
             nn.init.normal_(module.bias, 0, 0.15)
             module.momentum = None  # a plain average over the batches
     model.train()
-    with torch.no_grad():
-        for batch in images(20, 10, seed=99):
-            model(batch)
-    return model.eval()
+    for batch in batches:
+        model(batch)
+    model.eval()
 
 
 class Rotary(nn.Module):
@@ -175,19 +183,25 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(self.layers(self.embed_tokens(tokens))))  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def llama(seed: int = 0) -> Llama:
-    """Seeded, in eval mode: inputs that correlate, and a few outlier channels, as trained
-    models have them.
-    """
+    """Seeded, in eval mode, and drawn like a trained model."""
     torch.manual_seed(seed)
     model = Llama().eval()
+    draw_like_trained(model, model.embed_tokens, seed)
+    return model
+
+
+@torch.no_grad()
+def draw_like_trained(model: nn.Module, embedding: nn.Embedding, seed: int) -> None:
+    """Draw the weights of a language model: inputs that correlate, and a few outlier channels,
+    as trained models have them.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
-    vocabulary, hidden = model.embed_tokens.weight.shape
+    vocabulary, hidden = embedding.weight.shape
     basis, _ = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator))
     spectrum = torch.arange(1, hidden + 1).float().pow(-0.6)
     noise = torch.randn(vocabulary, hidden, generator=generator)
-    model.embed_tokens.weight.copy_(noise * spectrum / spectrum.norm() * hidden**0.5 @ basis.T)
+    embedding.weight.copy_(noise * spectrum / spectrum.norm() * hidden**0.5 @ basis.T)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
@@ -196,7 +210,6 @@ def llama(seed: int = 0) -> Llama:
             parameter.copy_(
                 torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
             )
-    return model
 
 
 def tokens(

@@ -1,0 +1,1 @@
+"""Runs what the quantizer writes in the engines that read it."""
