@@ -181,6 +181,10 @@ _FILE = PathType()
 output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
 _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
+_KNOWN_TARGETS = click.Choice(list(EXPORTERS))
+_targets = functools.partial(
+    option, default=(), type=_KNOWN_TARGETS, metavar="TARGET", group="Output"
+)
 
 
 def _of_target(name: str) -> Any:
@@ -313,12 +317,9 @@ class Options:
         default=False,
         group="Output",
     )
-    deploy: tuple[str, ...] = option(
+    deploy: tuple[str, ...] = _targets(
         "In test mode, also write the network for another runtime, to DIR/export. May be "
-        "repeated.",
-        default=(),
-        type=click.Choice(list(EXPORTERS)),
-        group="Output",
+        f"repeated. One of {', '.join(EXPORTERS)}.",
     )
     pt2_activations: str = _of_target("pt2_activations")
     executorch_batch: str | None = _of_target("executorch_batch")
@@ -328,12 +329,9 @@ class Options:
     input_names: str | None = _of_target("input_names")
     output_names: str | None = _of_target("output_names")
     gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
-    for_: tuple[str, ...] = option(
+    for_: tuple[str, ...] = _targets(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
         "May be repeated.",
-        default=(),
-        type=click.Choice(list(EXPORTERS)),
-        group="Output",
     )
     gate: tuple[str, ...] = option(
         "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",

@@ -124,7 +124,7 @@ def test_an_unknown_target_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
-    assert "known are onnx, pt2, pt2_float, safetensors, " in capsys.readouterr().err
+    assert "known are onnx, pt2, executorch, litert, pt2_float, " in capsys.readouterr().err
 
 
 def test_a_linked_folder_is_refused(

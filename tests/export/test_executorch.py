@@ -19,7 +19,9 @@ pytest.importorskip(
 )
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.shows("a small network like MobileNetV3", "ExecuTorch with XNNPACK, if installed"),
+    pytest.mark.shows(
+        "a small network like MobileNetV3", "ExecuTorch with XNNPACK, if installed"
+    ),
     pytest.mark.filterwarnings("ignore:.*"),
 ]
 PRESET = str(ROOT / "configs" / "mobile_int8.json")
