@@ -87,15 +87,15 @@ class TfliteFile:
     def open_batch(self) -> None:
         """Let the batch, which is one, follow the inputs.
 
-        Reshapes would fix it. Their first size becomes -1 if it is that of a batch of one.
+        Reshapes would fix it. Values are stored sample by sample, so the first size of what a
+        reshape makes may become -1, unless the batch has been moved from the first axis.
         """
         tensors = self._graph.tensors
         for row in self._graph.operators:
             if self._name(row) != "RESHAPE" or len(row.inputs) < 2:
                 continue
-            before, after = tensors[row.inputs[0]], tensors[row.outputs[0]]
-            sizes = list(after.shape)
-            if sizes[:1] != [1] or list(before.shape)[:1] != [1]:
+            sizes = list(tensors[row.outputs[0]].shape)
+            if not sizes or self._is_constant(tensors[row.inputs[0]]):
                 continue
             sizes[0] = -1
             shape = tensors[row.inputs[1]]
@@ -154,6 +154,14 @@ class TfliteFile:
         """Return the name of an operator."""
         code = self.model.operatorCodes[row.opcodeIndex]
         return self.operators[max(code.builtinCode, code.deprecatedBuiltinCode)]
+
+    def _is_constant(
+        self,
+        tensor: Any,
+    ) -> bool:
+        """Return whether a tensor has values in the file."""
+        data = self.model.buffers[tensor.buffer].data
+        return data is not None and len(data) > 0
 
     def _copied(
         self,
