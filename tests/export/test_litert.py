@@ -108,6 +108,31 @@ def test_inputs_and_outputs_have_the_models_names(tmp_path: Path) -> None:
     assert names == ["image", "tokens", "grid", "rows"]
 
 
+class Attention(nn.Module):
+    """A softmax, whose int8 kernel has another scale, and products of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        shares = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1)
+        return self.out(shares @ value)  # type: ignore[no-any-return]
+
+
+def test_a_softmax_keeps_its_scale(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 40, 8)
+    result = quantizer.calibrate(Attention().eval(), PRESET, [x])
+    verified = result.export("litert", tmp_path / "net.tflite", [x])
+    assert verified.within_step is not None
+    assert verified.within_step >= 0.98
+    assert verified.kernels is not None
+    assert [len(verified.kernels.integer), verified.kernels.count] == [2, 4]
+    assert verified.remarks[0] == "the file takes one sample at a time"
+
+
 def test_a_file_says_how_it_was_made(tmp_path: Path) -> None:
     from ai_edge_litert.tools import flatbuffer_utils
 

@@ -24,6 +24,7 @@ from quantizer.errors import UsageError
 from quantizer.export import exporter_of, require_expressible
 from quantizer.export.deployment import Deployment
 from quantizer.export.mobile.exporter import MobileExporter, MobileProgram
+from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multiply_squares
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
@@ -267,6 +268,32 @@ def test_the_program_computes_what_test_mode_does(
     assert counts["aten.pad.default"] == 1
     [mean] = source.program.graph.find_nodes(op="call_function", target=torch.ops.aten.mean.dim)
     assert mean.args[2] is True
+
+
+class Shares(nn.Module):
+    """Values between 0 and 1, whose int8 kernels in LiteRT have one scale, and a square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return torch.sigmoid(y) * torch.tanh(y) + y.softmax(-1) + y**2
+
+
+def test_litert_gets_shares_with_a_clamp_that_changes_nothing() -> None:
+    source = program_of("litert", deployment_of(result_of(Shares())))
+    expected = source.tested.network()(X[:1])
+    multiply_squares(source.program)
+    keep_scales_of_shares(source.program)
+    assert torch.equal(source.program.module()(X[:1]), expected)
+    read: Counter[str] = Counter()
+    for node in source.program.graph.nodes:
+        if str(node.target) == "quantized_decomposed.quantize_per_tensor.default":
+            read[str(node.args[0].target)] += 1
+    assert (read["aten.relu.default"], read["aten.hardtanh.default"]) == (2, 1)
+    assert "aten.pow.Tensor_Scalar" not in operators(source.program)
 
 
 def test_layers_without_kernels_have_constants_in_float() -> None:
