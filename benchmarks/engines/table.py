@@ -139,14 +139,6 @@ ENGINES = (
         float_program="pt2",
     ),
     Engine(
-        "executorch",
-        "ExecuTorch (XNNPACK)",
-        "executorch",
-        "in_executorch.py",
-        "executorch",
-        cannot_hold={"llama": "XNNPACK's static kernels read no scales found at run time."},
-    ),
-    Engine(
         "litert",
         "LiteRT (XNNPACK)",
         "litert",
