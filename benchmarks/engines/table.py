@@ -160,6 +160,15 @@ ENGINES = (
         float_program="pt2",
     ),
     Engine(
+        "litert",
+        "LiteRT (XNNPACK)",
+        "litert",
+        "in_litert.py",
+        "ai-edge-litert",
+        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
+        cannot_hold={"llama": "LiteRT's static kernels read no scales found at run time."},
+    ),
+    Engine(
         "transformers",
         "transformers",
         "compressed-tensors",

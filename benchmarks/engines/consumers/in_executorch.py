@@ -1,0 +1,28 @@
+"""Runs `model.pte` in ExecuTorch, where XNNPACK computes it."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import work_folder
+from executorch.runtime import Runtime
+
+
+def main() -> None:
+    """Run and measure times."""
+    # A method reads its program for as long as it lives.
+    program = Runtime.get().load_program(work_folder.folder() / "model.pte")
+    method = program.load_method("forward")
+    assert method is not None
+    inputs = [torch.from_numpy(array) for array in work_folder.inputs()]
+    results = method.execute(inputs)
+    outputs = [output.numpy().copy() for output in results]
+    facts: dict[str, Any] = {"version": version("executorch")}
+    facts |= work_folder.times(lambda: method.execute(inputs))
+    work_folder.finish(outputs, facts)
+
+
+if __name__ == "__main__":
+    main()
