@@ -58,10 +58,11 @@ class RunOptions(Options):
     """The options of `quantizer run`."""
 
     to: str | None = option(
-        "What to make: int8 ONNX, also for TensorRT or NPUs, a .pt2 program, weights in 8 or 4 "
-        "bits, weights and activations in int8 or fp8, or a GGUF.  [default: w4 for language "
+        f"What to make, for which engine: {', '.join(DESTINATIONS)}. w8 and w4 are weights "
+        "in 8 or 4 bits, w8a8 and fp8 weights and activations.  [default: w4 for language "
         "models, else onnx]",
         type=click.Choice(list(DESTINATIONS)),
+        metavar="TARGET",
     )
     preset: str | None = option(
         "The preset to start from, instead of the one that --to stands for.",

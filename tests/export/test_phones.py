@@ -26,6 +26,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.mobile.exporter import MobileExporter, MobileProgram
 from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multiply_squares
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
+from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 
@@ -128,7 +129,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 def refusal_of(target: str, graph: Graph, specs: dict[Any, Any]) -> UsageError:
     with pytest.raises(UsageError) as refused:
-        require_expressible(target, graph, specs, -1)
+        require_expressible(CHECKED_TARGETS[target], graph, specs, -1)
     return refused.value
 
 
@@ -164,7 +165,7 @@ def test_only_litert_refuses_the_least_code(padded: quantizer.Result, graph: Gra
     specs = dict(padded._calibrated.solution.specs)
     [changed] = [key for key in specs if "[fc]" in key[0] and key[1] == "weights"]
     specs[changed] = replace(specs[changed], narrow_range=False)
-    require_expressible("executorch", graph, specs, -1)
+    require_expressible(CHECKED_TARGETS["executorch"], graph, specs, -1)
     error = refusal_of("litert", graph, specs)
     assert "may have the code -128, which LiteRT does not allow" in str(error)
     assert error.help == "set narrow_range to true there"

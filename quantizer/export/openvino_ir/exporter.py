@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
@@ -42,8 +43,14 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
         specs: Mapping[Key, QuantizationSpec],
         opset: int,
     ) -> Iterator[Refusal]:
-        """Yield what ONNX cannot express."""
-        return OnnxExporter().refusals(graph, specs, opset)
+        """Yield what ONNX cannot express, and what OpenVINO cannot run."""
+        yield from OnnxExporter().refusals(graph, specs, opset)
+        for (layer, role), spec in specs.items():
+            if spec.qscheme == "per_group" and spec.ch_axis == 0 and is_parameter(role):
+                # OpenVINO 2026.4 ends with a division by zero.
+                why = "has groups along its outputs, which OpenVINO does not run"
+                remedy = "set ch_axis to 1, or use --deploy onnx or pt2"
+                yield Refusal(why, remedy, layer, role)
 
     def as_run(
         self,
