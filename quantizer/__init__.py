@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         ScaleType,
     )
 
-__version__ = "0.9.0"
+__version__ = "0.10.0"
 __all__ = [
     "AWQConfig",
     "AlgoConfig",

@@ -29,7 +29,7 @@ def rounded_half_even(solution: Solution) -> Solution:
 
 
 def quantized_linearly(solution: Solution) -> Solution:
-    """Return the solution with activations as QuantizeLinear alone makes them: rounded half to
+    """Return the solution with activations as only QuantizeLinear makes them: rounded half to
     even, and cut off at the ends of the type.
     """
     return _with_activations(solution, round_mode="half_even", narrow_range=False)
