@@ -2,13 +2,16 @@
 
 `python benchmarks/engines/run.py [--engine NAME ...] [--network NAME ...]` calibrates each
 network, exports it for each engine and runs the file there. `results/ENGINE.json` gets a row
-for each network; rows of other networks stay. Environments that are missing are made.
+for each network; rows of other networks stay. Environments that are missing are made. Engines
+whose files this environment cannot write are left out: ExecuTorch and LiteRT have environments
+of their own (docs/executorch.md, docs/litert.md), whose Python runs this program for them.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +25,7 @@ from engines.preparation import Prepared
 from engines.results import FOLDER, EngineResults, Machine, Row
 from engines.table import ENGINES, NETWORKS, Engine
 from quantizer.errors import QuantizerError
+from quantizer.export.targets import EXPORTERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 def main() -> None:
     """Run the chosen engines on the chosen networks."""
     options = parsed()
-    engines = [row for row in ENGINES if row.name in options.engine]
+    engines = [row for row in ENGINES if row.name in options.engine and can_export(row)]
     machine = Machine.current(is_quiet=options.quiet)
     with TemporaryDirectory() as temporary:
         work = Path(options.work or temporary)
@@ -58,6 +62,18 @@ def parsed() -> argparse.Namespace:
         "--environments", default=str(ROOT), help="the folder of environments of engines"
     )
     return parser.parse_args()
+
+
+def can_export(engine: Engine) -> bool:
+    """Return whether this environment can write what an engine reads; print what is missing.
+
+    Results of an engine that is left out stay as they are.
+    """
+    target = EXPORTERS[engine.target]
+    missing = [package for package in target.needs if find_spec(package) is None]
+    if missing:
+        print(f"{engine.name:<20} left out: {', '.join(missing)} is not installed here")
+    return not missing
 
 
 prepared_networks: dict[str, Prepared] = {}

@@ -160,6 +160,15 @@ ENGINES = (
         float_program="pt2",
     ),
     Engine(
+        "executorch",
+        "ExecuTorch (XNNPACK)",
+        "executorch",
+        "in_executorch.py",
+        "executorch",
+        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
+        cannot_hold={"llama": "XNNPACK's static kernels read no scales found at run time."},
+    ),
+    Engine(
         "litert",
         "LiteRT (XNNPACK)",
         "litert",

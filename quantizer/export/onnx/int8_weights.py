@@ -13,13 +13,9 @@ core/providers/cpu/quantization/qlinearconv.cc.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import onnx
 import torch
-from onnx import ModelProto, NodeProto, TensorProto
 from torch import Tensor
 
 from quantizer.config.wording import counted
@@ -84,7 +80,8 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
     """Return whether each input channel of a convolution makes one output channel."""
     groups = int(node.attrs.get("groups", 1))
     outputs, inputs_of_group = graph.weight(node).shape[:2]
-    return outputs == groups > 1 and inputs_of_group == 1
+    has_groups = outputs == groups > 1
+    return has_groups and inputs_of_group == 1
 
 
 def largest_pair_sum(codes: Tensor) -> int:
@@ -135,7 +132,9 @@ def _shifted(tensor: QuantizedTensor, offset: int, *, signed: bool) -> Quantized
     """Return the same values with codes of 8 bits that are higher by `offset`."""
     assert tensor.codes is not None
     dtype = torch.int8 if signed else torch.uint8
-    codes = (tensor.codes.to(torch.int32) + offset).to(dtype)
+    wide = tensor.codes.to(torch.int32)
+    codes = (wide + offset).to(dtype)
+    zero_point = tensor.zero_point + offset
     spec = replace(
         tensor.spec,
         bit_width=8,
@@ -143,44 +142,4 @@ def _shifted(tensor: QuantizedTensor, offset: int, *, signed: bool) -> Quantized
         signed=signed,
         symmetric=tensor.spec.symmetric and offset == 0,
     )
-    return replace(tensor, spec=spec, codes=codes, zero_point=tensor.zero_point + offset)
-
-
-def with_int8_weights(model: ModelProto) -> bytes | None:
-    """Return a model with int8 instead of uint8 weights, which computes the same.
-
-    Returns None if it has none, if something else reads them, or if this processor does not
-    multiply int8 weights right.
-    """
-    if not torch.cpu._is_vnni_supported():
-        return None
-    changed = ModelProto()
-    changed.CopyFrom(model)
-    tensors = {tensor.name: tensor for tensor in changed.graph.initializer}
-    unsigned: set[str] = set()
-    of_others: set[str] = set()
-    for node in changed.graph.node:
-        if not _dequantizes_uint8(node, tensors):
-            of_others.update(node.input)
-            continue
-        codes_name, _, zero_point_name = node.input
-        unsigned.add(codes_name)
-        unsigned.add(zero_point_name)
-    if not unsigned or unsigned & of_others:
-        return None
-    for name in unsigned:
-        tensor = tensors[name]
-        codes = onnx.numpy_helper.to_array(tensor)
-        # The highest bit changes: 128 becomes 0.
-        flipped = codes ^ np.uint8(_SIGN_OFFSET)
-        signed = flipped.view(np.int8)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(signed, name))
-    return bytes(changed.SerializeToString())
-
-
-def _dequantizes_uint8(node: NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
-    """Return whether a node dequantizes a constant of uint8."""
-    if node.op_type != "DequantizeLinear":
-        return False
-    codes = tensors.get(node.input[0])
-    return codes is not None and codes.data_type == TensorProto.UINT8
+    return replace(tensor, spec=spec, codes=codes, zero_point=zero_point)

@@ -22,7 +22,7 @@ from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, to_float32
-from quantizer.export.onnx.int8_weights import with_int8_weights
+from quantizer.export.onnx.int8_model import with_int8_weights
 from quantizer.export.onnx.kernels import kernels, products_between_codes
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.speed import measured_speed
