@@ -113,6 +113,7 @@ class RunOptions(Options):
     "pt2_activations",
     "executorch_batch",
     "litert_io",
+    "encodings_version",
     "onnx_profile",
     "onnx_weights",
     "input_names",

@@ -143,10 +143,10 @@ def choices_for(name: str, choices: Mapping[str, str]) -> dict[str, str]:
     """
     values = dict(choices)
     for option, value in DESTINATIONS[name].choices.items():
-        given = values.get(option, CHOICES[option].default)
-        if given not in (value, CHOICES[option].default):
+        chosen = values.get(option, CHOICES[option].default)
+        if chosen not in (value, CHOICES[option].default):
             raise UsageError(
-                f"--to {name} writes --{option} {value}, and --{option} {given} is given",
+                f"--to {name} writes --{option} {value}, and --{option} {chosen} is given",
                 help=f"leave out --{option}, or give --to {DESTINATIONS[name].target}",
             )
         values[option] = value
