@@ -183,6 +183,7 @@ class Graph:
         rebuild: makes the model's own output type from the plain structure.
         output_names: of the output's leaves, in order.
         constants: the paths of tensors that only the code of the model holds.
+        code: a digest of the code and the config that were traced; empty if not known.
     """
 
     model: str
@@ -201,6 +202,7 @@ class Graph:
     )
     output_names: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    code: str = ""
 
     def __repr__(self) -> str:
         return f"Graph({len(self.nodes)} nodes of {self.model})"

@@ -40,6 +40,7 @@ from quantizer.results.folder import RESOLVED_CONFIG_FILE, OpenedResults, QuantI
 from quantizer.results.graph_file import read_graph
 from quantizer.results.reused_graph import reused_graph
 from quantizer.results.same_calibration import check_model
+from quantizer.results.unchanged_code import code_digest
 from quantizer.sources.batches import Batch
 from quantizer.sources.first_batch import try_first_batch
 from quantizer.sources.models import materialize_lazy_layers
@@ -162,7 +163,7 @@ def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> 
         )
     if compared:
         compare_with_model(module, graph, batch)
-    return graph
+    return graph.replaced(code=code_digest(module))
 
 
 def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:

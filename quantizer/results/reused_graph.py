@@ -3,7 +3,6 @@ still computes the same.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ from quantizer.graph.program_nodes import STUB_OPERATORS
 from quantizer.graph.stored import StoredGraph, short_class, with_output
 from quantizer.graph.targets import call as call_operator
 from quantizer.graph.targets import resolve_target
+from quantizer.results.small_calls import Call, DifferentError, SmallCalls, check_kind
+from quantizer.results.unchanged_code import bind_unchanged
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import preserve_module_state
@@ -35,16 +36,6 @@ same numbers, perhaps in another order.
 _SAMPLES = 2
 """The number of samples that module and graph are compared on, if the batch size is not fixed.
 """
-_SHORTER = 8
-"""Sequences of another length than the batch are so many times shorter."""
-
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class DifferentError(Exception):
-    """The graph cannot be reused: the module does not compute the same, or an operator does not
-    give the dtype or the shape that the graph says.
-    """
 
 
 def reused_graph(
@@ -60,14 +51,17 @@ def reused_graph(
     module and the graph give the same outputs. Every node gives a tensor of the dtype and shape
     in the graph. Its sizes follow the batch size and the input lengths where the graph says so.
 
-    A model whose weights stay in files is always traced: running it takes longer.
+    A model whose weights stay in files does not run. Its code and its config must be those that
+    were traced.
     """
     graph = stored.bound(module, constants)
-    if graph is None or graph.is_deferred:
+    if graph is None:
         return None
     with torch.no_grad(), preserve_module_state(module):
         try:
             graph = _with_classes(graph, module)
+            if graph.is_deferred:
+                return bind_unchanged(graph, module, batch)
             return _verify_graph(graph, module, batch)
         except KeyboardInterrupt:
             raise
@@ -104,7 +98,7 @@ def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
     Raises:
         DifferentError: they do not.
     """
-    calls = _SmallCalls(graph, batch)
+    calls = SmallCalls(graph, batch)
     samples = _SAMPLES
     if graph.lengths:
         # Several samples are compared at another length, which costs less
@@ -126,7 +120,7 @@ def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
 def _alike(
     graph: Graph,
     module: nn.Module,
-    calls: "_SmallCalls",
+    calls: "SmallCalls",
     samples: int,
     *,
     at_other_lengths: bool = False,
@@ -171,7 +165,7 @@ class _Run:
         DifferentError: a node gives another dtype or shape than the graph says.
     """
 
-    def __init__(self, graph: Graph, call: _Call) -> None:
+    def __init__(self, graph: Graph, call: Call) -> None:
         self._graph = graph
         self._values: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -207,7 +201,7 @@ class _Run:
             self._values[node.name] = self._value(node)
         value = self._values[node.name]
         if isinstance(value, Tensor):
-            _check_kind(node, value)
+            check_kind(node, value)
             self.shapes[node.name] = tuple(value.shape)
             return
         if node.shape is not None:
@@ -279,23 +273,6 @@ def _takes_list_of_parameters(target: str) -> bool:
     return any(argument.name == "params" for argument in schema.arguments)
 
 
-def _check_kind(node: Node, value: Tensor) -> None:
-    """Check that a tensor has the dtype and the fixed sizes of a node.
-
-    Raises:
-        DifferentError: it does not.
-    """
-    shape = node.shape
-    if shape is None or node.dtype != value.dtype:
-        raise DifferentError(f"{node.name} gives another kind of tensor")
-    if len(shape) != value.dim():
-        raise DifferentError(f"{node.name} gives another shape")
-    for axis, size in enumerate(shape):
-        is_open = size is None or axis in node.open_axes
-        if not is_open and size != value.shape[axis]:
-            raise DifferentError(f"{node.name} gives another shape")
-
-
 def _are_nearly_equal(one: Any, other: Any) -> bool:
     """Return whether two outputs are equal, or differ only as if numbers were added in another
     order.
@@ -323,83 +300,3 @@ def _without_fast_paths() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
-
-
-class _SmallCalls:
-    """Makes arguments of a call from a batch, with other batch sizes and lengths. The tensors
-    are copies, as the module may change them in place.
-
-    Attributes:
-        are_open: whether the batch size is not fixed.
-
-    Raises:
-        DifferentError: the batch has other arguments than the graph.
-    """
-
-    def __init__(self, graph: Graph, batch: Batch) -> None:
-        call = (batch.args, dict(batch.kwargs))
-        located, self._structure = pytree.tree_flatten_with_path(call)
-        paths: list[tuple[Any, ...]] = []
-        self._leaves: list[Any] = []
-        for path, leaf in located:
-            paths.append(tuple(map(_path_key, path)))
-            self._leaves.append(leaf)
-        if tuple(paths) != graph.input_paths:
-            raise DifferentError("the call has other arguments")
-        self._lengths = graph.lengths
-        self._open: set[int] = set()
-        inputs = [node for node in graph.nodes if node.op == "input"]
-        for index, node in enumerate(inputs):
-            if node.shape and node.shape[0] is None:
-                self._open.add(index)
-        self.are_open = bool(self._open)
-
-    def of(self, samples: int, *, at_other_lengths: bool = False) -> _Call:
-        """Return a call of so many samples, with the lengths of the batch or with others."""
-        leaves = self._sized(samples)
-        if at_other_lengths:
-            for length in self._lengths:
-                for index, axis in length.axes:
-                    leaves[index] = _of_other_length(leaves[index], axis, length.least)
-        call: _Call = pytree.tree_unflatten(leaves, self._structure)
-        return call
-
-    def _sized(self, samples: int) -> list[Any]:
-        """Return copies of the arguments, with this number of samples where the batch size is
-        not fixed.
-        """
-        leaves = list(self._leaves)
-        for index, leaf in enumerate(leaves):
-            if index in self._open:
-                leaves[index] = _of_samples(leaf, samples)
-            elif isinstance(leaf, Tensor):
-                leaves[index] = leaf.clone()
-        return leaves
-
-
-def _of_samples(tensor: Tensor, samples: int) -> Tensor:
-    """Return a copy of the first samples. If there are fewer, they are repeated."""
-    copies = math.ceil(samples / len(tensor))
-    repeated = torch.cat([tensor[:samples]] * copies)
-    return repeated[:samples].clone()
-
-
-def _path_key(entry: Any) -> Any:
-    """Return the index, key or name in an entry of a pytree path, as `Graph.input_paths` has
-    it.
-    """
-    for attribute in ("idx", "key", "name"):
-        key = getattr(entry, attribute, None)
-        if key is not None:
-            return key
-    return None
-
-
-def _of_other_length(tensor: Tensor, axis: int, least: int) -> Tensor:
-    """Return the tensor much shorter, or longer by one where it is as short as it can be."""
-    size = tensor.shape[axis]
-    if size > least:
-        shorter = tensor.narrow(axis, 0, max(least, size // _SHORTER))
-        return shorter.clone()
-    last = tensor.narrow(axis, size - 1, 1)
-    return torch.cat([tensor, last], axis)

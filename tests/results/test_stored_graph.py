@@ -5,6 +5,7 @@ another than the graph says, and gets the same either way.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.llamas import llama, tokens
+from support.llamas import saved as saved_llama
 from support.toys import TOYS, built
 from torch import Tensor, nn
 
@@ -23,6 +26,7 @@ from quantizer.graph.stored import graph_from_json, graph_to_json
 from quantizer.graph.trace import trace
 from quantizer.results.reused_graph import reused_graph
 from quantizer.sources.batches import Batch
+from quantizer.sources.hugging_face import load_hugging_face
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))]
 
@@ -206,3 +210,56 @@ def test_outputs_and_arguments_are_those_of_the_model(tmp_path: Path) -> None:
     assert again.output == graph.output
     assert again.output_names == ("sum", "difference")
     assert reused(graph, module, batch["x"], batch["y"]) is None
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder and, beside it, a calibration of its model."""
+    folder = saved_llama(tmp_path_factory.mktemp("folder") / "llama", llama())
+    module = load_hugging_face(folder)
+    quantizer.calibrate(module, None, tokens()).save(folder.parent / "results")
+    return folder
+
+
+@pytest.mark.usefixtures("llama_folder", "no_trace")
+def test_a_hugging_face_folder_is_tested_without_a_trace(llama_folder: Path) -> None:
+    results = llama_folder.parent / "results"
+    longer = [{"input_ids": torch.arange(30).reshape(3, 10)}]
+    for data in (tokens(), longer):
+        module = load_hugging_face(llama_folder)
+        result = quantizer.load(results, module, data)
+        assert result.test(data).metrics["sqnr_db"] > 10
+        output = result.network(**data[0])
+        assert type(output) is type(module(**data[0]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 1e-5},
+        {"rope_parameters": {"rope_theta": 10.0, "rope_type": "default"}},
+        {"hidden_act": "gelu"},
+    ],
+)
+def test_a_hugging_face_folder_with_another_config_is_traced(
+    change: dict[str, Any], llama_folder: Path, tmp_path: Path, no_trace: None
+) -> None:
+    shutil.copytree(llama_folder, tmp_path / "llama")
+    file = tmp_path / "llama" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    module = load_hugging_face(tmp_path / "llama")
+    with pytest.raises(ModelError, match="was traced"):
+        quantizer.load(llama_folder.parent / "results", module, tokens())
+
+
+def test_another_call_of_a_hugging_face_folder_is_traced(
+    llama_folder: Path, no_trace: None
+) -> None:
+    ids = tokens()[0]["input_ids"]
+    module = load_hugging_face(llama_folder)
+    for call in (
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        {"input_ids": ids.int()},
+    ):
+        with pytest.raises(ModelError, match="was traced"):
+            quantizer.load(llama_folder.parent / "results", module, [call])
