@@ -25,6 +25,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import energy
 from quantizer.sources.batches import Batch, prefix_batch_errors
+from quantizer.storage.deferred_tensor import loaded
 
 PROJECTIONS = 8
 """Of each batch. With four batches, a noise is found to a quarter of itself, 1 dB."""
@@ -91,24 +92,25 @@ def _adding_products(
 ) -> Iterator[None]:
     """Make backward passes add the products of gradients with what rounding changes to
     `products`, for a while.
+
+    Weights in files are in memory meanwhile, as a backward pass needs all of them.
     """
-    parameters: list[nn.Parameter] = []
-    hooks = []
+    before: dict[str, nn.Parameter] = {}
     try:
         for row, candidate in zip(products, candidates, strict=True):
             by_width = [weight_quantizers(network, candidate, width) for width in widths]
             for name in candidate.layers:
-                parameter = network.layers[name].get_parameter("weight")
-                parameter.requires_grad_()
+                layer = network.layers[name]
+                before[name] = layer.get_parameter("weight")
+                values = loaded(before[name].detach())
+                parameter = nn.Parameter(values)
                 add = _adding(row, [quantizers[name] for quantizers in by_width])
-                hooks.append(parameter.register_post_accumulate_grad_hook(add))  # type: ignore[no-untyped-call]
-                parameters.append(parameter)
+                parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+                layer.register_parameter("weight", parameter)
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter in parameters:
-            parameter.requires_grad_(False)
+        for name, parameter in before.items():
+            network.layers[name].register_parameter("weight", parameter)
 
 
 def _adding(row: Tensor, quantizers: Sequence[TensorQuantizer]) -> Callable[[Tensor], None]:

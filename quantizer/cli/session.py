@@ -30,7 +30,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import move_module
+from quantizer.graph.parameters import move_module, with_views
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
@@ -261,7 +261,7 @@ def trace_model(
     with process_memory.importing("torch._dynamo"), timed("tracing the model"):
         graph = trace_module(loaded.module, first, compared=compared)
     _logger.debug("%s has %s", graph.model, counted(len(graph.nodes), "layer"))
-    return graph
+    return with_views(graph)
 
 
 def recall_graph(
@@ -271,7 +271,7 @@ def recall_graph(
     stored one.
     """
     first = batches.first().to(device_of(options))
-    return reuse_or_trace(loaded.module, first, info)
+    return with_views(reuse_or_trace(loaded.module, first, info))
 
 
 def resolved_plan(

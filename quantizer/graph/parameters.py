@@ -7,9 +7,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.graph.ir import Graph
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor
 
 Module = TypeVar("Module", bound=nn.Module)
+
+MOST_BYTES_IN_MEMORY = 1 << 27
+"""What is computed from a model's matrices stays in memory if they have no more bytes."""
+LEAST_BYTES_OF_VIEW = 1 << 16
+"""The bytes from which a matrix counts as large."""
 
 
 def replace_parameters(
@@ -89,3 +95,39 @@ def without_values(module: nn.Module) -> Iterator[Mapping[str, DeferredTensor]]:
         yield deferred
     finally:
         replace_parameters(module, deferred)
+
+
+def with_views(graph: Graph) -> Graph:
+    """Return a graph whose matrices are deferred if they have more than `MOST_BYTES_IN_MEMORY`
+    together. Otherwise return the graph as it is.
+
+    Loading such a tensor returns the tensor of the model itself. So a large model is in memory
+    once, and the rest is as for a model whose weights are in files: rounded weights and codes
+    are moved to disk, and a weight is decoded when its layer computes with it.
+    """
+    tensors = dict(graph.tensors)
+    total = 0
+    for path, tensor in graph.tensors.items():
+        if _is_large_matrix(tensor):
+            tensors[path] = _view(tensor)
+            total += tensor.nbytes
+    if total <= MOST_BYTES_IN_MEMORY:
+        return graph
+    return graph.replaced(tensors=tensors)
+
+
+def _is_large_matrix(tensor: Tensor) -> bool:
+    """Return whether a tensor is a matrix of floats on the CPU that is worth a view."""
+    if tensor.dim() != 2 or not tensor.is_floating_point():
+        return False
+    return tensor.device == CPU and tensor.nbytes >= LEAST_BYTES_OF_VIEW
+
+
+def _view(tensor: Tensor) -> DeferredTensor:
+    """Return a deferred tensor that loads as this one."""
+    return DeferredTensor(
+        tensor.shape,
+        tensor.dtype,
+        lambda: tensor,
+        stride=tensor.stride(),
+    )

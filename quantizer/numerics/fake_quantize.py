@@ -15,6 +15,7 @@ from quantizer.numerics.blocks import Kernel, along_axis, fill, scratch, workspa
 from quantizer.numerics.formats import cast_round_trip_, format_named
 from quantizer.numerics.registry import lookup
 from quantizer.numerics.rounding import ROUND_MODES
+from quantizer.storage.deferred_tensor import DeferredTensor
 
 
 def fake_quantize(
@@ -111,6 +112,9 @@ def _in_blocks(
     inplace: bool,
 ) -> Tensor:
     """Return the values of `x` after a kernel, computed in `least` or a wider dtype."""
+    if isinstance(x, DeferredTensor):
+        # Otherwise `work` may be the loaded tensor, which others keep, and pass for a copy
+        x = x.load()
     work = workspace(x, least)
     out = torch.empty_like(work) if work is x and not inplace else work
     fill(out, work, kernel, scale=scale, zero_point=zero_point, ch_axis=ch_axis)

@@ -5,6 +5,7 @@ are read from a file or computed from other tensors, such as codes.
 from __future__ import annotations
 
 import ctypes
+import os
 import tempfile
 import threading
 import weakref
@@ -303,8 +304,12 @@ class Spool:
     """Moves tensors from memory into temporary files."""
 
     def __init__(self) -> None:
-        self._file = _SpoolFile()
+        self.begin_file()
         self._bytes_since_trim = 0
+
+    def begin_file(self) -> None:
+        """Write the next tensors to another file."""
+        self._file = _SpoolFile()
 
     def put(self, tensor: Tensor) -> DeferredTensor:
         """Write a tensor, and return a deferred one with the same values and stride.
@@ -313,7 +318,7 @@ class Spool:
             DataError: the disk has no room for it.
         """
         if self._file.end > _MAX_FILE_BYTES:
-            self._file = _SpoolFile()
+            self.begin_file()
         # Kernels add up values in the order of the strides. To get the same sums later, the
         # tensor is written in the order of its memory, and permuted back after reading.
         stride = torch.empty_like(tensor, device="meta").stride()
@@ -385,6 +390,9 @@ def read_tensor(file: int, start: int, shape: Sequence[int], dtype: torch.dtype)
 
 
 _spool = Spool()
+if hasattr(os, "register_at_fork"):
+    # A forked process would write over the tensors of its parent
+    os.register_at_fork(after_in_child=_spool.begin_file)
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -257,3 +257,21 @@ def test_the_peak_is_in_bytes_where_the_system_has_no_files_of_processes(
     assert process_memory.peak_bytes() == pytest.approx(kilobytes * 1024, rel=0.1)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert process_memory.peak_bytes() == pytest.approx(kilobytes, rel=0.1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_after_a_fork_do_not_write_over_tensors_of_each_other() -> None:
+    source = DeferredTensor((1,), torch.float32, lambda: torch.ones(1))
+    deferred_like(source, torch.zeros(8))
+    received, sent = os.pipe()
+    child = os.fork()
+    if child == 0:
+        stored = deferred_like(source, torch.full((8,), 2.0))
+        # Wait until the parent has written its tensor
+        os.read(received, 1)
+        is_whole = loaded(stored).tolist() == [2.0] * 8
+        os._exit(0 if is_whole else 1)
+    deferred_like(source, torch.full((8,), 3.0))
+    os.write(sent, b"!")
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
