@@ -20,7 +20,7 @@ from quantizer.api.calibrate import (
     trace_compared,
 )
 from quantizer.api.config import AnyConfig, path_of
-from quantizer.api.result import Comparison, Result
+from quantizer.api.result import Comparison, Result, result_of_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
@@ -153,8 +153,9 @@ def quantize(
         config = run_config(place, made_for, new_text, overwrite=overwrite)
     result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(place, overwrite=overwrite)
-    comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     path = _new_path(place, result, target)
+    result = result_of_file(result, target, path, evaluation_data, choices)
+    comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     verification = result.export(target, path, evaluation_data, **choices)
     tested = comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]

@@ -116,6 +116,7 @@ class RunOptions(Options):
     "encodings_version",
     "onnx_profile",
     "onnx_weights",
+    "deploy_file",
     "input_names",
     "output_names",
     "gguf_template",

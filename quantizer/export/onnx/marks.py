@@ -33,6 +33,7 @@ class Lowering:
         biases: of the layers that add theirs to sums of integers.
         float_layers: those whose biases do not fit sums of integers.
         conventions: those of the profile.
+        left_out: quantizations of activations that stay in float, although they are marked.
     """
 
     network: Network
@@ -41,11 +42,16 @@ class Lowering:
     biases: Mapping[str, SumBias]
     float_layers: Collection[str]
     conventions: Conventions = EXACT
+    left_out: Collection[Key] = ()
 
     @cached_property
     def specs(self) -> dict[Key, QuantizationSpec]:
-        """Return the specs of all quantizations."""
-        return {key: tensor.spec for key, tensor in self.quantizations}
+        """Return the specs of all quantizations that are not left out."""
+        specs: dict[Key, QuantizationSpec] = {}
+        for key, tensor in self.quantizations:
+            if key not in self.left_out:
+                specs[key] = tensor.spec
+        return specs
 
     def marked(self, mark: ir.Node) -> tuple[Key, QuantizedTensor]:
         """Return the quantization that a mark stands for."""
