@@ -20,7 +20,7 @@ from quantizer.api.calibrate import (
     trace_compared,
 )
 from quantizer.api.config import AnyConfig, path_of
-from quantizer.api.result import Comparison, Result, result_of_file
+from quantizer.api.result import Comparison, Result, result_for_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
@@ -154,9 +154,11 @@ def quantize(
     result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(place, overwrite=overwrite)
     path = _new_path(place, result, target)
-    result = result_of_file(result, target, path, evaluation_data, choices)
-    comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
-    verification = result.export(target, path, evaluation_data, **choices)
+    written = result_for_file(
+        result, evaluation_data, target=target, file=path, choices=choices
+    )
+    comparison = written.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
+    verification = written.export(target, path, evaluation_data, **choices)
     tested = comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = destination.improvement(has_data=has_data)

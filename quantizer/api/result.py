@@ -24,13 +24,13 @@ from quantizer.evaluation.scores import DROP, RATIO, Scores, score
 from quantizer.export import (
     EXPORTERS,
     checked_target,
-    chosen_layers,
     export,
     require_expressible,
     require_extras,
 )
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices, chooses_layers
+from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.graph.module_names import path_names
@@ -368,14 +368,8 @@ class Result:
             calibrated.solution.specs,
             calibrated.settings.onnx_opset_version,
         )
-        result = result_of_file(self, target, file, data, choices)
-        return result._export(target, file, data, choices)
-
-    def _export(
-        self, target: str, file: Path, data: Any, choices: Mapping[str, str]
-    ) -> Verification:
-        """Write and verify a file, and leave in float what was chosen for it."""
-        calibrated = self._calibrated
+        result = result_for_file(self, data, target=target, file=file, choices=choices)
+        calibrated = result._calibrated
         batches = self._batches_of(data)
         scores = score(calibrated, self._model, batches, self._events, explained=True)
         deployment = Deployment.of(
@@ -386,7 +380,7 @@ class Result:
             choices=choices,
             metrics=scores.metrics,
             warnings=scores.lost,
-            layer_choice=self._layer_choice,
+            layer_choice=result._layer_choice,
         )
         return export(target, deployment, file, self._events, total=batches.total)
 
@@ -409,37 +403,41 @@ class Result:
         return element("p", self._title()) + self.plan._repr_html_()
 
 
-def result_of_file(
-    result: Result, target: str, file: Path, data: Any, choices: Mapping[str, str]
+def result_for_file(
+    result: Result,
+    data: Any,
+    *,
+    target: str,
+    file: Path,
+    choices: Mapping[str, str],
 ) -> Result:
     """Return the result that a file will hold: the same, or with some layers in float.
 
     Args:
         result: of calibration.
+        data: as in `Result.export`.
         target: of the file.
         file: its path.
-        data: as in `Result.export`.
         choices: values of the target's options, by name.
     """
     if result._layer_choice is not None or not chooses_layers(choices):
         return result
-    deployment = Deployment.of(
+    choice = chosen_layers(
         result._calibrated,
         result._model,
         result._batches_of(data),
-        {},
+        targets=[target],
         choices=choices,
-        metrics={},
+        folder=file.parent,
     )
-    layer_choice = chosen_layers([target], deployment, file.parent)
-    assert layer_choice is not None
+    assert choice is not None
     return Result(
         result._model,
-        result._calibrated.with_solution(layer_choice.solution),
+        result._calibrated.with_solution(choice.solution),
         result.plan.plan,
         result._batches,
         events=result._events,
-        layer_choice=layer_choice,
+        layer_choice=choice,
     )
 
 

@@ -37,8 +37,9 @@ from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.exact import require_wide
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
-from quantizer.export import FOLDER, as_run, chosen_layers
+from quantizer.export import FOLDER, as_run
 from quantizer.export.choices import chooses_layers
+from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.graph.ir import Graph
@@ -174,22 +175,18 @@ class _TestRun:
             UsageError: several processes would choose, or the machine is too busy to measure.
         """
         options = self.options
-        if not chooses_layers(options.target_choices):
-            return None
-        if not self.ranks.is_alone:
+        if chooses_layers(options.target_choices) and not self.ranks.is_alone:
             raise UsageError(
                 "--onnx_profile tuned works in one process", help="run it without torchrun"
             )
-        deployment = Deployment.of(
+        return chosen_layers(
             calibrated,
             self.loaded.module,
             self.batches,
-            {},
+            targets=options.deploy,
             choices=options.target_choices,
-            metrics={},
+            folder=(self.place or Path(options.output_dir)) / FOLDER,
         )
-        folder = (self.place or Path(options.output_dir)) / FOLDER
-        return chosen_layers(options.deploy, deployment, folder)
 
     def _with_late_figures(self, outcome: Outcome) -> Outcome:
         """Add the written files and the gates about `--exact` and `--deploy` to the report."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
-    from quantizer.export.layer_choice import LayerChoice
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Key, Plan
 
@@ -124,34 +123,6 @@ def refuse(words: str, refusals: Iterable[Refusal]) -> None:
         texts.append(first_names(names) + separator + why)
     if texts:
         raise UsageError(f"{words}: {'; '.join(texts)}", help="; ".join(helps))
-
-
-def chosen_layers(
-    targets: Iterable[str],
-    deployment: Deployment,
-    folder: Path,
-) -> LayerChoice | None:
-    """Return which layers stay in float because integers are slower there.
-
-    Args:
-        targets: those that are written. Only one that is written alone chooses.
-        deployment: the calibrated network with all its quantizations. Its figures are not read.
-        folder: of the files.
-
-    Returns:
-        None if no target chooses.
-
-    Raises:
-        ResultError: a deploy.json does not fit the network.
-        UsageError: the machine is too busy to measure.
-    """
-    for target in targets:
-        exporter = exporter_of(target, deployment.choices)
-        path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
-        choice = exporter.layer_choice(deployment, path)
-        if choice is not None:
-            return choice
-    return None
 
 
 def as_run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from onnx import ModelProto, NodeProto
 
@@ -51,90 +50,119 @@ class BlockMap:
         names: of all blocks, in order.
     """
 
-    def __init__(self, model: ModelProto) -> None:
+    def __init__(
+        self,
+        model: ModelProto,
+    ) -> None:
         self.nodes = list(model.graph.node)
         self.names = [START]
         self._places = {START: 0}
-        self._of_node: dict[str, str] = {}
-        self._of_value: dict[str, str] = {}
+        self._block_of_node: dict[str, str] = {}
+        self._block_of_value: dict[str, str] = {}
         for value in model.graph.input:
-            self._of_value[value.name] = START
+            self._block_of_value[value.name] = START
         for node in self.nodes:
-            block = self._following(node)
-            if node.op_type in _PRODUCTS and block is not None:
+            block = self._block_before(node)
+            if block is None:
+                continue
+            if node.op_type in _PRODUCTS:
                 block = _ROW_CODES.sub("", node.name)
                 self._places.setdefault(block, len(self.names))
                 self.names.append(block)
-            if block is not None:
-                self._put(node, block)
-        for node in reversed(self.nodes):
-            if node.name not in self._of_node:
-                blocks = [self._of_node[reader.name] for reader in self._readers_of(node)]
-                self._put(node, blocks[0] if blocks else START)
-
-    def _following(self, node: NodeProto) -> str | None:
-        """Return the last block that a node reads from; None if it reads constants alone."""
-        last: int | None = None
-        for name in node.input:
-            if name in self._of_value:
-                place = self._places[self._of_value[name]]
-                last = place if last is None else max(last, place)
-        return None if last is None else self.names[last]
-
-    def _put(self, node: NodeProto, block: str) -> None:
-        self._of_node[node.name] = block
-        for name in node.output:
-            self._of_value[name] = block
-
-    @cached_property
-    def _readers(self) -> dict[str, list[NodeProto]]:
-        readers: dict[str, list[NodeProto]] = {}
+            self._put(node, block)
+        self._readers: dict[str, list[NodeProto]] = {}
         for node in self.nodes:
             for name in node.input:
-                readers.setdefault(name, []).append(node)
-        return readers
+                self._readers.setdefault(name, []).append(node)
+        for node in reversed(self.nodes):
+            if node.name in self._block_of_node:
+                continue
+            block = START
+            for reader in self._readers_of(node):
+                block = self._block_of_node[reader.name]
+            self._put(node, block)
 
-    def _readers_of(self, node: NodeProto) -> list[NodeProto]:
+    def _block_before(
+        self,
+        node: NodeProto,
+    ) -> str | None:
+        """Return the last block that a node reads from; None if it reads constants alone."""
+        last = -1
+        for name in node.input:
+            block = self._block_of_value.get(name)
+            if block is not None:
+                last = max(last, self._places[block])
+        if last < 0:
+            return None
+        return self.names[last]
+
+    def _put(
+        self,
+        node: NodeProto,
+        block: str,
+    ) -> None:
+        self._block_of_node[node.name] = block
+        for name in node.output:
+            self._block_of_value[name] = block
+
+    def _readers_of(
+        self,
+        node: NodeProto,
+    ) -> list[NodeProto]:
         readers: list[NodeProto] = []
         for name in node.output:
             readers += self._readers.get(name, [])
         return readers
 
-    def points(self, keys: Iterable[Key]) -> list[Point]:
+    def points(
+        self,
+        keys: Iterable[Key],
+    ) -> list[Point]:
         """Return the places where activations are quantized."""
-        nodes_by_key: dict[Key, list[NodeProto]] = {key: [] for key in keys}
+        nodes_by_key: dict[Key, list[NodeProto]] = {}
+        for key in keys:
+            nodes_by_key[key] = []
         for node in self.nodes:
-            key = key_of_node(node.name)
-            if key in nodes_by_key:
-                nodes_by_key[key].append(node)
+            key_or_none = key_of_node(node.name)
+            if key_or_none in nodes_by_key:
+                nodes_by_key[key_or_none].append(node)
         points: list[Point] = []
         for key, nodes in nodes_by_key.items():
-            if nodes:
-                names = frozenset(node.name for node in nodes)
-                block = self._of_node[nodes[0].name]
-                points.append(Point(key, names, block, self._final_readers(nodes)))
+            if not nodes:
+                continue
+            names = frozenset(node.name for node in nodes)
+            block = self._block_of_node[nodes[0].name]
+            readers = self._final_readers(nodes)
+            points.append(Point(key, names, block, readers))
         return points
 
-    def _final_readers(self, nodes: list[NodeProto]) -> tuple[str, ...]:
+    def _final_readers(
+        self,
+        nodes: Iterable[NodeProto],
+    ) -> tuple[str, ...]:
         """Return the nodes that read values of nodes, past those that only move them."""
-        readers: list[str] = []
+        readers: dict[str, None] = {}
         waiting = list(nodes)
-        visited: set[str] = set()
         while waiting:
-            for reader in self._readers_of(waiting.pop()):
-                if reader.name in visited:
-                    continue
-                visited.add(reader.name)
-                readers.append(reader.name)
-                if reader.op_type in _PASSING:
+            node = waiting.pop()
+            for reader in self._readers_of(node):
+                is_new = reader.name not in readers
+                readers[reader.name] = None
+                if is_new and reader.op_type in _PASSING:
                     waiting.append(reader)
         return tuple(readers)
 
-    def block_of_node(self, name: str) -> str:
+    def block_of_node(
+        self,
+        name: str,
+    ) -> str:
         """Return the block of a node of the file."""
-        return self._of_node[name]
+        return self._block_of_node[name]
 
-    def blocks_of(self, profile: Profile) -> dict[str, str]:
+    def blocks_of(
+        self,
+        profile: Profile,
+    ) -> dict[str, str]:
         """Return the block of each node of the optimized graph.
 
         It keeps the name of a node, or the name of a value. What the optimizer added belongs to
@@ -142,34 +170,38 @@ class BlockMap:
         """
         nodes = list(profile.optimized.graph.node)
         blocks: dict[str, str] = {}
-        block_of_value = dict(self._of_value)
+        block_of_value = dict(self._block_of_value)
         for node in nodes:
-            block = self._kept(node)
+            block = self._kept_block(node)
             if block is None and node.op_type not in _BEFORE_READERS:
                 for name in node.input:
                     block = block_of_value.get(name, block)
-            if block is not None:
-                blocks[node.name] = block
-                for name in node.output:
-                    block_of_value.setdefault(name, block)
+            if block is None:
+                continue
+            blocks[node.name] = block
+            for name in node.output:
+                block_of_value.setdefault(name, block)
         block_of_reader: dict[str, str] = {}
         for node in reversed(nodes):
             if node.name not in blocks:
-                blocks[node.name] = block_of_reader.get(node.output[0], START)
+                output = node.output[0]
+                blocks[node.name] = block_of_reader.get(output, START)
             for name in node.input:
                 block_of_reader[name] = blocks[node.name]
         return blocks
 
-    def _kept(self, node: NodeProto) -> str | None:
+    def _kept_block(
+        self,
+        node: NodeProto,
+    ) -> str | None:
         """Return the block of a node whose name, or that of its value, is known."""
         name = own_name(node.name)
-        names = (name, _ROW_CODES.sub("", name))
-        for candidate in names:
-            if candidate in self._of_node:
-                return self._of_node[candidate]
+        if name in self._block_of_node:
+            return self._block_of_node[name]
+        # A kernel of several operators has the name of the last value
         for value in (name, *node.output):
-            if value in self._of_value:
-                return self._of_value[value]
+            if value in self._block_of_value:
+                return self._block_of_value[value]
         return None
 
 
@@ -184,13 +216,16 @@ def own_name(name: str) -> str:
 
 def key_of_node(name: str) -> Key | None:
     """Return the activation that a node quantizes; its name is `<layer>.<role>.<n>.<type>`."""
-    stem = name.rpartition(".")[0].rpartition(".")[0]
-    layer, _, role = stem.rpartition(".")
-    return (layer, role) if layer else None
+    parts = name.rsplit(".", 3)
+    if len(parts) < 4:
+        return None
+    return parts[0], parts[1]
 
 
 def seconds_by_block(
-    profile: Profile, blocks: Mapping[str, str], left_out: Iterable[Kernel] = ()
+    profile: Profile,
+    blocks: Mapping[str, str],
+    left_out: Iterable[Kernel] = (),
 ) -> dict[str, float]:
     """Return the time of each block, without some kernels."""
     skipped = {kernel.name for kernel in left_out}

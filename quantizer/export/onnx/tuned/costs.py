@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from quantizer.export.onnx.tuned.blocks import (
     BlockMap,
     Point,
-    key_of_node,
     own_name,
     seconds_by_block,
 )
@@ -144,7 +143,7 @@ def measured_costs(
     borders: dict[Key, list[BorderCost]] = {point.key: [] for point in points}
     for pair in pairs:
         share = 1 / len(pairs) / max(pair.bare.seconds, 1e-9)
-        at_borders = _quantizing(pair.quantized)
+        at_borders = _quantizing(pair.quantized, points)
         blocks = quantized.blocks_of(pair.quantized)
         for block, seconds in seconds_by_block(pair.quantized, blocks, at_borders).items():
             integers[block] += share * seconds
@@ -153,7 +152,7 @@ def measured_costs(
             floats[block] += share * seconds
         rates = _Rates.of(pair)
         for point in points:
-            border = _border(point, quantized, pair, rates, share)
+            border = _border(point, quantized, pair, rates=rates, share=share)
             borders[point.key].append(border)
     costs = {name: BlockCost(integers[name], floats[name]) for name in names}
     return Costs(costs, tuple(_summed(parts) for parts in borders.values()))
@@ -175,12 +174,17 @@ def block_milliseconds(
     return times
 
 
-def _quantizing(profile: Profile) -> list[Kernel]:
-    """Return the kernels that make codes of floats for an activation."""
+def _quantizing(
+    profile: Profile,
+    points: Iterable[Point],
+) -> list[Kernel]:
+    """Return the kernels that make codes of floats at some places."""
+    names: set[str] = set()
+    for point in points:
+        names |= point.nodes
     kernels: list[Kernel] = []
     for kernel in profile.kernels:
-        is_known = key_of_node(own_name(kernel.name)) is not None
-        if kernel.op_type == "QuantizeLinear" and is_known:
+        if kernel.op_type == "QuantizeLinear" and own_name(kernel.name) in names:
             kernels.append(kernel)
     return kernels
 
@@ -215,14 +219,16 @@ def _rate(kernels: Iterable[Kernel], op_types: Collection[str]) -> float:
 
 
 def _border(
-    point: Point, blocks: BlockMap, pair: ProfiledPair, rates: _Rates, share: float
+    point: Point,
+    blocks: BlockMap,
+    pair: ProfiledPair,
+    *,
+    rates: _Rates,
+    share: float,
 ) -> BorderCost:
-    made = 0.0
-    is_fused = True
-    for kernel in _quantizing(pair.quantized):
-        if own_name(kernel.name) in point.nodes:
-            is_fused = False
-            made += kernel.seconds
+    quantizing = _quantizing(pair.quantized, [point])
+    is_fused = not quantizing
+    made = sum(kernel.seconds for kernel in quantizing)
     types: dict[str, str] = {}
     for node in pair.quantized.optimized.graph.node:
         types[own_name(node.name)] = node.op_type

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import math
+from collections import deque
 
 # Of the sum of all finite costs. What is left below it is an error of rounding.
 _NOTHING = 1e-12
 _FIRST = "\0first"
 _SECOND = "\0second"
+_Capacity = dict[str, dict[str, float]]
+"""What fits through from one name to another."""
 
 
 class TwoSides:
@@ -25,61 +28,96 @@ class TwoSides:
     """
 
     def __init__(self) -> None:
-        self._capacity: dict[str, dict[str, float]] = defaultdict(dict)
+        self._capacity: _Capacity = {}
         self._total = 0.0
 
-    def cost(self, name: str, *, on_first: float, on_second: float) -> None:
+    def cost(
+        self,
+        name: str,
+        *,
+        on_first: float,
+        on_second: float,
+    ) -> None:
         """Add what a name costs on each side."""
-        self._add(_FIRST, name, on_second)
-        self._add(name, _SECOND, on_first)
+        self.part_cost(_FIRST, name, on_second)
+        self.part_cost(name, _SECOND, on_first)
 
-    def part_cost(self, first: str, second: str, cost: float) -> None:
+    def part_cost(
+        self,
+        first: str,
+        second: str,
+        cost: float,
+    ) -> None:
         """Add what it costs if one name is on the first side, and another on the second."""
-        self._add(first, second, cost)
-
-    def forbid(self, first: str, second: str) -> None:
-        """Forbid that one name is on the first side, and another on the second."""
-        self._capacity[first][second] = float("inf")
-        self._capacity[second].setdefault(first, 0.0)
-
-    def _add(self, start: str, end: str, cost: float) -> None:
-        before = self._capacity[start].get(end, 0.0)
-        self._capacity[start][end] = before + cost
-        self._capacity[end].setdefault(start, 0.0)
+        ends = self._ends(first, second)
+        ends[second] += cost
         self._total += cost
+
+    def forbid(
+        self,
+        first: str,
+        second: str,
+    ) -> None:
+        """Refuse that one name is on the first side, and another on the second."""
+        ends = self._ends(first, second)
+        ends[second] = math.inf
+
+    def _ends(
+        self,
+        start: str,
+        end: str,
+    ) -> dict[str, float]:
+        """Return what fits through from a name, after an entry is made for both directions."""
+        ends = self._capacity.setdefault(start, {})
+        ends.setdefault(end, 0.0)
+        back = self._capacity.setdefault(end, {})
+        back.setdefault(start, 0.0)
+        return ends
 
     def first_side(self) -> set[str]:
         """Return the names on the first side."""
-        residual = {name: dict(ends) for name, ends in sorted(self._capacity.items())}
+        residual: _Capacity = {}
+        for name in sorted(self._capacity):
+            ends = self._capacity[name]
+            residual[name] = dict(sorted(ends.items()))
         smallest = _NOTHING * self._total
-        while True:
-            reached = _reached(residual, smallest)
-            if _SECOND not in reached:
-                return set(reached) - {_FIRST}
-            _push_along(reached, residual)
+        sources = _reached(residual, smallest)
+        while _SECOND in sources:
+            _send(residual, sources)
+            sources = _reached(residual, smallest)
+        return sources.keys() - {_FIRST}
 
 
-def _reached(residual: dict[str, dict[str, float]], smallest: float) -> dict[str, str]:
+def _reached(
+    residual: _Capacity,
+    smallest: float,
+) -> dict[str, str]:
     """Return the names that a flow reaches from the first side, and where it comes from."""
-    reached = {_FIRST: ""}
+    sources = {_FIRST: ""}
     waiting = deque([_FIRST])
     while waiting:
         name = waiting.popleft()
-        for end, capacity in sorted(residual.get(name, {}).items()):
-            if capacity > smallest and end not in reached:
-                reached[end] = name
+        ends = residual.get(name, {})
+        for end, capacity in ends.items():
+            if capacity > smallest and end not in sources:
+                sources[end] = name
                 waiting.append(end)
-    return reached
+    return sources
 
 
-def _push_along(reached: dict[str, str], residual: dict[str, dict[str, float]]) -> None:
-    """Push as much as fits along the way to the second side."""
+def _send(
+    residual: _Capacity,
+    sources: dict[str, str],
+) -> None:
+    """Send as much as fits along the way to the second side."""
     steps: list[tuple[str, str]] = []
+    amount = math.inf
     end = _SECOND
     while end != _FIRST:
-        steps.append((reached[end], end))
-        end = reached[end]
-    amount = min(residual[start][end] for start, end in steps)
+        start = sources[end]
+        steps.append((start, end))
+        amount = min(amount, residual[start][end])
+        end = start
     for start, end in steps:
         residual[start][end] -= amount
         residual[end][start] += amount

@@ -150,7 +150,7 @@ def _fastest(events: Sequence[Mapping[str, Any]]) -> tuple[Kernel, ...]:
     kernels: dict[str, Kernel] = {}
     for event in events:
         name = event["name"]
-        if event["cat"] != "Node" or not name.endswith(_KERNEL):
+        if not name.endswith(_KERNEL):
             continue
         name = name.removesuffix(_KERNEL)
         # The profiler counts microseconds

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
+
+from onnx import ModelProto
 
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.errors import UsageError
@@ -19,7 +21,7 @@ from quantizer.export.onnx.tuned.costs import (
     block_milliseconds,
     measured_costs,
 )
-from quantizer.export.onnx.tuned.meter import Feed, Meter, RuntimeMeter
+from quantizer.export.onnx.tuned.meter import Feed, Meter, Profile, RuntimeMeter
 from quantizer.export.onnx.tuned.trials import (
     TrialFiles,
     activation_keys,
@@ -57,7 +59,9 @@ class _Trial:
 
 
 def choose_layers(
-    deployment: Deployment, weights: str, conventions: Conventions
+    deployment: Deployment,
+    weights: str,
+    conventions: Conventions,
 ) -> LayerChoice:
     """Return what stays in float in the fastest file.
 
@@ -89,17 +93,24 @@ class _Tuner:
         self.floating: bytes = self.files.floating
         quantized = self.files.file(())
         bare = self.files.file(self.keys)
+        self.quantized_blocks = BlockMap(quantized)
+        self.bare_blocks = BlockMap(bare)
         self.sizes, self.feeds = _feeds(deployment, quantized)
         self.pairs: list[ProfiledPair] = []
         for size, feed in zip(self.sizes, self.feeds, strict=True):
-            pair = ProfiledPair(
-                self.meter.profile(quantized.SerializeToString(), feed),
-                self.meter.profile(bare.SerializeToString(), feed),
-                partial(_elements, deployment.graph, size),
-            )
+            in_integers = self._profile(quantized, feed)
+            in_float = self._profile(bare, feed)
+            elements = partial(_elements, deployment.graph, size)
+            pair = ProfiledPair(in_integers, in_float, elements)
             self.pairs.append(pair)
-        self.quantized_blocks = BlockMap(quantized)
-        self.bare_blocks = BlockMap(bare)
+
+    def _profile(
+        self,
+        model: ModelProto,
+        feed: Feed,
+    ) -> Profile:
+        content = model.SerializeToString()
+        return self.meter.profile(content, feed)
 
     def choice(self) -> LayerChoice:
         """Return what the fastest file leaves in float."""
@@ -153,17 +164,22 @@ class _Tuner:
         """
         models: list[bytes] = []
         for trial in trials:
-            models.append(self.files.file(trial.left_out).SerializeToString())
-        speeds: list[list[Speed]] = [[] for _ in trials]
+            file = self.files.file(trial.left_out)
+            content = file.SerializeToString()
+            models.append(content)
+        measured = list(trials)
         for feed in self.feeds:
-            for trial_speeds, speed in zip(speeds, self._clear(models, feed), strict=True):
-                trial_speeds.append(speed)
-        measured: list[_Trial] = []
-        for trial, trial_speeds in zip(trials, speeds, strict=True):
-            measured.append(_Trial(trial.floats, trial.left_out, tuple(trial_speeds)))
+            speeds = self._clear_speeds(models, feed)
+            for index, speed in enumerate(speeds):
+                trial = measured[index]
+                measured[index] = replace(trial, speeds=(*trial.speeds, speed))
         return measured
 
-    def _clear(self, models: Sequence[bytes], feed: Feed) -> list[Speed]:
+    def _clear_speeds(
+        self,
+        models: Sequence[bytes],
+        feed: Feed,
+    ) -> list[Speed]:
         """Return the speeds of files whose rounds agree.
 
         Raises:
@@ -171,7 +187,8 @@ class _Tuner:
         """
         for _ in range(_ATTEMPTS):
             speeds = self.meter.speeds(models, self.floating, feed)
-            if len(speeds) == len(models) and all(speed.is_clear for speed in speeds):
+            are_clear = all(speed.is_clear for speed in speeds)
+            if are_clear and len(speeds) == len(models):
                 return speeds
         raise UsageError(
             "--onnx_profile tuned cannot choose: the machine is too busy to measure files",
@@ -201,7 +218,10 @@ def _ratios(trial: _Trial) -> list[float]:
     return [round(speed.ratio, 3) for speed in trial.speeds]
 
 
-def _feeds(deployment: Deployment, model: Any) -> tuple[list[int], list[Feed]]:
+def _feeds(
+    deployment: Deployment,
+    model: ModelProto,
+) -> tuple[list[int], list[Feed]]:
     """Return sizes of batches, and inputs of these sizes: one sample, and up to ten."""
     feed = named_inputs(model, deployment, deployment.args, deployment.kwargs)
     axes: dict[str, int] = {}
@@ -209,10 +229,13 @@ def _feeds(deployment: Deployment, model: Any) -> tuple[list[int], list[Feed]]:
     for name, shape in zip(deployment.input_names, shapes, strict=True):
         if name in feed and None in shape:
             axes[name] = shape.index(None)
-    whole = min((feed[name].shape[axis] for name, axis in axes.items()), default=1)
     if not axes:
         return [1], [feed]
-    sizes = sorted({1, min(whole, _MOST_SAMPLES)})
+    whole = _MOST_SAMPLES
+    for name, axis in axes.items():
+        samples = feed[name].shape[axis]
+        whole = min(whole, samples)
+    sizes = sorted({1, whole})
     feeds: list[Feed] = []
     for size in sizes:
         part = dict(feed)
@@ -222,11 +245,18 @@ def _feeds(deployment: Deployment, model: Any) -> tuple[list[int], list[Feed]]:
     return sizes, feeds
 
 
-def _elements(graph: Graph, samples: int, key: Key) -> int:
+def _elements(
+    graph: Graph,
+    samples: int,
+    key: Key,
+) -> int:
     """Return the size of an activation for a number of samples."""
     layer, role = key
     node = graph.by_name[layer]
     if role != "activation" and node.op != "input":
-        node = graph.by_name[node.input_roles()[role]]
-    sizes = [samples if size is None else size for size in node.shape or ()]
-    return prod(sizes)
+        source = node.input_roles()[role]
+        node = graph.by_name[source]
+    elements = 1
+    for size in node.shape or ():
+        elements *= samples if size is None else size
+    return elements
