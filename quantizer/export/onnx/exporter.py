@@ -37,6 +37,8 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 from quantizer.storage.files import write_json
 
+_SLOWER_IN_INTEGERS = f"it is left there for speed, see {DEPLOY_FILE}"
+
 
 @dataclass(frozen=True)
 class OnnxModel:
@@ -146,8 +148,10 @@ class OnnxExporter(Exporter[OnnxModel]):
             verification = verify_sessions(written.file, written.tested)
             engines = () if openvino is None else (openvino.result(),)
         remarks = written.remarks
-        if deployment.layer_choice is not None:
-            remarks = (deployment.layer_choice.line, *remarks)
+        choice = deployment.layer_choice
+        if choice is not None:
+            remarks = (choice.line, *remarks)
+            verification = _with_reasons(verification, choice)
         return replace(
             verification,
             remarks=remarks,
@@ -155,6 +159,22 @@ class OnnxExporter(Exporter[OnnxModel]):
             uint8_weights=tuple(written.storage.unsigned),
             processors=written.storage.processors,
         )
+
+
+def _with_reasons(
+    verification: Verification,
+    choice: LayerChoice,
+) -> Verification:
+    """Return the verification with the reason for layers that a choice leaves in float."""
+    session = verification.default_session
+    if session is None or session.kernels is None:
+        return verification
+    floating = dict(session.kernels.floating)
+    for layer in choice.float_layers:
+        if layer in floating:
+            floating[layer] = _SLOWER_IN_INTEGERS
+    kernels = replace(session.kernels, floating=floating)
+    return replace(verification, default_session=replace(session, kernels=kernels))
 
 
 def graph_refusals(

@@ -12,6 +12,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.onnx.biases import SumBias
 from quantizer.export.onnx.conventions import EXACT, Conventions
+from quantizer.export.onnx.specs import is_multiplied, layer_input_spec
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -52,6 +53,30 @@ class Lowering:
             if key not in self.left_out:
                 specs[key] = tensor.spec
         return specs
+
+    def has_float_input(
+        self,
+        layer: str,
+    ) -> bool:
+        """Return whether the input of a layer is not quantized."""
+        graph = self.network.graph
+        return layer_input_spec(layer, graph, self.specs) is None
+
+    def decodes_ahead(
+        self,
+        layer: str,
+        weights: QuantizedTensor,
+    ) -> bool:
+        """Return whether the weights of a product become floats when the file is loaded.
+
+        Weights in groups do not: ONNX Runtime has kernels for them.
+        """
+        if not self.conventions.decodes_ahead:
+            return False
+        node = self.network.graph.by_name[layer]
+        if not is_multiplied(node) or weights.spec.qscheme == "per_group":
+            return False
+        return self.has_float_input(layer)
 
     def marked(self, mark: ir.Node) -> tuple[Key, QuantizedTensor]:
         """Return the quantization that a mark stands for."""

@@ -28,7 +28,7 @@ from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, is_multiplied, layer_input_spec
+from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, is_multiplied
 from quantizer.export.onnx.weights import quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -187,7 +187,7 @@ class _Replacement:
                 values,
                 self.lowering.opset,
                 transposed=is_transposed,
-                ahead=self._is_ahead(result, layer),
+                ahead=self._is_ahead(result, layer, tensor),
             )
         if weight is not None:
             return weight
@@ -203,13 +203,13 @@ class _Replacement:
             return False
         return all(reader.op_type in MULTIPLYING for reader in weight.consumers())
 
-    def _is_ahead(self, weight: ir.Value, layer: str) -> bool:
+    def _is_ahead(self, weight: ir.Value, layer: str, tensor: QuantizedTensor) -> bool:
         """Return whether a weight is computed when ONNX Runtime loads the file."""
-        conventions = self.lowering.conventions
-        if not conventions.is_for_kernels:
+        is_for_kernels = self.lowering.conventions.is_for_kernels
+        if not is_for_kernels or TRANSPOSED_KEY in weight.meta:
             return False
-        if TRANSPOSED_KEY in weight.meta and not conventions.decodes_ahead:
-            return False
+        if self.lowering.decodes_ahead(layer, tensor):
+            return True
         return all(self._is_float(reader, layer) for reader in weight.consumers())
 
     def _activation(
@@ -254,12 +254,10 @@ class _Replacement:
         graph = self.lowering.network.graph
         if reader.op_type in _RECURRENT:
             return graph.by_name[layer].row.kind == "mac"
-        has_quantized_input = layer_input_spec(layer, graph, self.lowering.specs) is not None
-        if reader.op_type in ("MatMul", "Gemm"):
-            return self.lowering.conventions.decodes_ahead and not has_quantized_input
+        has_float_input = self.lowering.has_float_input(layer)
         if reader.op_type not in ("Conv", "ConvTranspose"):
             return False
-        return not has_quantized_input or not _is_quantized_later(reader.outputs[0])
+        return has_float_input or not _is_quantized_later(reader.outputs[0])
 
     def _has_groups(self, node: ir.Node) -> bool:
         """Return whether a node multiplies by codes in groups; such kernels take floats."""
