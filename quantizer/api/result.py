@@ -404,12 +404,7 @@ class Result:
 
 
 def result_for_file(
-    result: Result,
-    data: Any,
-    *,
-    target: str,
-    file: Path,
-    choices: Mapping[str, str],
+    result: Result, data: Any, *, target: str, file: Path, choices: Mapping[str, str]
 ) -> Result:
     """Return the result that a file will hold: the same, or with some layers in float.
 

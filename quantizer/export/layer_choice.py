@@ -47,11 +47,14 @@ class LayerChoice:
         measured = self.content["measured"]
         layers = counted(len(self.float_layers), "layer")
         batches = " and ".join(str(size) for size in measured["batches"])
-        return (
+        line = (
             f"{layers} in float, chosen for batches of {batches} on "
             f"{counted(measured['threads'], 'thread')} of {measured['processor']}; "
             f"{DEPLOY_FILE} has the times"
         )
+        if measured.get("vnni") is True and self.content["weights"] != "int8":
+            line += ". This processor has VNNI: --onnx_weights int8 may be faster"
+        return line
 
 
 def network_digest(graph: Graph, solution: Solution) -> str:

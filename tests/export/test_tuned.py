@@ -71,7 +71,12 @@ def calibrated() -> quantizer.Result:
 class FakeMeter:
     """Kernels of a real session with made-up times: integers are slow in the first layer."""
 
-    conditions: Mapping[str, Any] = {"runtime": "fake", "processor": "none", "threads": 1}
+    conditions: Mapping[str, Any] = {
+        "runtime": "fake",
+        "processor": "none",
+        "threads": 1,
+        "vnni": True,
+    }
     tuned_ratio = 1.5
     spread = 1.0
 
@@ -143,7 +148,13 @@ def test_what_integers_make_slower_stays_in_float(fake: type, tmp_path: Path) ->
     assert content["speeds"]["chosen"] == [1.5, 1.5]
     assert content["measured"]["batches"] == [1, 4]
     assert verification.sqnr_db > 100
-    assert verification.remarks[0].startswith("1 layer in float, chosen for batches of 1 and 4")
+    line = verification.remarks[0]
+    assert line.startswith(
+        "1 layer in float, chosen for batches of 1 and 4 on 1 thread of none"
+    )
+    assert "--onnx_weights int8 may be faster" in line
+    reasons = verification.default_session.kernels.floating
+    assert "left there for speed" in reasons[FIRST]
 
 
 def test_a_choice_is_repeated_without_measuring(

@@ -95,6 +95,7 @@ class RuntimeMeter:
             "runtime": f"ONNX Runtime {onnxruntime.__version__}",
             "processor": _processor(),
             "threads": self.threads,
+            "vnni": torch.cpu._is_vnni_supported(),
         }
 
     def _options(self) -> onnxruntime.SessionOptions:
