@@ -73,9 +73,9 @@ EXPORTERS: dict[str, ExportTarget] = {
             TargetOption(
                 "onnx_profile",
                 "onnx",
-                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do; "
-                "tuned also leaves in float what integers make slower on this machine; "
-                "or it has the form for TensorRT or NPUs.",
+                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do. "
+                "tuned leaves in float what integers make slower on this machine. tensorrt and "
+                "npu are for these engines.",
                 ("exact", "fast", "tuned", "tensorrt", "npu"),
                 alone=("tuned",),
             ),

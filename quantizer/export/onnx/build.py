@@ -69,7 +69,7 @@ class NetworkToWrite:
     """A network in float32 and how a file holds its tensors.
 
     Attributes:
-        tested: what the file is compared with, whatever is restated for it.
+        tested: what the file is compared with.
         wide: the deployment in float32.
         stated: its tensors in the form of the file.
         network: the deployment's, which translation attaches marks to.
