@@ -27,7 +27,7 @@ from quantizer.export.onnx.tuned.trials import (
     activation_keys,
     without_activations,
 )
-from quantizer.export.onnx.verify import named_inputs
+from quantizer.export.onnx.verify import DEFAULT, failures_named, named_inputs
 from quantizer.export.speed import Speed
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
@@ -72,6 +72,7 @@ def choose_layers(
 
     Raises:
         UsageError: the machine is too busy to measure, or the network is too large.
+        VerificationError: ONNX Runtime cannot run a file.
     """
     return _Tuner(deployment, weights, conventions).choice()
 
@@ -81,6 +82,7 @@ class _Tuner:
 
     def __init__(self, deployment: Deployment, weights: str, conventions: Conventions) -> None:
         self.deployment = deployment
+        self.name = f"{deployment.graph.model}.onnx"
         self.weights = weights
         self.meter = METER()
         self.files = TrialFiles(deployment, weights, conventions)
@@ -110,7 +112,8 @@ class _Tuner:
         feed: Feed,
     ) -> Profile:
         content = model.SerializeToString()
-        return self.meter.profile(content, feed)
+        with failures_named(DEFAULT, self.name):
+            return self.meter.profile(content, feed)
 
     def choice(self) -> LayerChoice:
         """Return what the fastest file leaves in float."""
@@ -186,7 +189,8 @@ class _Tuner:
             UsageError: they do not, however often they are measured.
         """
         for _ in range(_ATTEMPTS):
-            speeds = self.meter.speeds(models, self.floating, feed)
+            with failures_named(DEFAULT, self.name):
+                speeds = self.meter.speeds(models, self.floating, feed)
             are_clear = all(speed.is_clear for speed in speeds)
             if are_clear and len(speeds) == len(models):
                 return speeds
