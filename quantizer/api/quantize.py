@@ -177,6 +177,7 @@ def _verdict_facts(
     return VerdictFacts.of(
         plan,
         floating=floating,
+        float_activations=verification.float_activations,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],

@@ -42,6 +42,11 @@ class LayerChoice:
         return layers.keys()
 
     @property
+    def float_activations(self) -> tuple[Key, ...]:
+        """Return the activations that stay in float."""
+        return tuple((layer, role) for layer, role in self.content["float_activations"])
+
+    @property
     def line(self) -> str:
         """Return a sentence about the choice."""
         measured = self.content["measured"]

@@ -175,8 +175,21 @@ def test_a_choice_is_repeated_without_measuring(
 
 def test_a_file_that_is_never_faster_computes_in_float(fake: Any, tmp_path: Path) -> None:
     fake.tuned_ratio = 0.9
-    verification = export(calibrated(), tmp_path)
-    assert quantized(onnx.load(tmp_path / "net.onnx")) == set()
+    torch.manual_seed(0)
+    made = quantizer.quantize(
+        Net().eval(),
+        [images()],
+        "onnx",
+        config=CONFIG,
+        folder=tmp_path,
+        onnx_profile="tuned",
+    )
+    verification = made.verification
+    assert verification.default_session is not None
+    assert verification.default_session.kernels is not None
+    assert "int8 weights, float activations" in made.verdict[0]
+    tmp_path = made.path.parent
+    assert quantized(onnx.load(made.path)) == set()
     assert verification.default_session.kernels.share == 0.0
     content = deployed(tmp_path)
     assert len(content["float_layers"]) == 3

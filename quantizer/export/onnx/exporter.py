@@ -37,7 +37,7 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 from quantizer.storage.files import write_json
 
-_SLOWER_IN_INTEGERS = f"it is left there for speed, see {DEPLOY_FILE}"
+_SLOWER_IN_INTEGERS = f"left there for speed, see {DEPLOY_FILE}"
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,11 @@ def _with_reasons(
         if layer in floating:
             floating[layer] = _SLOWER_IN_INTEGERS
     kernels = replace(session.kernels, floating=floating)
-    return replace(verification, default_session=replace(session, kernels=kernels))
+    return replace(
+        verification,
+        default_session=replace(session, kernels=kernels),
+        float_activations=choice.float_activations,
+    )
 
 
 def graph_refusals(
