@@ -27,6 +27,7 @@ import quantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import QuantizerError, ResultError, UsageError
 from quantizer.export.choices import require_choices
+from quantizer.export.onnx import verify
 from quantizer.export.onnx.tuned import tuner
 from quantizer.export.onnx.tuned.costs import BlockCost, BorderCost, Costs
 from quantizer.export.onnx.tuned.cut import TwoSides
@@ -314,6 +315,24 @@ def test_figures_of_a_run_are_those_of_the_file(
     written = place / "export" / "Net.onnx"
     assert written.read_bytes() == made.path.read_bytes()
     assert deployed(written.parent) == deployed(folder)
+
+
+@pytest.mark.parametrize("profile", ["exact", "tuned"])
+def test_a_slow_file_says_what_is_not_slower(
+    profile: str,
+    example: tuple[quantizer.Result, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result, folder = example
+    slow = Speed(0.5, 0.49, 0.51, 9)
+    monkeypatch.setattr(verify, "measured_speed", lambda *_, **__: slow)
+    options = {"deploy_file": str(folder / "deploy.json")} if profile == "tuned" else {}
+    file = tmp_path / "net.onnx"
+    verification = result.export("onnx", file, onnx_profile=profile, **options)
+    assert verification.default_session is not None
+    line = verification.default_session.summary_lines[0]
+    assert ("slower: use --onnx_profile tuned" in line) == (profile == "exact")
 
 
 A, B = "a", "b"
