@@ -125,6 +125,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "efficientnet, weights of 7 bits": lambda: photos(BITS_7),
     "mobile": lambda: noise(mobile()),
     "mobile, the fast profile": lambda: noise(mobile(), profile="fast"),
+    "mobile, the tuned profile": lambda: noise(mobile(), profile="tuned"),
     "vit": lambda: noise(vit()),
     "llama, a range for each token": lambda: text(ROOT / "configs" / "dynamic_int8.json"),
     "llama, a range for each input": lambda: text(whole_inputs()),

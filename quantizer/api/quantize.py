@@ -20,7 +20,7 @@ from quantizer.api.calibrate import (
     trace_compared,
 )
 from quantizer.api.config import AnyConfig, path_of
-from quantizer.api.result import Comparison, Result
+from quantizer.api.result import Comparison, Result, result_for_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
@@ -153,9 +153,12 @@ def quantize(
         config = run_config(place, made_for, new_text, overwrite=overwrite)
     result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(place, overwrite=overwrite)
-    comparison = result.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     path = _new_path(place, result, target)
-    verification = result.export(target, path, evaluation_data, **choices)
+    written = result_for_file(
+        result, evaluation_data, target=target, file=path, choices=choices
+    )
+    comparison = written.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
+    verification = written.export(target, path, evaluation_data, **choices)
     tested = comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = destination.improvement(has_data=has_data)
@@ -174,6 +177,7 @@ def _verdict_facts(
     return VerdictFacts.of(
         plan,
         floating=floating,
+        float_activations=verification.float_activations,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],

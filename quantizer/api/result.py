@@ -29,8 +29,10 @@ from quantizer.export import (
     require_extras,
 )
 from quantizer.export.agreement import Verification
-from quantizer.export.choices import checked_choices
+from quantizer.export.choices import checked_choices, chooses_layers
+from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
+from quantizer.export.layer_choice import LayerChoice
 from quantizer.graph.module_names import path_names
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
@@ -215,6 +217,7 @@ class Result:
         events: Events,
         write: Callable[[Path], None] | None = None,
         opened: OpenedResults | None = None,
+        layer_choice: LayerChoice | None = None,
     ) -> None:
         self.plan = PlanView(plan)
         self._model = model
@@ -223,6 +226,7 @@ class Result:
         self._events = events
         self._write = write
         self._opened = opened
+        self._layer_choice = layer_choice
 
     @cached_property
     def network(self) -> nn.Module:
@@ -340,7 +344,8 @@ class Result:
             data: the data to verify it with, as in `test`.
             options: the options of the target, by the names of the command line's options
                 without dashes: `pt2_activations`, `onnx_profile`, `onnx_weights`,
-                `encodings_version`, `executorch_batch`, `litert_io` or `gguf_template`.
+                `deploy_file`, `encodings_version`, `executorch_batch`, `litert_io` or
+                `gguf_template`.
 
         Raises:
             DataError: there is no data.
@@ -363,6 +368,8 @@ class Result:
             calibrated.solution.specs,
             calibrated.settings.onnx_opset_version,
         )
+        result = result_for_file(self, data, target=target, file=file, choices=choices)
+        calibrated = result._calibrated
         batches = self._batches_of(data)
         scores = score(calibrated, self._model, batches, self._events, explained=True)
         deployment = Deployment.of(
@@ -373,6 +380,7 @@ class Result:
             choices=choices,
             metrics=scores.metrics,
             warnings=scores.lost,
+            layer_choice=result._layer_choice,
         )
         return export(target, deployment, file, self._events, total=batches.total)
 
@@ -393,6 +401,39 @@ class Result:
 
     def _repr_html_(self) -> str:
         return element("p", self._title()) + self.plan._repr_html_()
+
+
+def result_for_file(
+    result: Result, data: Any, *, target: str, file: Path, choices: Mapping[str, str]
+) -> Result:
+    """Return the result that a file will hold: the same, or with some layers in float.
+
+    Args:
+        result: of calibration.
+        data: as in `Result.export`.
+        target: of the file.
+        file: its path.
+        choices: values of the target's options, by name.
+    """
+    if result._layer_choice is not None or not chooses_layers(choices):
+        return result
+    choice = chosen_layers(
+        result._calibrated,
+        result._model,
+        result._batches_of(data),
+        targets=[target],
+        choices=choices,
+        folder=file.parent,
+    )
+    assert choice is not None
+    return Result(
+        result._model,
+        result._calibrated.with_solution(choice.solution),
+        result.plan.plan,
+        result._batches,
+        events=result._events,
+        layer_choice=choice,
+    )
 
 
 def _summary(plan: Plan) -> str:

@@ -325,6 +325,7 @@ class Options:
     litert_io: str = _of_target("litert_io")
     onnx_profile: str = _of_target("onnx_profile")
     onnx_weights: str = _of_target("onnx_weights")
+    deploy_file: str | None = _file(CHOICES["deploy_file"].help, group="Output")
     input_names: str | None = _of_target("input_names")
     output_names: str | None = _of_target("output_names")
     encodings_version: str = _of_target("encodings_version")

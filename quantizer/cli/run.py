@@ -47,7 +47,7 @@ from quantizer.export.destinations import (
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.output_parts import output_parts
 from quantizer.plan.fitted_config import fitted_text
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.seeding import seed_everything
@@ -116,6 +116,7 @@ class RunOptions(Options):
     "encodings_version",
     "onnx_profile",
     "onnx_weights",
+    "deploy_file",
     "input_names",
     "output_names",
     "gguf_template",
@@ -243,13 +244,16 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     size = 0
     runtime = ""
     floating: Mapping[str, str] | None = None
+    float_activations: tuple[Key, ...] = ()
     for written, verified in tested.deployed.items():
         path = str(written)
         size = tested.exports[-1]["bytes"]
         runtime, floating = verified.in_runtime
+        float_activations = verified.float_activations
     return VerdictFacts.of(
         finished.plan,
         floating=floating,
+        float_activations=float_activations,
         path=path,
         size=size,
         tested=tested.report,

@@ -33,12 +33,15 @@ from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers, table_view
 from quantizer.comparison.output_figures import POOLED_FIGURE
 from quantizer.distributed import ALONE, Ranks, require_alike
-from quantizer.errors import GateError
+from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.exact import require_wide
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
-from quantizer.export import as_run
+from quantizer.export import FOLDER, as_run
+from quantizer.export.choices import chooses_layers
+from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
+from quantizer.export.layer_choice import LayerChoice
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
@@ -128,6 +131,9 @@ class _TestRun:
         """Run both networks, write the report, and export the targets of `--deploy`."""
         options = self.options
         graph = calibrated.graph
+        layer_choice = self._layer_choice(calibrated)
+        if layer_choice is not None:
+            calibrated = calibrated.with_solution(layer_choice.solution)
         run_as = as_run(options.deploy, graph, calibrated.solution, options.target_choices)
         calibrated = calibrated.with_solution(run_as)
         scores = self._scores(calibrated)
@@ -156,10 +162,31 @@ class _TestRun:
             choices=options.target_choices,
             metrics=scores.metrics,
             warnings=scores.lost,
+            layer_choice=layer_choice,
         )
         total = self.batches.total
         outcome = deploy(options, outcome, deployment, total, place=self.place)
         return self._with_late_figures(outcome)
+
+    def _layer_choice(self, calibrated: Calibrated) -> LayerChoice | None:
+        """Return which layers the file leaves in float for speed; None if it leaves none.
+
+        Raises:
+            UsageError: several processes would choose, or the machine is too busy to measure.
+        """
+        options = self.options
+        if chooses_layers(options.target_choices) and not self.ranks.is_alone:
+            raise UsageError(
+                "--onnx_profile tuned works in one process", help="run it without torchrun"
+            )
+        return chosen_layers(
+            calibrated,
+            self.loaded.module,
+            self.batches,
+            targets=options.deploy,
+            choices=options.target_choices,
+            folder=(self.place or Path(options.output_dir)) / FOLDER,
+        )
 
     def _with_late_figures(self, outcome: Outcome) -> Outcome:
         """Add the written files and the gates about `--exact` and `--deploy` to the report."""

@@ -95,6 +95,7 @@ class Verification:
         engines: the checks by other engines that are installed.
         uint8_weights: layers whose weights could be int8 only on some processors.
         processors: on which the file is right; empty if that does not depend on them.
+        float_activations: layer and role of those that the file leaves in float for speed.
     """
 
     compared: str
@@ -113,6 +114,7 @@ class Verification:
     engines: tuple[EngineCheck, ...] = ()
     uint8_weights: tuple[str, ...] = ()
     processors: str = ""
+    float_activations: tuple[tuple[str, str], ...] = ()
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
 

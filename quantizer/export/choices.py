@@ -40,8 +40,8 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
     """Check the names and values of options, and that their targets are written.
 
     Raises:
-        UsageError: there is no such option, its value is unknown, or its target is not
-            written.
+        UsageError: there is no such option, its value is unknown, its target is not written, or
+            it does not go with the others.
     """
     for name, value in choices.items():
         _require_known(name)
@@ -52,3 +52,23 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
             )
         if value != option.default and option.target not in targets:
             raise UsageError(f"--{name} is only for --deploy {option.target}")
+        if value in option.alone and set(targets) != {option.target}:
+            raise UsageError(
+                f"--{name} {value} changes which layers are quantized, so that the figures of "
+                "the run hold for no other file",
+                help="write the other targets in a run of their own",
+            )
+        if value == option.default or option.goes_with is None:
+            continue
+        other, needed = option.goes_with
+        if choices.get(other) != needed:
+            raise UsageError(f"--{name} is only for --{other} {needed}")
+
+
+def chooses_layers(choices: Mapping[str, str]) -> bool:
+    """Return whether a target chooses which layers are quantized.
+
+    >>> chooses_layers({"onnx_profile": "tuned"}), chooses_layers({"onnx_profile": "fast"})
+    (True, False)
+    """
+    return any(value in CHOICES[name].alone for name, value in choices.items())

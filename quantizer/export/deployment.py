@@ -16,6 +16,7 @@ from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.export.choices import CHOICES
+from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.origin import Origin
 from quantizer.export.value_names import (
     chosen_names,
@@ -52,6 +53,8 @@ class Deployment:
         named: the outputs of `graph`, by the names of the user's model.
         warnings: of test mode, on outputs that lost much.
         origin: what the file states about how it was made.
+        layer_choice: which layers `solution` leaves in float for speed; None if that was not
+            asked for.
     """
 
     graph: Graph
@@ -68,6 +71,7 @@ class Deployment:
     named: tuple[Output, ...] = ()
     warnings: tuple[str, ...] = ()
     origin: Origin = field(default_factory=Origin)
+    layer_choice: LayerChoice | None = None
 
     @classmethod
     def of(
@@ -80,6 +84,7 @@ class Deployment:
         choices: Mapping[str, str],
         metrics: Mapping[str, float],
         warnings: Iterable[str] = (),
+        layer_choice: LayerChoice | None = None,
     ) -> Deployment:
         """Return the deployment of a calibrated model, verified on all batches.
 
@@ -104,6 +109,7 @@ class Deployment:
             named=parts_named_as(graph, calibrated.original),
             warnings=tuple(warnings),
             origin=Origin(calibrated.config, metrics),
+            layer_choice=layer_choice,
         )
 
     def in_memory(self) -> Deployment:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
+    from quantizer.export.layer_choice import LayerChoice
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Key
 
@@ -75,6 +76,20 @@ class Exporter(ABC, Generic[Written]):
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with what the target's runtime rounds in addition."""
         return solution
+
+    def layer_choice(self, deployment: Deployment, path: Path) -> LayerChoice | None:
+        """Return which layers stay in float because integers are slower there.
+
+        Test mode then runs the solution of this choice.
+
+        Args:
+            deployment: the calibrated network with all its quantizations.
+            path: of the file that will be written.
+
+        Returns:
+            None if the target does not choose.
+        """
+        return None
 
     @abstractmethod
     def write(self, deployment: Deployment, path: Path) -> AbstractContextManager[Written]:

@@ -27,6 +27,8 @@ class Speed:
         rounds: their number.
         faster: a setting, and the speed that the file would have with it; None if there is no
             such setting on this processor.
+        remedy: the setting that keeps a file from being slower than float; empty if there is
+            none, or the file is not slower.
     """
 
     ratio: float
@@ -34,6 +36,7 @@ class Speed:
     high: float
     rounds: int
     faster: tuple[str, Speed] | None = None
+    remedy: str = ""
 
     @classmethod
     def of(cls, ours: Sequence[float], floats: Sequence[float]) -> Speed | None:
@@ -44,7 +47,7 @@ class Speed:
             floats: seconds of the float network, in the same rounds.
 
         >>> Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
-        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, faster=None)
+        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, faster=None, remedy='')
         """
         ratios: list[float] = []
         for our_time, float_time in zip(ours, floats, strict=True):
@@ -73,16 +76,23 @@ class Speed:
         >>> fastest = Speed(2.5, 2.4, 2.6, 7)
         >>> Speed(1.2, 1.1, 1.2, 7, ("--onnx_weights int8", fastest)).text
         '1.2x the speed of float (1.1 to 1.2 in 7 rounds); 2.5x with --onnx_weights int8'
+        >>> Speed(0.6, 0.58, 0.61, 7, remedy="--onnx_profile tuned").text
+        '0.60x the speed of float (0.58 to 0.61 in 7 rounds); slower: use --onnx_profile tuned'
         """
         if not self.is_clear:
             return BUSY
+        text = self._ratio_text()
+        if self.faster is not None:
+            setting, speed = self.faster
+            text += f"; {speed.ratio:.1f}x with {setting}"
+        if self.remedy:
+            text += f"; slower: use {self.remedy}"
+        return text
+
+    def _ratio_text(self) -> str:
         if self.ratio < MUCH_SLOWER:
             spread = f"{1 / self.high:.1f} to {1 / self.low:.1f} in {self.rounds} rounds"
             return f"{1 / self.ratio:.0f} times slower than float ({spread})"
         digits = 1 if self.ratio >= 1 else 2
         spread = f"{self.low:.{digits}f} to {self.high:.{digits}f}"
-        text = f"{self.ratio:.{digits}f}x the speed of float ({spread} in {self.rounds} rounds)"
-        if self.faster is None:
-            return text
-        setting, speed = self.faster
-        return f"{text}; {speed.ratio:.1f}x with {setting}"
+        return f"{self.ratio:.{digits}f}x the speed of float ({spread} in {self.rounds} rounds)"

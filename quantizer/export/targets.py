@@ -14,7 +14,8 @@ class TargetOption:
     """An option of a target, on the command line and in Python.
 
     `values` are what it may be, the default first. With `is_file` any path is a value, too, and
-    with `is_text` any text, which `metavar` stands for.
+    with `is_text` any text, which `metavar` stands for. `alone` are values with which no other
+    target is written. `goes_with` is the option and its value that this option needs.
     """
 
     name: str
@@ -24,6 +25,8 @@ class TargetOption:
     is_file: bool = False
     is_text: bool = False
     metavar: str = "NAME,..."
+    alone: tuple[str, ...] = ()
+    goes_with: tuple[str, str] | None = None
 
     @property
     def default(self) -> str:
@@ -70,9 +73,11 @@ EXPORTERS: dict[str, ExportTarget] = {
             TargetOption(
                 "onnx_profile",
                 "onnx",
-                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do; "
-                "or it has the form for TensorRT or NPUs.",
-                ("exact", "fast", "tensorrt", "npu"),
+                "An .onnx rounds as the config says, or as ONNX Runtime's fastest kernels do. "
+                "tuned leaves in float what integers make slower on this machine. tensorrt and "
+                "npu are for these engines.",
+                ("exact", "fast", "tuned", "tensorrt", "npu"),
+                alone=("tuned",),
             ),
             TargetOption(
                 "onnx_weights",
@@ -80,6 +85,15 @@ EXPORTERS: dict[str, ExportTarget] = {
                 "8-bit weights in an .onnx: auto is right on every CPU, int8 on those with "
                 "VNNI, where it is faster.",
                 ("auto", "uint8", "int8"),
+            ),
+            TargetOption(
+                "deploy_file",
+                "onnx",
+                "A deploy.json of --onnx_profile tuned, whose choice is repeated.  [default: "
+                "the one in the folder of the file, if there is one]",
+                ("",),
+                is_file=True,
+                goes_with=("onnx_profile", "tuned"),
             ),
             TargetOption(
                 "input_names",
@@ -238,8 +252,10 @@ class CheckedTarget:
 
 
 CHECKED_TARGETS = {name: CheckedTarget(name) for name in EXPORTERS}
-"""By the values of `--for`: the targets, and profiles that hold less than their target does."""
-for _profile in ("tensorrt", "npu"):
+"""By the values of `--for`: the targets, and profiles that are named in messages. Those for
+other engines hold less than their target does.
+"""
+for _profile in ("tuned", "tensorrt", "npu"):
     CHECKED_TARGETS[_profile] = CheckedTarget("onnx", {"onnx_profile": _profile})
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantizer.config.json_types import JsonMapping
@@ -15,7 +15,7 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names
 from quantizer.graph.module_names import path_names
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.model import Plan
+from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
@@ -73,7 +73,12 @@ class VerdictFacts:
 
     @classmethod
     def of(
-        cls, plan: Plan, *, floating: Mapping[str, str] | None, **facts: Any
+        cls,
+        plan: Plan,
+        *,
+        floating: Mapping[str, str] | None,
+        float_activations: Collection[Key] = (),
+        **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
 
@@ -81,8 +86,13 @@ class VerdictFacts:
             plan: of the calibration.
             floating: by layer, why a runtime multiplies it in float; None if no runtime was
                 asked.
+            float_activations: those that the file leaves in float, although they are planned.
             facts: the other attributes.
         """
+        tensors = dict(plan.tensors)
+        for key in float_activations:
+            tensors.pop(key, None)
+        plan = replace(plan, tensors=tensors)
         reasons = _left_float_of(plan) if floating is None else floating
         names = path_names(plan.graph)
         left_float = {names.get(layer, layer): reason for layer, reason in reasons.items()}

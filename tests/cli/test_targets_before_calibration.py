@@ -108,6 +108,9 @@ def test_a_profile_is_checked_as_a_target_is(
     held = capsys.readouterr().out
     for profile in ("tensorrt", "npu"):
         assert f"--deploy onnx --onnx_profile {profile} can express all tensors" in held
+    assert plan(STATIC, "--for", "tuned") == 0
+    held = capsys.readouterr().out
+    assert "--deploy onnx --onnx_profile tuned can express all tensors" in held
     assert plan(STATIC, "--for", "tensorrt") == 2
     refused = capsys.readouterr()
     assert "is not int8 with the zero point 0, as TensorRT needs it" in refused.out

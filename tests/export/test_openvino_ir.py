@@ -13,7 +13,7 @@ from support.runs import ROOT, calibrate, check
 
 from quantizer.errors import VerificationError
 from quantizer.export import export
-from quantizer.export.onnx.exporter import BuiltOnnx
+from quantizer.export.onnx.build import BuiltOnnx
 from quantizer.export.openvino_ir import exporter as ir_exporter
 from quantizer.export.openvino_ir import verify as ir_verify
 from quantizer.export.speed import Speed

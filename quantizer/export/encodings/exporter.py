@@ -20,8 +20,9 @@ from quantizer.export.encodings.rules import encoding_refusals, require_axes
 from quantizer.export.encodings.verify import EncodedFile, verify_encodings
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.float32 import in_float32
+from quantizer.export.onnx.build import DEFAULT_OPSET
 from quantizer.export.onnx.cleaning import clean_proto
-from quantizer.export.onnx.exporter import DEFAULT_OPSET, graph_refusals
+from quantizer.export.onnx.exporter import graph_refusals
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.product_names import name_products

@@ -73,7 +73,11 @@ class Conventions:
         linear: the form of linear layers.
         rounds_half_even: whether QuantizeLinear rounds activations, with every rounding mode.
         is_for_kernels: whether the file is shaped for the kernels of ONNX Runtime and OpenVINO.
-        is_packed: whether weights in groups become MatMulNBits, and gates are quantized.
+        is_packed: whether weights in groups become MatMulNBits.
+        quantizes_gates: whether the gates of hard-swish and SiLU get 8 bits.
+        decodes_ahead: whether the weights of linear layers with float inputs become floats when
+            the file is loaded. Otherwise ONNX Runtime rounds their inputs to 8 bits.
+        is_tuned: whether activations stay in float where integers are slower on this machine.
         wraps_operators: whether values are quantized between the operators that move or cut
             them, too.
     """
@@ -86,6 +90,9 @@ class Conventions:
     rounds_half_even: bool = False
     is_for_kernels: bool = True
     is_packed: bool = False
+    quantizes_gates: bool = False
+    decodes_ahead: bool = False
+    is_tuned: bool = False
     wraps_operators: bool = False
 
     def makes_unsigned(self, spec: QuantizationSpec, bits: int) -> bool:
@@ -108,7 +115,13 @@ EXACT = Conventions()
 
 CONVENTIONS: dict[str, Conventions] = {
     "exact": EXACT,
-    "fast": Conventions(rounds_half_even=True, is_packed=True),
+    "fast": Conventions(rounds_half_even=True, is_packed=True, quantizes_gates=True),
+    "tuned": Conventions(
+        rounds_half_even=True,
+        quantizes_gates=True,
+        decodes_ahead=True,
+        is_tuned=True,
+    ),
     "tensorrt": Conventions(
         limits=Limits(
             engine="TensorRT",

@@ -9,54 +9,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import onnx
-import onnx_ir as ir
-from onnx import ModelProto
-
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import base_role, is_parameter
-from quantizer.export import refuse
+from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.float32 import in_float32
-from quantizer.export.onnx.activations import activation_refusal
-from quantizer.export.onnx.biases import (
-    overflowing,
-    sum_biases,
-    sum_steps,
-    with_runtime_biases,
+from quantizer.export.layer_choice import (
+    DEPLOY_FILE,
+    LayerChoice,
+    network_digest,
+    read_choice,
 )
-from quantizer.export.onnx.cleaning import clean_proto
+from quantizer.export.onnx.activations import activation_refusal
+from quantizer.export.onnx.biases import with_runtime_biases
+from quantizer.export.onnx.build import OPSETS, build_onnx, operator_set
 from quantizer.export.onnx.complex_numbers import complex_refusals
-from quantizer.export.onnx.conventions import CONVENTIONS, EXACT, BiasForm, Conventions
+from quantizer.export.onnx.conventions import CONVENTIONS, Conventions
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.int8_weights import WeightStorage
-from quantizer.export.onnx.limits import limit_refusals, profile_remarks, wide_bias_refusals
-from quantizer.export.onnx.marks import Lowering
+from quantizer.export.onnx.limits import limit_refusals
 from quantizer.export.onnx.openvino import openvino_started
-from quantizer.export.onnx.passes import lower_marks
-from quantizer.export.onnx.profile import quantized_linearly, rounded_half_even
-from quantizer.export.onnx.specs import (
-    adapt_weights,
-    quantized_apart,
-    signed_weights,
-    weight_storage,
-)
-from quantizer.export.onnx.speed import float_model
-from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
-from quantizer.export.onnx.translation import translate_network
+from quantizer.export.onnx.tuned.trials import activation_keys, without_activations
+from quantizer.export.onnx.tuned.tuner import choose_layers
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
-from quantizer.export.onnx.weights import BLOCK_SIZE_OPSET
-from quantizer.export.targets import checked_target
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
+from quantizer.storage.files import write_json
 
-OPSETS = range(MIN_OPSET, 24)
-"""The operator sets that torch.onnx writes."""
-DEFAULT_OPSET = 20
-"""Every optimization of ONNX Runtime knows it."""
+_SLOWER_IN_INTEGERS = f"left there for speed, see {DEPLOY_FILE}"
 
 
 @dataclass(frozen=True)
@@ -64,24 +45,6 @@ class OnnxModel:
     """A model that was written, and what it is compared with."""
 
     file: OnnxFile
-    tested: Deployment
-    storage: WeightStorage
-    remarks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class BuiltOnnx:
-    """A model that no file has yet.
-
-    Attributes:
-        floating: the same network without quantization, serialized; None if it is large.
-        tested: what it is compared with.
-        storage: how its weights are stored.
-        remarks: notes for the user.
-    """
-
-    proto: ModelProto
-    floating: bytes | None
     tested: Deployment
     storage: WeightStorage
     remarks: tuple[str, ...]
@@ -127,6 +90,26 @@ class OnnxExporter(Exporter[OnnxModel]):
         """Return the solution with biases rounded as the file's engine does."""
         return with_runtime_biases(graph, solution, self.conventions.biases)
 
+    def layer_choice(self, deployment: Deployment, path: Path) -> LayerChoice | None:
+        """Return what stays in float in a tuned file: as a deploy.json says, or as measured.
+
+        Raises:
+            ResultError: the deploy.json does not fit the network.
+            UsageError: the machine is too busy to measure.
+        """
+        if not self.conventions.is_tuned:
+            return None
+        solution = deployment.solution
+        weights = self.choice("onnx_weights")
+        named = self.choice("deploy_file")
+        source = Path(named) if named else path.with_name(DEPLOY_FILE)
+        if not named and not source.exists():
+            return choose_layers(deployment.in_memory(), weights, self.conventions)
+        digest = network_digest(deployment.graph, solution)
+        content = read_choice(source, digest, weights, activation_keys(solution))
+        left_out = [(layer, role) for layer, role in content["float_activations"]]
+        return LayerChoice(without_activations(solution, left_out), content)
+
     @contextmanager
     def write(
         self,
@@ -145,6 +128,8 @@ class OnnxExporter(Exporter[OnnxModel]):
             is_for_kernels = conventions.is_for_kernels
             file = OnnxFile(path.name, source, built.proto, built.floating, is_for_kernels)
             yield OnnxModel(file, built.tested, built.storage, built.remarks)
+        if deployment.layer_choice is not None:
+            write_json(path.with_name(DEPLOY_FILE), deployment.layer_choice.content)
 
     def verify(
         self,
@@ -162,73 +147,38 @@ class OnnxExporter(Exporter[OnnxModel]):
         with openvino_started(written.file, written.tested) as openvino:
             verification = verify_sessions(written.file, written.tested)
             engines = () if openvino is None else (openvino.result(),)
+        remarks = written.remarks
+        choice = deployment.layer_choice
+        if choice is not None:
+            remarks = (choice.line, *remarks)
+            verification = _with_reasons(verification, choice)
         return replace(
             verification,
-            remarks=written.remarks,
+            remarks=remarks,
             engines=engines,
             uint8_weights=tuple(written.storage.unsigned),
             processors=written.storage.processors,
         )
 
 
-def build_onnx(
-    deployment: Deployment,
-    weights: str,
-    conventions: Conventions = EXACT,
-) -> BuiltOnnx:
-    """Return the network with QuantizeLinear and DequantizeLinear.
-
-    Args:
-        deployment: what is exported.
-        weights: the type of 8-bit weights in files for kernels: "auto", "int8" or "uint8".
-        conventions: those of the profile.
-
-    Raises:
-        UsageError: the profile cannot hold the biases.
-        ModelError: torch.onnx does not know an operator of the network.
-    """
-    is_half_even = conventions.rounds_half_even
-    solution = with_runtime_biases(
-        deployment.graph, deployment.solution, conventions.biases
-    ).by_rows()
-    # The file is compared with this, whatever is restated for it.
-    tested = replace(deployment, solution=solution)
-    if is_half_even and not conventions.is_for_kernels:
-        # The engine rounds as it does. The file is right if it is what the remarks say.
-        tested = replace(deployment, solution=quantized_linearly(solution))
-    apart = quantized_apart(deployment.graph, solution, any_rounding=is_half_even)
-    wide = in_float32(replace(deployment, solution=apart))
-    encoded = rounded_half_even(wide.encoded) if is_half_even else wide.encoded
-    if conventions.is_for_kernels:
-        is_packed = conventions.is_packed
-        stated = adapt_weights(wide.graph, encoded, weights, packed=is_packed)
-    else:
-        stated = signed_weights(wide.graph, encoded)
-    opset = deployment.opset
-    if opset == -1:
-        opset = operator_set(stated.specs, conventions)
-    network = wide.network()
-    quantizations = list(stated.tensors.items())
-    model = translate_network(wide, network, quantizations, opset)
-    floating = float_model(model) if conventions.is_for_kernels else None
-    steps = sum_steps(wide.graph, stated, conventions.biases)
-    biases = sum_biases(network, steps)
-    if conventions.biases is BiasForm.PRODUCTS:
-        words = checked_target("onnx", deployment.choices).words
-        refuse(words, wide_bias_refusals(step for step in steps if step not in biases))
-    float_layers = overflowing(network, stated) - biases.keys()
-    lowering = Lowering(network, quantizations, opset, biases, float_layers, conventions)
-    lower_marks(model, lowering)
-    proto = ir.to_proto(model)
-    clean_proto(proto, deployment.graph, deployment.input_names)
-    storage = weight_storage(wide.graph, stated)
-    texts = dict(deployment.origin.texts())
-    remarks = profile_remarks(conventions, solution.specs)
-    if conventions.is_for_kernels:
-        texts["processors"] = storage.processors
-        remarks = storage.remarks
-    onnx.helper.set_model_props(proto, texts)
-    return BuiltOnnx(proto, floating, tested, storage, remarks)
+def _with_reasons(
+    verification: Verification,
+    choice: LayerChoice,
+) -> Verification:
+    """Return the verification with the reason for layers that a choice leaves in float."""
+    session = verification.default_session
+    if session is None or session.kernels is None:
+        return verification
+    floating = dict(session.kernels.floating)
+    for layer in choice.float_layers:
+        if layer in floating:
+            floating[layer] = _SLOWER_IN_INTEGERS
+    kernels = replace(session.kernels, floating=floating)
+    return replace(
+        verification,
+        default_session=replace(session, kernels=kernels),
+        float_activations=choice.float_activations,
+    )
 
 
 def graph_refusals(
@@ -245,34 +195,3 @@ def graph_refusals(
             why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
             remedy = "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"
             yield Refusal(why, remedy, node.name)
-
-
-def operator_set(
-    specs: Mapping[Key, QuantizationSpec],
-    conventions: Conventions = EXACT,
-) -> int:
-    """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""
-    opsets = [DEFAULT_OPSET]
-    for (_, role), spec in specs.items():
-        if spec.dtype == "int":
-            opsets.append(_first_opset(role, spec, conventions))
-    return max(opsets)
-
-
-def _first_opset(
-    role: str,
-    spec: QuantizationSpec,
-    conventions: Conventions,
-) -> int:
-    """Return the first operator set with the type of a tensor's codes; biases stay floats."""
-    if base_role(role) == "bias":
-        return 0
-    newest = OPSETS[-1]
-    if not is_parameter(role):
-        stored = activation_type(spec, newest, conventions)
-        return 0 if stored is None else stored[0].opset
-    kind = weight_type(spec, newest)
-    opset = 0 if kind is None else kind.opset
-    if spec.qscheme == "per_group":
-        opset = max(opset, BLOCK_SIZE_OPSET)
-    return opset

@@ -12,6 +12,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.onnx.biases import SumBias
 from quantizer.export.onnx.conventions import EXACT, Conventions
+from quantizer.export.onnx.specs import is_multiplied, layer_input_spec
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -33,6 +34,7 @@ class Lowering:
         biases: of the layers that add theirs to sums of integers.
         float_layers: those whose biases do not fit sums of integers.
         conventions: those of the profile.
+        left_out: quantizations of activations that stay in float, although they are marked.
     """
 
     network: Network
@@ -41,11 +43,40 @@ class Lowering:
     biases: Mapping[str, SumBias]
     float_layers: Collection[str]
     conventions: Conventions = EXACT
+    left_out: Collection[Key] = ()
 
     @cached_property
     def specs(self) -> dict[Key, QuantizationSpec]:
-        """Return the specs of all quantizations."""
-        return {key: tensor.spec for key, tensor in self.quantizations}
+        """Return the specs of all quantizations that are not left out."""
+        specs: dict[Key, QuantizationSpec] = {}
+        for key, tensor in self.quantizations:
+            if key not in self.left_out:
+                specs[key] = tensor.spec
+        return specs
+
+    def has_float_input(
+        self,
+        layer: str,
+    ) -> bool:
+        """Return whether the input of a layer is not quantized."""
+        graph = self.network.graph
+        return layer_input_spec(layer, graph, self.specs) is None
+
+    def decodes_ahead(
+        self,
+        layer: str,
+        weights: QuantizedTensor,
+    ) -> bool:
+        """Return whether the weights of a product become floats when the file is loaded.
+
+        Weights in groups do not: ONNX Runtime has kernels for them.
+        """
+        if not self.conventions.decodes_ahead:
+            return False
+        node = self.network.graph.by_name[layer]
+        if not is_multiplied(node) or weights.spec.qscheme == "per_group":
+            return False
+        return self.has_float_input(layer)
 
     def marked(self, mark: ir.Node) -> tuple[Key, QuantizedTensor]:
         """Return the quantization that a mark stands for."""

@@ -82,14 +82,22 @@ def _session(model: bytes) -> onnxruntime.InferenceSession:
 
 def speeds_in_turns(
     timers: Sequence[Timer],
+    *,
+    seconds: float = _ROUND_SECONDS,
+    shortest: float = _MIN_SECONDS,
 ) -> list[Speed | None]:
     """Return how fast the first network is against the second one, the float network, and so
     are the third and later ones; None for each that cannot be measured.
 
     All run in each round and take turns to be first, so that what slows the machine down slows
     all of them.
+
+    Args:
+        timers: of the networks.
+        seconds: in which rounds begin.
+        shortest: the seconds that a measurement takes at least, of at most 100 runs.
     """
-    runs = [_runs_at_once(timer) for timer in timers]
+    runs = [_runs_at_once(timer, shortest) for timer in timers]
     times: list[list[float]] = [[] for _ in timers]
     order = list(range(len(timers)))
     start = time.perf_counter()
@@ -97,20 +105,21 @@ def speeds_in_turns(
         for which in order:
             times[which].append(timers[which](runs[which]))
         order.reverse()
-        if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > _ROUND_SECONDS:
+        if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > seconds:
             break
     ours, floats, *others = times
-    return [Speed.of(seconds, floats) for seconds in (ours, *others)]
+    return [Speed.of(rounds, floats) for rounds in (ours, *others)]
 
 
 def _runs_at_once(
     timer: Timer,
+    shortest: float,
 ) -> int:
     """Return how many runs make a measurement long enough for the clock and the scheduler."""
     # The first run prepares memory.
     timer(1)
     seconds = timer(1)
-    return max(1, math.ceil(_MIN_SECONDS / max(seconds, _MIN_SECONDS / _MAX_RUNS)))
+    return max(1, math.ceil(shortest / max(seconds, shortest / _MAX_RUNS)))
 
 
 def _seconds(

@@ -37,6 +37,7 @@ _HELP = (
     "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one "
     "gets wrong"
 )
+_NEVER_SLOWER = "--onnx_profile tuned"
 _INT8_HELP = (
     "without VNNI, processors add up int8 weights of 8 bits wrong: use --onnx_weights auto, "
     "or give weights 7 bits"
@@ -117,11 +118,14 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             remedy=remedy,
         )
     rows = () if layers is None else tuple(layers.check.rows.values())
+    speed = _speed(file, sessions[DEFAULT], first_feed)
+    if speed is not None and speed.high < 1 and deployment.layer_choice is None:
+        speed = replace(speed, remedy=_NEVER_SLOWER)
     default = replace(
         verified[DEFAULT],
         kernels=multiplications,
         layers=rows,
-        speed=_speed(file, sessions[DEFAULT], first_feed),
+        speed=speed,
     )
     return replace(verified[UNOPTIMIZED], default_session=default)
 

@@ -14,7 +14,8 @@ from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.onnx.biases import with_runtime_biases
-from quantizer.export.onnx.exporter import BuiltOnnx, OnnxExporter, build_onnx
+from quantizer.export.onnx.build import BuiltOnnx, build_onnx
+from quantizer.export.onnx.exporter import OnnxExporter
 from quantizer.export.openvino_ir.session import IrSession, ir_session
 from quantizer.export.openvino_ir.verify import verify_ir
 from quantizer.graph.ir import Graph

@@ -21,7 +21,7 @@ from torch import Tensor
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx.exporter import BuiltOnnx
+from quantizer.export.onnx.build import BuiltOnnx
 from quantizer.export.onnx.files import LARGEST_MESSAGE
 from quantizer.export.onnx.openvino import DEFAULT_SETTINGS, EXACT_SETTINGS
 from quantizer.export.onnx.verify import named_inputs

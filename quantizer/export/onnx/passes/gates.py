@@ -1,4 +1,4 @@
-"""For `--onnx_profile fast`: quantizes the gates of hard-swish and SiLU to 8 bits.
+"""For `--onnx_profile fast` and `tuned`: quantizes the gates of hard-swish and SiLU to 8 bits.
 
 x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats. A
 hard-sigmoid, clamp(a x + b, 0, 1), becomes an Add: x + b / a with codes from 0 to 1 / a. Their
@@ -26,7 +26,7 @@ def quantize_gates(
     lowering: Lowering,
 ) -> None:
     """Quantize each gate whose product with its own quantized input is quantized."""
-    if not lowering.conventions.is_packed:
+    if not lowering.conventions.quantizes_gates:
         return
     for node in list(model.graph):
         if node.op_type not in ("HardSwish", "Mul") or not is_quantized(node.outputs[0]):

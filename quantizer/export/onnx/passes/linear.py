@@ -36,6 +36,9 @@ def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
         weight = mark.outputs[0]
         if lowering.weight_of(weight) is None or weight.is_graph_output():
             continue
+        (layer, _), tensor = lowering.marked(mark)
+        if lowering.decodes_ahead(layer, tensor):
+            continue
         readers = weight.consumers()
         if readers and all(_only_transposes(reader, weight) for reader in readers):
             weight.meta[TRANSPOSED_KEY] = True

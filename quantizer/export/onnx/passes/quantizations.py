@@ -28,7 +28,7 @@ from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, is_multiplied, layer_input_spec
+from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, is_multiplied
 from quantizer.export.onnx.weights import quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
@@ -43,12 +43,32 @@ _NOT_FUSED = ("Softmax",)
 
 def replace_marks(model: ir.Model, lowering: Lowering) -> None:
     """Replace all marks, and the products that need another form."""
+    _remove_left_out(model.graph, lowering)
     replacement = _Replacement(model.graph, lowering)
     for node in list(model.graph):
         if is_mark(node):
             replacement.replace_mark(node)
         elif node.op_type == "MatMul":
             replacement.replace_product(node)
+
+
+def _remove_left_out(graph: ir.Graph, lowering: Lowering) -> None:
+    """Remove the marks of activations that stay in float."""
+    for mark in marks_of(graph):
+        key, _ = lowering.marked(mark)
+        if key not in lowering.left_out:
+            continue
+        source = mark.inputs[0]
+        assert source is not None
+        result = mark.outputs[0]
+        if result.is_graph_output():
+            # Its name must stay, and the source may be an input
+            source = NodeBuilder(f"{key[0]}.{key[1]}", mark).add("Identity", source)
+            replace_node(mark, source)
+            continue
+        for reader, index in list(result.uses()):
+            reader.replace_input_with(index, source)
+        remove_node(mark)
 
 
 class _Replacement:
@@ -167,7 +187,7 @@ class _Replacement:
                 values,
                 self.lowering.opset,
                 transposed=is_transposed,
-                ahead=self._is_ahead(result, layer),
+                ahead=self._is_ahead(result, layer, tensor),
             )
         if weight is not None:
             return weight
@@ -183,11 +203,13 @@ class _Replacement:
             return False
         return all(reader.op_type in MULTIPLYING for reader in weight.consumers())
 
-    def _is_ahead(self, weight: ir.Value, layer: str) -> bool:
+    def _is_ahead(self, weight: ir.Value, layer: str, tensor: QuantizedTensor) -> bool:
         """Return whether a weight is computed when ONNX Runtime loads the file."""
         is_for_kernels = self.lowering.conventions.is_for_kernels
         if not is_for_kernels or TRANSPOSED_KEY in weight.meta:
             return False
+        if self.lowering.decodes_ahead(layer, tensor):
+            return True
         return all(self._is_float(reader, layer) for reader in weight.consumers())
 
     def _activation(
@@ -232,10 +254,10 @@ class _Replacement:
         graph = self.lowering.network.graph
         if reader.op_type in _RECURRENT:
             return graph.by_name[layer].row.kind == "mac"
+        has_float_input = self.lowering.has_float_input(layer)
         if reader.op_type not in ("Conv", "ConvTranspose"):
             return False
-        has_quantized_input = layer_input_spec(layer, graph, self.lowering.specs) is not None
-        return not has_quantized_input or not _is_quantized_later(reader.outputs[0])
+        return has_float_input or not _is_quantized_later(reader.outputs[0])
 
     def _has_groups(self, node: ir.Node) -> bool:
         """Return whether a node multiplies by codes in groups; such kernels take floats."""

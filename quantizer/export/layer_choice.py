@@ -1,0 +1,140 @@
+"""Holds which layers of a file stay in float, as deploy.json has it, to repeat the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizer.calibration.fingerprint import layer_digests, value_digest
+from quantizer.calibration.solution import Solution
+from quantizer.config.json_types import JsonMapping
+from quantizer.config.wording import counted, first_names
+from quantizer.errors import ResultError, UsageError
+from quantizer.graph.ir import Graph
+from quantizer.plan.model import Key
+from quantizer.storage.files import read_json
+
+DEPLOY_FILE = "deploy.json"
+"""The name of the file in the folder of an .onnx."""
+DEPLOY_FORMAT = 1
+"""The version of its layout."""
+_HELP = "remove it, or give no --deploy_file, to measure again"
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What stays in float in a file.
+
+    Attributes:
+        solution: the calibration without the activations that stay in float.
+        content: of deploy.json.
+    """
+
+    solution: Solution
+    content: JsonMapping
+
+    @property
+    def float_layers(self) -> Collection[str]:
+        """Return the layers that stay in float."""
+        layers: Mapping[str, Any] = self.content["float_layers"]
+        return layers.keys()
+
+    @property
+    def float_activations(self) -> tuple[Key, ...]:
+        """Return the activations that stay in float."""
+        return tuple((layer, role) for layer, role in self.content["float_activations"])
+
+    @property
+    def line(self) -> str:
+        """Return a sentence about the choice."""
+        measured = self.content["measured"]
+        layers = counted(len(self.float_layers), "layer")
+        batches = " and ".join(str(size) for size in measured["batches"])
+        line = (
+            f"{layers} in float, chosen for batches of {batches} on "
+            f"{counted(measured['threads'], 'thread')} of {measured['processor']}; "
+            f"{DEPLOY_FILE} has the times"
+        )
+        if measured.get("vnni") is True and self.content["weights"] != "int8":
+            line += ". This processor has VNNI: --onnx_weights int8 may be faster"
+        return line
+
+
+def network_digest(graph: Graph, solution: Solution) -> str:
+    """Return a digest of all that decides the speed of a file: layers, and how each tensor is
+    quantized.
+
+    Scales are left out. Their last bits differ between processors, and change no speed.
+    """
+    rows: list[list[Any]] = []
+    for key in sorted(solution.tensors):
+        rows.append([*key, solution.tensors[key].spec.to_json()])
+    return value_digest([layer_digests(graph), rows])
+
+
+def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) -> JsonMapping:
+    """Return the content of a deploy.json that fits a network.
+
+    Args:
+        path: of the file.
+        digest: of the network, as `network_digest` returns it.
+        weights: the value of --onnx_weights.
+        keys: the quantized activations.
+
+    Raises:
+        ResultError: it is damaged, or was written for something else.
+        UsageError: it was measured with other weights.
+    """
+    content = read_json(path)
+    if not _is_complete(content):
+        raise ResultError(f"{path} is not a deploy.json of format {DEPLOY_FORMAT}", help=_HELP)
+    if content["network"] != digest:
+        raise ResultError(
+            f"{path} was measured for another network, or for another config of it", help=_HELP
+        )
+    if content["weights"] != weights:
+        raise UsageError(
+            f"{path} was measured with --onnx_weights {content['weights']}, and this run has "
+            f"--onnx_weights {weights}",
+            help=f"give --onnx_weights {content['weights']}, or {_HELP}",
+        )
+    unknown: list[str] = []
+    for layer, role in content["float_activations"]:
+        if (layer, role) not in keys:
+            unknown.append(f"{role} of {layer}")
+    if unknown:
+        raise ResultError(
+            f"{path} leaves {first_names(unknown)} in float, which this network does not "
+            "quantize",
+            help=_HELP,
+        )
+    checked: JsonMapping = content
+    return checked
+
+
+def _is_complete(content: Any) -> bool:
+    """Return whether a content has the entries of this format, each of its type."""
+    types: dict[str, type] = {
+        "format": int,
+        "network": str,
+        "weights": str,
+        "float_activations": list,
+        "float_layers": dict,
+        "measured": dict,
+        "speeds": dict,
+    }
+    if not isinstance(content, dict) or content.get("format") != DEPLOY_FORMAT:
+        return False
+    for name, kind in types.items():
+        if not isinstance(content.get(name), kind):
+            return False
+    for pair in content["float_activations"]:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(word, str) for word in pair):
+            return False
+    measured = content["measured"]
+    is_named = isinstance(measured.get("processor"), str)
+    is_counted = isinstance(measured.get("threads"), int)
+    return is_named and is_counted and isinstance(measured.get("batches"), list)

@@ -1,0 +1,266 @@
+"""Chooses which activations of an .onnx stay in float, by measuring files on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+from onnx import ModelProto
+
+from quantizer.calibration.fingerprint import input_shapes
+from quantizer.errors import UsageError
+from quantizer.export.deployment import Deployment
+from quantizer.export.layer_choice import DEPLOY_FORMAT, LayerChoice, network_digest
+from quantizer.export.onnx.conventions import Conventions
+from quantizer.export.onnx.tuned.blocks import START, BlockMap
+from quantizer.export.onnx.tuned.costs import (
+    ProfiledPair,
+    block_milliseconds,
+    measured_costs,
+)
+from quantizer.export.onnx.tuned.meter import Feed, Meter, Profile, RuntimeMeter
+from quantizer.export.onnx.tuned.trials import (
+    TrialFiles,
+    activation_keys,
+    without_activations,
+)
+from quantizer.export.onnx.verify import DEFAULT, failures_named, named_inputs
+from quantizer.export.speed import Speed
+from quantizer.graph.ir import Graph
+from quantizer.plan.model import Key
+
+METER: Callable[[], Meter] = RuntimeMeter
+"""Makes what measures."""
+_MOST_SAMPLES = 10
+"""Of the larger batch that is measured. The smaller one has one sample."""
+_ATTEMPTS = 3
+_INTEGERS = "all in integers"
+_FLOATS = "all activations in float"
+_SLOWEST = 1.0
+"""A file is chosen only if it is at least as fast as float with each batch."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A file that could be chosen.
+
+    Attributes:
+        floats: the blocks that stay in float.
+        left_out: the activations that do.
+        speeds: for each batch.
+    """
+
+    floats: frozenset[str]
+    left_out: frozenset[Key]
+    speeds: tuple[Speed, ...] = ()
+
+
+def choose_layers(
+    deployment: Deployment,
+    weights: str,
+    conventions: Conventions,
+) -> LayerChoice:
+    """Return what stays in float in the fastest file.
+
+    Args:
+        deployment: a network with all its quantizations.
+        weights: the value of --onnx_weights.
+        conventions: of the profile.
+
+    Raises:
+        UsageError: the machine is too busy to measure, or the network is too large.
+        VerificationError: ONNX Runtime cannot run a file.
+    """
+    return _Tuner(deployment, weights, conventions).choice()
+
+
+class _Tuner:
+    """Measures the files of one network."""
+
+    def __init__(self, deployment: Deployment, weights: str, conventions: Conventions) -> None:
+        self.deployment = deployment
+        self.name = f"{deployment.graph.model}.onnx"
+        self.weights = weights
+        self.meter = METER()
+        self.files = TrialFiles(deployment, weights, conventions)
+        self.keys = activation_keys(deployment.solution)
+        if self.files.floating is None:
+            raise UsageError(
+                "--onnx_profile tuned cannot measure a network of more than 1 GB",
+                help="use --onnx_profile fast",
+            )
+        self.floating: bytes = self.files.floating
+        quantized = self.files.file(())
+        bare = self.files.file(self.keys)
+        self.quantized_blocks = BlockMap(quantized)
+        self.bare_blocks = BlockMap(bare)
+        self.sizes, self.feeds = _feeds(deployment, quantized)
+        self.pairs: list[ProfiledPair] = []
+        for size, feed in zip(self.sizes, self.feeds, strict=True):
+            in_integers = self._profile(quantized, feed)
+            in_float = self._profile(bare, feed)
+            elements = partial(_elements, deployment.graph, size)
+            pair = ProfiledPair(in_integers, in_float, elements)
+            self.pairs.append(pair)
+
+    def _profile(
+        self,
+        model: ModelProto,
+        feed: Feed,
+    ) -> Profile:
+        content = model.SerializeToString()
+        with failures_named(DEFAULT, self.name):
+            return self.meter.profile(content, feed)
+
+    def choice(self) -> LayerChoice:
+        """Return what the fastest file leaves in float."""
+        trials = self._measured(self._trials())
+        fastest = fastest_trial(trials)
+        left_out = sorted(fastest.left_out)
+        times = block_milliseconds(self.pairs, self.quantized_blocks, self.bare_blocks)
+        float_layers: dict[str, Any] = {}
+        for name in sorted(fastest.floats - {START}):
+            float_layers[name] = times[name]
+        content = {
+            "format": DEPLOY_FORMAT,
+            "target": "onnx",
+            "network": network_digest(self.deployment.graph, self.deployment.solution),
+            "weights": self.weights,
+            "measured": {**self.meter.conditions, "batches": list(self.sizes)},
+            "float_activations": [list(key) for key in left_out],
+            "float_layers": float_layers,
+            "speeds": {
+                "chosen": _ratios(fastest),
+                _INTEGERS: _ratios(trials[0]),
+                _FLOATS: _ratios(trials[-1]),
+            },
+        }
+        solution = without_activations(self.deployment.solution, left_out)
+        return LayerChoice(solution, content)
+
+    def _trials(self) -> list[_Trial]:
+        """Return the files to compare: in integers, then choices, then the one in float."""
+        trials = [_Trial(frozenset(), frozenset())]
+        known = {frozenset(), frozenset(self.keys)}
+        batches: list[Sequence[ProfiledPair]] = [self.pairs]
+        if len(self.pairs) > 1:
+            batches += [[pair] for pair in self.pairs]
+        for pairs in batches:
+            costs = measured_costs(pairs, self.quantized_blocks, self.bare_blocks, self.keys)
+            for floats in costs.choices():
+                left_out = costs.left_out(floats)
+                if left_out not in known:
+                    known.add(left_out)
+                    trials.append(_Trial(floats, left_out))
+        every_block = frozenset(self.quantized_blocks.names)
+        trials.append(_Trial(every_block, frozenset(self.keys)))
+        return trials
+
+    def _measured(self, trials: Sequence[_Trial]) -> list[_Trial]:
+        """Return the trials with their speeds.
+
+        Raises:
+            UsageError: the machine is too busy.
+        """
+        models: list[bytes] = []
+        for trial in trials:
+            file = self.files.file(trial.left_out)
+            content = file.SerializeToString()
+            models.append(content)
+        measured = list(trials)
+        for feed in self.feeds:
+            speeds = self._clear_speeds(models, feed)
+            for index, speed in enumerate(speeds):
+                trial = measured[index]
+                measured[index] = replace(trial, speeds=(*trial.speeds, speed))
+        return measured
+
+    def _clear_speeds(
+        self,
+        models: Sequence[bytes],
+        feed: Feed,
+    ) -> list[Speed]:
+        """Return the speeds of files whose rounds agree.
+
+        Raises:
+            UsageError: they do not, however often they are measured.
+        """
+        for _ in range(_ATTEMPTS):
+            with failures_named(DEFAULT, self.name):
+                speeds = self.meter.speeds(models, self.floating, feed)
+            are_clear = all(speed.is_clear for speed in speeds)
+            if are_clear and len(speeds) == len(models):
+                return speeds
+        raise UsageError(
+            "--onnx_profile tuned cannot choose: the machine is too busy to measure files",
+            help="run it when nothing else runs, or give a deploy.json with --deploy_file",
+        )
+
+
+def fastest_trial(trials: Sequence[_Trial]) -> _Trial:
+    """Return the trial with the highest speed on average over batches.
+
+    One that is slower than float with a batch is not chosen. If all are, it is the last one,
+    which computes in float.
+    """
+    chosen = trials[-1]
+    best = 0.0
+    for trial in trials:
+        ratios = [speed.ratio for speed in trial.speeds]
+        average = prod(ratios)
+        if min(ratios) >= _SLOWEST and average > best:
+            chosen = trial
+            best = average
+    return chosen
+
+
+def _ratios(trial: _Trial) -> list[float]:
+    """Return the speeds of a trial against float, for each batch."""
+    return [round(speed.ratio, 3) for speed in trial.speeds]
+
+
+def _feeds(
+    deployment: Deployment,
+    model: ModelProto,
+) -> tuple[list[int], list[Feed]]:
+    """Return sizes of batches, and inputs of these sizes: one sample, and up to ten."""
+    feed = named_inputs(model, deployment, deployment.args, deployment.kwargs)
+    axes: dict[str, int] = {}
+    shapes = [shape for shape in input_shapes(deployment.graph) if shape is not None]
+    for name, shape in zip(deployment.input_names, shapes, strict=True):
+        if name in feed and None in shape:
+            axes[name] = shape.index(None)
+    if not axes:
+        return [1], [feed]
+    whole = _MOST_SAMPLES
+    for name, axis in axes.items():
+        samples = feed[name].shape[axis]
+        whole = min(whole, samples)
+    sizes = sorted({1, whole})
+    feeds: list[Feed] = []
+    for size in sizes:
+        part = dict(feed)
+        for name, axis in axes.items():
+            part[name] = feed[name].take(range(size), axis)
+        feeds.append(part)
+    return sizes, feeds
+
+
+def _elements(
+    graph: Graph,
+    samples: int,
+    key: Key,
+) -> int:
+    """Return the size of an activation for a number of samples."""
+    layer, role = key
+    node = graph.by_name[layer]
+    if role != "activation" and node.op != "input":
+        source = node.input_roles()[role]
+        node = graph.by_name[source]
+    elements = 1
+    for size in node.shape or ():
+        elements *= samples if size is None else size
+    return elements

@@ -1,0 +1,415 @@
+"""`--onnx_profile tuned`: what stays in float follows from measured times, deploy.json has it, and
+repeats it without measuring.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.configs import document
+from support.runs import ROOT
+from torch import Tensor, nn
+
+for package in ("onnx", "onnxruntime", "onnxscript"):
+    pytest.importorskip(package, reason="files are written with it (extra: onnx)")
+
+import onnx
+
+import quantizer
+from quantizer.cli.main import run_command
+from quantizer.errors import QuantizerError, ResultError, UsageError
+from quantizer.export.choices import require_choices
+from quantizer.export.onnx import verify
+from quantizer.export.onnx.tuned import tuner
+from quantizer.export.onnx.tuned.costs import BlockCost, BorderCost, Costs
+from quantizer.export.onnx.tuned.cut import TwoSides
+from quantizer.export.onnx.tuned.meter import Feed, Kernel, Profile, RuntimeMeter
+from quantizer.export.speed import Speed
+
+UNSIGNED: dict[str, Any] = {"symmetry": False, "signed": False}
+CONFIG = document(
+    tensor={
+        "input": UNSIGNED,
+        "weights": {"per_channel": True},
+        "activation": UNSIGNED,
+    }
+)
+FIRST = "Net::Net/Conv2d[first]/conv2d"
+
+
+class Net(nn.Module):
+    """Three convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 8, 3),
+            nn.Conv2d(8, 4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x).relu()).relu())
+
+
+def images() -> Tensor:
+    return torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+def calibrated() -> quantizer.Result:
+    torch.manual_seed(0)
+    return quantizer.calibrate(Net().eval(), CONFIG, [images()])
+
+
+class FakeMeter:
+    """Kernels of a real session with made-up times: integers are slow in the first layer."""
+
+    conditions: Mapping[str, Any] = {
+        "runtime": "fake",
+        "processor": "none",
+        "threads": 1,
+        "vnni": True,
+    }
+    tuned_ratio = 1.5
+    spread = 1.0
+
+    def profile(self, model: bytes, feed: Feed) -> Profile:
+        real = RuntimeMeter().profile(model, feed)
+        kernels: list[Kernel] = []
+        for kernel in real.kernels:
+            seconds = 1e-3 if kernel.op_type in ("Conv", "FusedConv") else 1e-6
+            if kernel.op_type == "QLinearConv":
+                seconds = 5e-3 if "[first]" in kernel.name else 2e-4
+            kernels.append(replace(kernel, seconds=seconds))
+        return Profile(real.optimized, tuple(kernels))
+
+    def speeds(self, models: Sequence[bytes], floating: bytes, feed: Feed) -> list[Speed]:
+        return [self.speed(onnx.load_from_string(model)) for model in models]
+
+    def speed(self, model: onnx.ModelProto) -> Speed:
+        layers = quantized(model)
+        ratio = self.tuned_ratio
+        if not layers:
+            ratio = 1.0
+        elif "Net::input_0" in layers:
+            ratio = 0.8
+        return Speed(ratio, ratio / self.spread, ratio * self.spread, 9)
+
+
+def quantized(model: onnx.ModelProto) -> set[str]:
+    """The layers whose outputs, or whose inputs, a file quantizes: those of its activations."""
+    names: set[str] = set()
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear":
+            names.add(node.name.rsplit(".", 3)[0])
+    return names
+
+
+def no_meter() -> RuntimeMeter:
+    raise AssertionError("nothing may be measured")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeMeter]:
+    class Meter(FakeMeter):
+        """One that the test may change."""
+
+    monkeypatch.setattr(tuner, "METER", Meter)
+    return Meter
+
+
+def export(result: quantizer.Result, folder: Path, **options: str) -> Any:
+    return result.export("onnx", folder / "net.onnx", onnx_profile="tuned", **options)
+
+
+def deployed(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "deploy.json").read_text())
+    return content
+
+
+def test_what_integers_make_slower_stays_in_float(fake: type, tmp_path: Path) -> None:
+    verification = export(calibrated(), tmp_path)
+    layers = quantized(onnx.load(tmp_path / "net.onnx"))
+    # The second layer reads codes of the first one's output, which keeps its quantization
+    assert layers == {"Net::Net/relu", "Net::Net/relu.1", "Net::Net/Conv2d[third]/conv2d"}
+    content = deployed(tmp_path)
+    assert list(content["float_layers"]) == [FIRST]
+    times = content["float_layers"][FIRST]
+    assert times["integers_ms"] == pytest.approx([5.0, 5.0], rel=0.1)
+    assert times["float_ms"] == pytest.approx([1.0, 1.0], rel=0.1)
+    assert content["float_activations"] == [["Net::input_0", "input"]]
+    assert content["speeds"]["chosen"] == [1.5, 1.5]
+    assert content["measured"]["batches"] == [1, 4]
+    assert verification.sqnr_db > 100
+    line = verification.remarks[0]
+    assert line.startswith(
+        "1 layer in float, chosen for batches of 1 and 4 on 1 thread of none"
+    )
+    assert "--onnx_weights int8 may be faster" in line
+    reasons = verification.default_session.kernels.floating
+    assert "left there for speed" in reasons[FIRST]
+
+
+def test_a_choice_is_repeated_without_measuring(
+    fake: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = calibrated()
+    export(result, tmp_path)
+    names = ("net.onnx", "deploy.json")
+    before = [(tmp_path / name).read_bytes() for name in names]
+    monkeypatch.setattr(tuner, "METER", no_meter)
+    export(result, tmp_path)
+    assert [(tmp_path / name).read_bytes() for name in names] == before
+    other = tmp_path / "other"
+    # Another calibration of the same network and config
+    export(calibrated(), other, deploy_file=str(tmp_path / "deploy.json"))
+    assert [(other / name).read_bytes() for name in names] == before
+
+
+def test_a_file_that_is_never_faster_computes_in_float(fake: Any, tmp_path: Path) -> None:
+    fake.tuned_ratio = 0.9
+    torch.manual_seed(0)
+    made = quantizer.quantize(
+        Net().eval(),
+        [images()],
+        "onnx",
+        config=CONFIG,
+        folder=tmp_path,
+        onnx_profile="tuned",
+    )
+    verification = made.verification
+    assert verification.default_session is not None
+    assert verification.default_session.kernels is not None
+    assert "int8 weights, float activations" in made.verdict[0]
+    tmp_path = made.path.parent
+    assert quantized(onnx.load(made.path)) == set()
+    assert verification.default_session.kernels.share == 0.0
+    content = deployed(tmp_path)
+    assert len(content["float_layers"]) == 3
+    assert content["speeds"]["chosen"] == [1.0, 1.0]
+
+
+def test_a_busy_machine_is_refused(fake: Any, tmp_path: Path) -> None:
+    fake.spread = 1.5
+    with pytest.raises(UsageError, match="too busy to measure") as refused:
+        export(calibrated(), tmp_path)
+    assert "--deploy_file" in str(refused.value.help)
+    assert not (tmp_path / "deploy.json").exists()
+
+
+def without(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content.pop(name)
+
+
+def with_value(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content.update({name: value})
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[quantizer.Result, Path]:
+    """A result, and the folder of its tuned file."""
+    folder = tmp_path_factory.mktemp("tuned")
+    result = calibrated()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "METER", FakeMeter)
+        export(result, folder)
+    return result, folder
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (with_value("format", 2), "is not a deploy.json of format 1"),
+        (without("speeds"), "is not a deploy.json of format 1"),
+        (with_value("float_activations", ["conv"]), "is not a deploy.json of format 1"),
+        (with_value("measured", {}), "is not a deploy.json of format 1"),
+        (with_value("network", "0" * 16), "was measured for another network"),
+        (with_value("weights", "int8"), "was measured with --onnx_weights int8"),
+        (
+            with_value("float_activations", [["Net::gone", "activation"]]),
+            "leaves activation of Net::gone in float, which this network does not quantize",
+        ),
+    ],
+)
+def test_a_deploy_file_that_does_not_fit_is_refused(
+    example: tuple[quantizer.Result, Path],
+    change: Callable[[dict[str, Any]], object],
+    text: str,
+    tmp_path: Path,
+) -> None:
+    result, folder = example
+    content = deployed(folder)
+    change(content)
+    (tmp_path / "deploy.json").write_text(json.dumps(content))
+    with pytest.raises(QuantizerError, match=text) as refused:
+        export(result, tmp_path)
+    assert "to measure again" in str(refused.value.help)
+    assert not (tmp_path / "net.onnx").exists()
+
+
+def test_a_deploy_file_must_be_there_and_json(
+    example: tuple[quantizer.Result, Path], tmp_path: Path
+) -> None:
+    result, _ = example
+    with pytest.raises(ResultError, match=r"gone\.json"):
+        export(result, tmp_path, deploy_file=str(tmp_path / "gone.json"))
+    (tmp_path / "deploy.json").write_text("{")
+    with pytest.raises(ResultError, match=r"deploy\.json"):
+        export(result, tmp_path)
+
+
+def test_options_that_do_not_go_together() -> None:
+    tuned = {"onnx_profile": "tuned"}
+    require_choices(tuned | {"deploy_file": "deploy.json", "onnx_weights": "int8"}, ["onnx"])
+    with pytest.raises(UsageError, match="changes which layers are quantized"):
+        require_choices(tuned, ["onnx", "pt2"])
+    with pytest.raises(UsageError, match="--deploy_file is only for --onnx_profile tuned"):
+        require_choices({"deploy_file": "deploy.json", "onnx_profile": "fast"}, ["onnx"])
+
+
+def test_figures_of_a_run_are_those_of_the_file(
+    example: tuple[quantizer.Result, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Python and on the command line; the digest is that of the other calibrations, too."""
+    result, folder = example
+    monkeypatch.setattr(tuner, "METER", no_meter)
+    torch.manual_seed(0)
+    made = quantizer.quantize(
+        Net().eval(),
+        [images()],
+        "onnx",
+        config=CONFIG,
+        folder=tmp_path / "python",
+        onnx_profile="tuned",
+        deploy_file=folder / "deploy.json",
+    )
+    assert made.comparison.metrics["sqnr_db"] > result.test().metrics["sqnr_db"] + 0.1
+    tested = {row["layer"] for row in made.comparison.layers if row["tensor"] == "input"}
+    assert "Net::input_0" not in tested
+    source = (
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests' / 'export')!r})\n"
+        "from test_tuned import calibrated, images, Net\n"
+        "def model():\n    torch.manual_seed(0)\n    return Net()\n"
+        "def calibration_data():\n    return [images()]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(source)
+    Path("config.json").write_text(json.dumps(CONFIG))
+    common = ["--model", "net.py", "--config_file", "config.json", "-q"]
+    assert run_command(["--quant_mode", "calib", *common]) == 0
+    options = ["--deploy", "onnx", "--onnx_profile", "tuned"]
+    file = ["--deploy_file", str(folder / "deploy.json")]
+    assert run_command(["--quant_mode", "test", *common, *options, *file]) == 0
+    place = Path("quantize_result")
+    report = json.loads((place / "report.json").read_text())
+    assert report["metrics"]["sqnr_db"] == pytest.approx(made.comparison.metrics["sqnr_db"])
+    written = place / "export" / "Net.onnx"
+    assert written.read_bytes() == made.path.read_bytes()
+    assert deployed(written.parent) == deployed(folder)
+
+
+@pytest.mark.parametrize("profile", ["exact", "tuned"])
+def test_a_slow_file_says_what_is_not_slower(
+    profile: str,
+    example: tuple[quantizer.Result, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result, folder = example
+    slow = Speed(0.5, 0.49, 0.51, 9)
+    monkeypatch.setattr(verify, "measured_speed", lambda *_, **__: slow)
+    options = {"deploy_file": str(folder / "deploy.json")} if profile == "tuned" else {}
+    file = tmp_path / "net.onnx"
+    verification = result.export("onnx", file, onnx_profile=profile, **options)
+    assert verification.default_session is not None
+    line = verification.default_session.summary_lines[0]
+    assert ("slower: use --onnx_profile tuned" in line) == (profile == "exact")
+
+
+A, B = "a", "b"
+
+
+def border(block: str, readers: set[str], **changes: Any) -> BorderCost:
+    plain = BorderCost(
+        (block, "activation"),
+        block,
+        frozenset(readers),
+        frozenset(),
+        is_fused=True,
+        to_integers=1.0,
+        to_floats=1.0,
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize(
+    ("integers", "floats", "to_integers", "chosen"),
+    [
+        ((1, 1), (5, 5), 1, set()),
+        ((5, 1), (1, 5), 1, {A}),
+        ((5, 1), (1, 1.5), 1, {A, B}),
+        # Codes for b would cost more than b gains
+        ((5, 1), (1, 5), 9, {A, B}),
+        ((5, 5), (1, 1), 1, {A, B}),
+        ((1, 5), (5, 1), 9, {B}),
+    ],
+)
+def test_the_choice_follows_from_the_times(
+    integers: tuple[float, float],
+    floats: tuple[float, float],
+    to_integers: float,
+    chosen: set[str],
+) -> None:
+    blocks = {
+        A: BlockCost(integers[0], floats[0]),
+        B: BlockCost(integers[1], floats[1]),
+    }
+    costs = Costs(blocks, (border(A, {B}, to_integers=to_integers),))
+    assert costs.choices()[0] == chosen
+
+
+def test_an_activation_stays_quantized_where_a_kernel_needs_its_codes() -> None:
+    blocks = {A: BlockCost(1, 1), B: BlockCost(1, 1)}
+    fused = Costs(blocks, (border(A, {B}),))
+    key = (A, "activation")
+    assert fused.left_out({A}) == set()
+    assert fused.left_out({B}) == set()
+    assert fused.left_out({A, B}) == {key}
+    made_of_floats = Costs(blocks, (border(A, {B}, is_fused=False),))
+    assert made_of_floats.left_out({B}) == {key}
+
+
+def test_two_sides_are_as_cheap_as_any() -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        names = "abcdef"
+        alone = {name: (draw.random(), draw.random()) for name in names}
+        between = {pair: draw.random() / 2 for pair in itertools.permutations(names, 2)}
+        sides = TwoSides()
+        for name, (first, second) in alone.items():
+            sides.cost(name, on_first=first, on_second=second)
+        for (first, second), cost in between.items():
+            sides.part_cost(first, second, cost)
+
+        def total(chosen: set[str]) -> float:
+            cost = sum(alone[name][name not in chosen] for name in names)  # noqa: B023
+            for (first, second), part in between.items():  # noqa: B023
+                if first in chosen and second not in chosen:
+                    cost += part
+            return cost
+
+        every = itertools.product((False, True), repeat=len(names))
+        best = min(
+            total({name for name, is_first in zip(names, row, strict=True) if is_first})
+            for row in every
+        )
+        assert total(sides.first_side()) == pytest.approx(best)
