@@ -14,7 +14,8 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.llamas import llama, saved, tokens
+from support.llamas import llama, saved
+from support.moe import mixture
 from torch import Tensor
 
 from quantizer.errors import ModelError
@@ -30,10 +31,16 @@ ATTENTION_OUTPUT = "model.layers.0.self_attn.o_proj"
 
 
 def quantized(
-    folder: Path, settings: Config, parts_of: Callable[[Tensor], Parts], **model: Any
+    folder: Path,
+    settings: Config,
+    parts_of: Callable[[Tensor], Parts],
+    dtype: torch.dtype = torch.float32,
+    model: Any = None,
 ) -> Path:
-    """The folder of a LLaMA whose linear layers are stored as `parts_of` returns them."""
-    saved(folder, llama(**SIZES | model).to(model.get("dtype")))
+    """The folder of a model, by default a LLaMA, whose linear layers are stored as `parts_of`
+    returns them.
+    """
+    saved(folder, (model or llama(**SIZES)).to(dtype))
     stored: Parts = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         path, _, part = name.rpartition(".")
@@ -214,3 +221,326 @@ def test_compressed_tensors_decompresses_to_the_same_bits(
             values.bfloat16() if is_rounded else values,
             expected.bfloat16() if is_rounded else expected,
         )
+
+
+# The layouts below are written here once more, from the source of the packages that define them
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """The rows of a matrix of codes as streams of bits in words, the first code in the lowest
+    bits: `pack` of AutoGPTQ 0.7 (auto_gptq/nn_modules/qlinear/qlinear_cuda.py), also for 3 bits,
+    where a code may begin in one word and end in the next.
+    """
+    rows = []
+    for row in codes.tolist():
+        stream = sum(int(code) << bits * index for index, code in enumerate(row))
+        count = len(row) * bits // 32
+        rows.append([stream >> 32 * index & 0xFFFFFFFF for index in range(count)])
+    return torch.from_numpy(numpy.array(rows, dtype=numpy.uint32).view(numpy.int32))
+
+
+def drawn_codes(weight: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [inputs, outputs], zero points and scales [groups, outputs] as GPTQ could find
+    them.
+    """
+    outputs, inputs = weight.shape
+    generator = torch.Generator().manual_seed(outputs * bits + inputs)
+    codes = torch.randint(0, 1 << bits, (inputs, outputs), generator=generator)
+    zeros = torch.randint(1, 1 << bits, (groups, outputs), generator=generator)
+    scales = torch.rand(groups, outputs, generator=generator) / 16
+    return codes, zeros, scales.half()
+
+
+def gptq_parts(
+    bits: int, group_size: int, *, order: bool = False, offset: int = 1
+) -> Callable[[Tensor], Parts]:
+    def parts_of(weight: Tensor) -> Parts:
+        inputs = weight.shape[1]
+        groups = inputs // group_size
+        codes, zeros, scales = drawn_codes(weight, bits, groups)
+        group_of_input = torch.arange(inputs) // group_size
+        if order:
+            generator = torch.Generator().manual_seed(7)
+            group_of_input = group_of_input[torch.randperm(inputs, generator=generator)]
+        return {
+            "qweight": words(codes.t(), bits).t(),
+            "qzeros": words(zeros - offset, bits),
+            "scales": scales,
+            "g_idx": group_of_input.int(),
+        }
+
+    return parts_of
+
+
+def gptq_settings(bits: int, group_size: int, **more: Any) -> Config:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group_size, **more}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("order", [False, True], ids=["groups", "act_order"])
+def test_gptq_in_the_layout_of_autogptq(bits: int, order: bool, tmp_path: Path) -> None:
+    parts_of = gptq_parts(bits, 32, order=order)
+    place = quantized(tmp_path, gptq_settings(bits, 32), parts_of, dtype=torch.float16)
+    model = load_hugging_face(place)
+    for path in (DOWN, ATTENTION_OUTPUT):
+        weight = model.get_parameter(f"{path}.weight")
+        groups = weight.shape[1] // 32
+        codes, zeros, scales = drawn_codes(weight, bits, groups)
+        group_of_input = layer_parts(place, path)["g_idx"].long()
+        expected = scales[group_of_input] * (codes - zeros[group_of_input])
+        assert torch.equal(weight, expected.t())
+        assert weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("settings", "offset"),
+    [
+        ({"checkpoint_format": "gptq_v2"}, 0),
+        ({"checkpoint_format": "gptq"}, 1),
+        ({"format": "gptq_v2"}, 0),
+        ({"bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, 1),
+    ],
+)
+def test_gptq_formats_and_rules(settings: Config, offset: int, tmp_path: Path) -> None:
+    parts_of = gptq_parts(8, 64, offset=offset)
+    place = quantized(tmp_path, gptq_settings(8, 64) | settings, parts_of)
+    weight = load_hugging_face(place).get_parameter(f"{DOWN}.weight")
+    codes, zeros, scales = drawn_codes(weight, 8, 2)
+    expected = scales.float().repeat_interleave(64, 0) * (
+        codes - zeros.repeat_interleave(64, 0)
+    )
+    assert torch.equal(weight, expected.t())
+
+
+def test_gptq_without_lists_of_groups(tmp_path: Path) -> None:
+    """The settings are in the file that AutoGPTQ wrote before transformers knew GPTQ."""
+
+    def parts_of(weight: Tensor) -> Parts:
+        parts = gptq_parts(4, weight.shape[1])(weight)
+        del parts["g_idx"]
+        return parts
+
+    place = quantized(tmp_path, {}, parts_of)
+    (place / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": -1}))
+    weight = load_hugging_face(place).get_parameter(f"{DOWN}.weight")
+    codes, zeros, scales = drawn_codes(weight, 4, 1)
+    assert torch.equal(weight, (scales.float() * (codes - zeros)).t())
+
+
+def awq_words(codes: Tensor) -> Tensor:
+    """Eight columns in a word, in the order of `WQLinear_GEMM.from_linear` of AutoAWQ 0.2
+    (awq/modules/linear/gemm.py).
+    """
+    order_map = [0, 2, 4, 6, 1, 3, 5, 7]
+    packed = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int32)
+    for column in range(packed.shape[1]):
+        for place in range(8):
+            source = codes[:, column * 8 + order_map[place]].int()
+            packed[:, column] |= source << (place * 4)
+    return packed
+
+
+def awq_parts(weight: Tensor) -> Parts:
+    codes, zeros, scales = drawn_codes(weight, 4, weight.shape[1] // 32)
+    return {"qweight": awq_words(codes), "qzeros": awq_words(zeros), "scales": scales}
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+
+
+def test_awq_in_the_layout_of_autoawq(tmp_path: Path) -> None:
+    place = quantized(tmp_path, AWQ, awq_parts, dtype=torch.float16)
+    model = load_hugging_face(place)
+    for path in (DOWN, ATTENTION_OUTPUT):
+        weight = model.get_parameter(f"{path}.weight")
+        codes, zeros, scales = drawn_codes(weight, 4, weight.shape[1] // 32)
+        expected = scales.repeat_interleave(32, 0) * (codes - zeros.repeat_interleave(32, 0))
+        assert torch.equal(weight, expected.t())
+
+
+def fp8_parts(size: tuple[int, int]) -> Callable[[Tensor], Parts]:
+    """As `weight_dequant` of DeepSeek-V3 (inference/kernel.py) reads them: a scale for each
+    block, also for those at the edges.
+    """
+
+    def parts_of(weight: Tensor) -> Parts:
+        rows, columns = weight.shape
+        scale = torch.arange(1, 1 + -(-rows // size[0]) * -(-columns // size[1])) / 1024
+        return {
+            "weight": (weight.float() * 400).to(torch.float8_e4m3fn),
+            "weight_scale_inv": scale.view(-(-rows // size[0]), -1),
+            "input_scale": torch.ones(()),
+        }
+
+    return parts_of
+
+
+@pytest.mark.parametrize("size", [(128, 128), (48, 40), (16, 32)])
+def test_fp8_in_blocks(
+    size: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"quant_method": "fp8", "weight_block_size": list(size)}
+    place = quantized(tmp_path, settings, fp8_parts(size), dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        model = load_hugging_face(place)
+    assert caplog.messages == [
+        f"{tmp_path} is quantized by fp8: 7 tensors dequantized, and the dequantized model is "
+        "the float model here; input_scale of inputs and caches are ignored"
+    ]
+    parts = layer_parts(place, DOWN)
+    expected = parts["weight"].float()
+    for row, column in numpy.ndindex(*expected.shape):
+        scale = parts["weight_scale_inv"][row // size[0], column // size[1]]
+        expected[row, column] *= scale
+    assert torch.equal(model.get_parameter(f"{DOWN}.weight"), expected.bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (-1, 1), (-1,)])
+def test_fp8_with_scales_of_tensors_and_rows(shape: tuple[int, ...], tmp_path: Path) -> None:
+    def parts_of(weight: Tensor) -> Parts:
+        count = len(weight) if -1 in shape else 1
+        scale = torch.arange(1, 1 + count) / 1024
+        return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale": scale.view(shape)}
+
+    place = quantized(tmp_path, {"quant_method": "fp8", "weight_block_size": None}, parts_of)
+    parts = layer_parts(place, DOWN)
+    weight = load_hugging_face(place).get_parameter(f"{DOWN}.weight")
+    assert torch.equal(weight, parts["weight"].float() * parts["weight_scale"].view(-1, 1))
+
+
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 32}
+    config = transformers.GptOssConfig(**sizes, **heads, **experts)
+    saved(tmp_path, transformers.GptOssForCausalLM(config).bfloat16())
+    path = "model.layers.0.mlp.experts"
+    generator = torch.Generator().manual_seed(1)
+    packed: Parts = {}
+    for name, outputs, inputs in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+        shape = (2, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator)
+        packed[f"{name}_blocks"] = blocks.to(torch.uint8)
+        scales = torch.randint(115, 125, shape, generator=generator)
+        packed[f"{name}_scales"] = scales.to(torch.uint8)
+
+    def pack(tensors: Parts) -> None:
+        for name, value in packed.items():
+            tensors.pop(f"{path}.{name.removesuffix('_blocks')}", None)
+            tensors[f"{path}.{name}"] = value
+
+    rewrite(tmp_path, pack)
+    set_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    model = load_hugging_face(tmp_path)
+    for name in ("gate_up_proj", "down_proj"):
+        expected = mxfp4.convert_moe_packed_tensors(
+            packed[f"{name}_blocks"], packed[f"{name}_scales"]
+        )
+        weight = model.get_parameter(f"{path}.{name}")
+        assert isinstance(weight, DeferredTensor)
+        assert torch.equal(weight, expected)
+
+
+# Folders that transformers has to rearrange, or whose settings differ from layer to layer
+
+
+def test_experts_of_one_layer_each_are_put_together(tmp_path: Path) -> None:
+    model = mixture("Qwen3Moe", num_hidden_layers=1, moe_intermediate_size=32)
+    plain = saved(tmp_path / "plain", model)
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    place = quantized(tmp_path / "coded", settings, fp8_parts((16, 16)), model=model)
+    loaded = load_hugging_face(place)
+    assert loaded.name_or_path == str(place)
+    assert loaded.config.name_or_path == str(place)
+    assert not hasattr(loaded.config, "quantization_config")
+    path = "model.layers.0.mlp.experts.1.down_proj"
+    parts = layer_parts(place, path)
+    scale = parts["weight_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+    down = loaded.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert torch.equal(down[1], parts["weight"].float() * scale)
+    assert loaded.state_dict().keys() == load_hugging_face(plain).state_dict().keys()
+
+
+def test_a_config_without_architectures_means_the_base_model(tmp_path: Path) -> None:
+    place = quantized(tmp_path, AWQ, awq_parts)
+    whole = load_hugging_face(place)
+    set_config(place, architectures=None)
+    rewrite(place, lambda tensors: tensors.pop("lm_head.weight"))
+    base = load_hugging_face(place)
+    assert type(base).__name__ == "LlamaModel"
+    name = "layers.0.mlp.down_proj.weight"
+    assert torch.equal(base.get_parameter(name), whole.get_parameter(f"model.{name}"))
+
+
+def test_groups_name_their_layers(tmp_path: Path) -> None:
+    """By name, by pattern and by class; the last is for all that the others do not name."""
+
+    def parts_of(weight: Tensor) -> Parts:
+        name = "int8" if weight.shape[0] == 128 else "int4 in groups"
+        return compressed_parts(name)(weight)
+
+    settings = compressed_settings("int8")
+    groups = [
+        (["re:.*self_attn.*"], "int4 in groups"),
+        ([DOWN], "int4 in groups"),
+        (["Linear"], "int8"),
+    ]
+    settings["config_groups"] = {
+        f"group_{number}": {"targets": targets, "weights": LAYOUTS[name][1]}
+        for number, (targets, name) in enumerate(groups)
+    }
+    model = load_hugging_face(quantized(tmp_path, settings, parts_of))
+    plain = llama(**SIZES)
+    for path in (DOWN, ATTENTION_OUTPUT, "model.layers.0.mlp.up_proj"):
+        weight = plain.get_parameter(f"{path}.weight")
+        error = (model.get_parameter(f"{path}.weight") - weight).abs().max()
+        assert error <= weight.abs().max() / (127 if "up_proj" in path else 7)
+
+
+def test_early_versions_of_compressed_tensors(tmp_path: Path) -> None:
+    """Zero points were bytes, and columns in another order listed their groups."""
+    name = "asymmetric int4 in groups"
+    place = quantized(tmp_path, compressed_settings(name), compressed_parts(name))
+    expected = load_hugging_face(place).get_parameter(f"{DOWN}.weight").load()
+    parts = layer_parts(place, DOWN)
+    groups = parts["weight_scale"].shape[1]
+    zero_points = torch.arange(64 * groups).view(64, groups) % 5 - 2
+
+    def store_as_before(tensors: Parts) -> None:
+        tensors[f"{DOWN}.weight_zero_point"] = zero_points.to(torch.int8)
+        tensors[f"{DOWN}.weight_g_idx"] = torch.full((128,), -1, dtype=torch.int32)
+
+    rewrite(place, store_as_before)
+    assert torch.equal(load_hugging_face(place).get_parameter(f"{DOWN}.weight"), expected)
+    order = torch.arange(128) // 16
+    rewrite(place, lambda tensors: tensors.update({f"{DOWN}.weight_g_idx": order.flip(0)}))
+    flipped = load_hugging_face(place).get_parameter(f"{DOWN}.weight").load()
+    codes = (expected / parts["weight_scale"].repeat_interleave(16, 1)).round()
+    codes += zero_points.repeat_interleave(16, 1)
+    again = (codes - zero_points[:, order.flip(0)]) * parts["weight_scale"][:, order.flip(0)]
+    assert torch.equal(flipped, again)
+
+
+def test_code_of_the_folder_runs_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    place = quantized(tmp_path / "model", AWQ, awq_parts)
+    expected = load_hugging_face(place).get_parameter(f"{DOWN}.weight").load()
+    (place / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+        "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    set_config(place, architectures=["Own"], model_type="own", auto_map=code)
+    with pytest.raises(ModelError, match="Own is code in this folder"):
+        load_hugging_face(place)
+    model = load_hugging_face(place, trust=True)
+    assert type(model).__name__ == "Own"
+    assert torch.equal(model.get_parameter(f"{DOWN}.weight"), expected)
