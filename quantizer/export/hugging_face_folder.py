@@ -72,7 +72,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     folder = source_folder(model)
     config: Any = getattr(model, "config", None)
     if folder is not None:
-        content = read_json(folder / HUGGING_FACE_CONFIG)
+        content: dict[str, Any] = read_json(folder / HUGGING_FACE_CONFIG)
     elif hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
     else:

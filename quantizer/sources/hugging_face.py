@@ -115,8 +115,8 @@ def _load_dequantized(
     )
     read_generation_settings(module, folder)
     vars(module)["name_or_path"] = str(folder)
-    config = module.config
-    config.name_or_path = str(folder)
+    loaded_config: Any = module.config
+    loaded_config.name_or_path = str(folder)
     _require_fit(folder, architecture, report)
     unexpected = sorted(report["unexpected_keys"])
     if unexpected:

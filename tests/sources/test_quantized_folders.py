@@ -204,9 +204,7 @@ def test_compressed_tensors_decompresses_to_the_same_bits(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     layout, weights, _, _ = LAYOUTS[name]
-    place = quantized(
-        tmp_path, compressed_settings(name), compressed_parts(name), dtype=dtype
-    )
+    place = quantized(tmp_path, compressed_settings(name), compressed_parts(name), dtype=dtype)
     model = load_hugging_face(place)
     assert all(isinstance(parameter, DeferredTensor) for parameter in model.parameters())
     for path in (DOWN, ATTENTION_OUTPUT):
@@ -544,3 +542,187 @@ def test_code_of_the_folder_runs_if_it_is_trusted(
     model = load_hugging_face(place, trust=True)
     assert type(model).__name__ == "Own"
     assert torch.equal(model.get_parameter(f"{DOWN}.weight"), expected)
+
+
+# Damaged folders
+
+
+def without(part: str) -> Callable[[Parts], Any]:
+    return lambda tensors: tensors.pop(f"{DOWN}.{part}")
+
+
+def replaced(part: str, value: Tensor) -> Callable[[Parts], Any]:
+    return lambda tensors: tensors.update({f"{DOWN}.{part}": value})
+
+
+GPTQ4 = (gptq_settings(4, 32), gptq_parts(4, 32))
+INT4 = (compressed_settings("int4 in groups"), "int4 in groups")
+ASYMMETRIC = (compressed_settings("asymmetric int8"), "asymmetric int8")
+NVFP4 = (compressed_settings("nvfp4"), "nvfp4")
+FP8 = ({"quant_method": "fp8", "weight_block_size": [32, 32]}, fp8_parts((32, 32)))
+DAMAGED: dict[str, tuple[Any, Callable[[Parts], Any], str]] = {
+    "gptq without scales": (GPTQ4, without("scales"), "has no model.*scales, which its layer"),
+    "gptq, short zeros": (
+        GPTQ4,
+        replaced("qzeros", torch.zeros(4, 7, dtype=torch.int32)),
+        r"qzeros has the shape \[4, 7\], not \[4, 8\]",
+    ),
+    "gptq, scales of integers": (
+        GPTQ4,
+        replaced("scales", torch.zeros(4, 64, dtype=torch.int32)),
+        "scales is int32, not float16 or bfloat16 or float32",
+    ),
+    "gptq, groups that are missing": (
+        GPTQ4,
+        replaced("g_idx", torch.full((128,), 4, dtype=torch.int32)),
+        "g_idx names groups outside of 0 to 3",
+    ),
+    "gptq, negative groups": (
+        GPTQ4,
+        replaced("g_idx", torch.full((128,), -1, dtype=torch.int32)),
+        "g_idx names groups outside of 0 to 3",
+    ),
+    "gptq, codes of other rows": (
+        GPTQ4,
+        replaced("qweight", torch.zeros(15, 64, dtype=torch.int32)),
+        r"g_idx has the shape \[128\], not \[120\]",
+    ),
+    "gptq, no codes": (
+        GPTQ4,
+        replaced("qweight", torch.zeros(0, 64, dtype=torch.int32)),
+        "qweight has no values",
+    ),
+    "awq, three axes": (
+        (AWQ, awq_parts),
+        replaced("qweight", torch.zeros(2, 2, 2, dtype=torch.int32)),
+        r"qweight has the shape \[2, 2, 2\], not 2 axes",
+    ),
+    "awq, other groups": (
+        (AWQ | {"group_size": 64}, awq_parts),
+        lambda tensors: None,
+        r"scales has the shape \[4, 64\], not \[2, 64\]",
+    ),
+    "fp8 without scales": (FP8, without("weight_scale_inv"), "has no .*weight_scale_inv"),
+    "fp8, other blocks": (
+        FP8,
+        replaced("weight_scale_inv", torch.ones(2, 3)),
+        r"weight_scale_inv has the shape \[2, 3\], not \[2, 4\]",
+    ),
+    "fp8, float codes": (
+        FP8,
+        replaced("weight", torch.ones(64, 128)),
+        "weight is float32, not float8_e4m3fn or float8_e5m2",
+    ),
+    "fp8, another tensor in fp8": (
+        FP8,
+        replaced("bias", torch.ones(64).to(torch.float8_e4m3fn)),
+        "bias has fp8 numbers that no scale belongs to",
+    ),
+    "fp8, NaN": (
+        FP8,
+        replaced("weight_scale_inv", torch.full((2, 4), torch.nan)),
+        "the weights hold NaN or Inf: 8192 of 8192 values of model.*down_proj.weight",
+    ),
+    "int4 without a shape": (INT4, without("weight_shape"), "has no model.*weight_shape"),
+    "int4, negative shape": (
+        INT4,
+        replaced("weight_shape", torch.tensor([64, -128])),
+        r"weight_shape is \[64, -128\], which cannot be a shape",
+    ),
+    "int4, huge shape": (
+        INT4,
+        replaced("weight_shape", torch.tensor([64, 1 << 62])),
+        "which does not hold .* codes of 4 bits",
+    ),
+    "int4, scales of one group": (
+        INT4,
+        replaced("weight_scale", torch.ones(64, 1)),
+        r"weight_scale has the shape \[64, 1\], not \[64, 4\]",
+    ),
+    "int8 without zero points": (ASYMMETRIC, without("weight_zero_point"), "weight_zero_point"),
+    "nvfp4, two factors": (
+        NVFP4,
+        replaced("weight_global_scale", torch.ones(2)),
+        r"weight_global_scale has the shape \[2\], not \[1\]",
+    ),
+    "a tensor that the model lacks": (
+        (AWQ, awq_parts),
+        replaced("act_scales", torch.ones(64)),
+        "has 1 tensor that LlamaForCausalLM lacks, .*: model.layers.0.mlp.down_proj.act_scales",
+    ),
+    "a layer that is missing": (
+        (AWQ, awq_parts),
+        lambda tensors: [tensors.pop(name) for name in [*tensors] if DOWN in name],
+        "lacks 1 weight of LlamaForCausalLM: model.layers.0.mlp.down_proj.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_a_sentence_with_the_tensor(name: str, tmp_path: Path) -> None:
+    (settings, parts_of), damage, message = DAMAGED[name]
+    if isinstance(parts_of, str):
+        parts_of = compressed_parts(parts_of)
+    place = quantized(tmp_path, settings, parts_of)
+    rewrite(place, damage)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(str(place))
+    is_about_values = "NaN" in message or "LlamaForCausalLM" in message
+    assert is_about_values or str(tmp_path) in caught.value.message
+
+
+CT = {"quant_method": "compressed-tensors"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "by bitsandbytes, which quantizer cannot dequantize",
+        ),
+        ({"quant_method": "hqq"}, "by hqq, which"),
+        ({"bits": 4}, "by an unknown method, which"),
+        (["gptq"], "quantization_config is not an object"),
+        (
+            {"quant_method": "gptq", "bits": 5},
+            "bits of the quantization is 5, and .* 2, 3, 4, 8",
+        ),
+        ({"quant_method": "gptq"}, "bits of the quantization is null"),
+        (gptq_settings(4, 0), "group_size of the quantization is 0"),
+        (gptq_settings(4, 32, checkpoint_format="marlin"), 'checkpoint_format .* is "marlin"'),
+        (AWQ | {"version": "gemv"}, 'version of the quantization is "gemv", .* reads "gemm"'),
+        (AWQ | {"bits": 8}, "bits of the quantization is 8"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "two integers above zero"),
+        ({"quant_method": "mxfp4"}, "has no such tensors"),
+        (CT, "config_groups of the quantization is null"),
+        (CT | {"config_groups": {"a": ["Linear"]}}, "config_groups.a of the quantization"),
+        (CT | {"config_groups": {"a": {"weights": {}}}}, "targets of the quantization is null"),
+        (
+            CT | {"config_groups": {"a": {"targets": ["re:("], "weights": {}}}},
+            "is not a regular expression",
+        ),
+        (
+            CT | {"config_groups": {"a": {"targets": [], "weights": {"num_bits": 16}}}},
+            "num_bits of the quantization is 16",
+        ),
+        (CT | {"config_groups": {}}, "no group in config_groups has model.*_proj as a target"),
+        (CT | {"sparsity_config": {"format": "marlin-24"}}, "sparsity_config.format"),
+        (
+            CT | {"transform_config": {"config_groups": {"R3": {}}}},
+            "transforms values while it runs",
+        ),
+        (CT | {"quantization_status": "initialized"}, "quantization_status"),
+    ],
+)
+def test_what_cannot_be_read_names_the_setting(
+    settings: Any, message: str, tmp_path: Path
+) -> None:
+    def parts_of(weight: Tensor) -> Parts:
+        return {"weight": torch.ones(weight.shape, dtype=torch.int8)}
+
+    place = quantized(tmp_path, settings, parts_of)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(str(place))
+    assert str(tmp_path) in caught.value.message
+    assert "float model" in str(caught.value.help) or "saved with" in str(caught.value.help)

@@ -20,16 +20,20 @@ from quantizer.storage.deferred_tensor import DeferredTensor
 
 _BITS = 4
 _PER_WORD = 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of each of its eight columns."""
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""The nibble that holds each of the eight columns of an int32."""
 
 
 class AwqReader:
-    """Reads `qweight` [inputs, outputs], `qzeros` and `scales` [groups, outputs] of layers. Codes
-    are packed along the outputs, eight in a word.
+    """Reads `qweight` [inputs, outputs], `qzeros` and `scales` [groups, outputs] of layers.
+    Codes are packed along the outputs, eight in an int32.
     """
 
-    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        settings: MethodSettings,
+        dtype: torch.dtype,
+    ) -> None:
         """Check the settings, and read weights in `dtype`.
 
         Raises:
@@ -52,30 +56,49 @@ class AwqReader:
         """
         if "qweight" not in layer.parts:
             return None
-        inputs, words = layer.part("qweight", [torch.int32]).shape
-        outputs = words * _PER_WORD
-        groups = -(-inputs // (self._group_size or inputs))
+        words = layer.part("qweight", [torch.int32])
+        inputs, word_count = words.shape
+        outputs = word_count * _PER_WORD
+        group_size = self._group_size or inputs
+        groups = -(-inputs // group_size)
         layer.part("scales", SCALE_DTYPES)
         layer.require_shape("scales", [groups, outputs])
         layer.part("qzeros", [torch.int32])
-        layer.require_shape("qzeros", [groups, words])
-        load = partial(self._values, layer, inputs)
+        layer.require_shape("qzeros", [groups, word_count])
+        load = partial(
+            self._values,
+            layer,
+            column_groups(inputs, group_size),
+        )
         weight = DeferredTensor((outputs, inputs), self._dtype, load)
         return DequantizedLayer({"weight": weight}, ("qweight", "qzeros", "scales"))
 
-    def _values(self, layer: StoredLayer, inputs: int) -> Tensor:
+    def _values(
+        self,
+        layer: StoredLayer,
+        groups: Tensor,
+    ) -> Tensor:
         """Return the values of a layer's weight."""
-        codes = GroupedCodes(
-            codes=_columns(layer.parts["qweight"].load()).t().contiguous(),
-            scale=layer.parts["scales"].load().float().t(),
-            groups=column_groups(inputs, self._group_size or inputs),
-            zero_point=_columns(layer.parts["qzeros"].load()).t(),
+        codes = _columns(layer.load("qweight"))
+        scale = layer.load("scales").float()
+        zero_point = _columns(layer.load("qzeros"))
+        grouped = GroupedCodes(
+            codes=codes.t().contiguous(),
+            scale=scale.t(),
+            groups=groups,
+            zero_point=zero_point.t(),
         )
-        return codes.values(self._dtype)
+        return grouped.values(self._dtype)
 
 
 def _columns(words: Tensor) -> Tensor:
     """Return the codes of words in the order of the columns."""
     rows, count = words.shape
-    by_place = unpack_words(words, _BITS, count * _PER_WORD)
-    return by_place.view(rows, count, _PER_WORD)[..., list(_PLACES)].reshape(rows, -1)
+    by_place = unpack_words(
+        words,
+        _BITS,
+        count * _PER_WORD,
+    )
+    by_word = by_place.view(rows, count, _PER_WORD)
+    ordered = by_word[..., _PLACES]
+    return ordered.reshape(rows, -1)

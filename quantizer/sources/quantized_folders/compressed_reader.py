@@ -4,6 +4,7 @@ Source: the compressors of the package compressed-tensors, 0.15 to 0.20. Earlier
 zero points unpacked, and the group of each column in `weight_g_idx`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +15,10 @@ from quantizer.sources.quantized_folders.compressed_schemes import WeightScheme,
 from quantizer.sources.quantized_folders.fp8_reader import (
     BLOCK_SCALE_DTYPES,
     BlockSize,
+    block_counts,
     row_blocks,
     scale_shape_of,
+    spread_blocks,
 )
 from quantizer.sources.quantized_folders.grouped_codes import (
     GroupedCodes,
@@ -42,31 +45,18 @@ _SHAPE = "weight_shape"
 _ZERO_POINT = "weight_zero_point"
 _GROUPS = "weight_g_idx"
 _GLOBAL_SCALE = "weight_global_scale"
+_NAMES = (
+    _WEIGHT,
+    _PACKED,
+    _SCALE,
+    _SHAPE,
+    _ZERO_POINT,
+    _GROUPS,
+    _GLOBAL_SCALE,
+)
 _INTEGERS = (torch.int32, torch.int64)
 _CODE_DTYPES = (torch.int8, *FLOAT8_DTYPES)
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """What the tensors of a layer mean, after they were checked.
-
-    Attributes:
-        shape: of the weight.
-        block_size: of the values that share a scale.
-        bits: the width of packed integers; 0 if codes are not packed integers.
-        has_zero_point: whether the layer has zero points.
-    """
-
-    shape: tuple[int, int]
-    block_size: BlockSize
-    bits: int
-    has_zero_point: bool
-
-    @property
-    def scale_shape(self) -> BlockSize:
-        """Return the shape of the scales, as `scale_shape_of` returns it."""
-        rows, columns = self.shape
-        return (-(-rows // self.block_size[0]), -(-columns // self.block_size[1]))
+_FP4_SCALE_DTYPES = (*BLOCK_SCALE_DTYPES, torch.float8_e4m3fn)
 
 
 class CompressedTensorsReader:
@@ -74,7 +64,11 @@ class CompressedTensorsReader:
     `weight_zero_point`, `weight_global_scale`, `weight_shape` and `weight_g_idx`.
     """
 
-    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        settings: MethodSettings,
+        dtype: torch.dtype,
+    ) -> None:
         """Read the schemes, and weights in `dtype`.
 
         Raises:
@@ -91,181 +85,252 @@ class CompressedTensorsReader:
             ModelError: its tensors do not fit each other or the scheme.
         """
         weight = layer.parts.get(_WEIGHT)
-        is_packed = _PACKED in layer.parts
         is_coded = weight is not None and weight.dtype in _CODE_DTYPES
-        if not is_packed and not is_coded:
+        if not is_coded and _PACKED not in layer.parts:
             return None
         scheme = self._schemes.scheme_of(layer.path)
-        layout = _layout_of(layer, scheme)
-        load = partial(_weight_values, layer, layout, self._dtype)
-        values = DeferredTensor(layout.shape, self._dtype, load)
-        names = (_WEIGHT, _PACKED, _SCALE, _SHAPE, _ZERO_POINT, _GROUPS, _GLOBAL_SCALE)
-        used = [name for name in names if name in layer.parts]
+        compressed = _checked(layer, scheme)
+        load = partial(compressed.values, self._dtype)
+        values = DeferredTensor(compressed.shape, self._dtype, load)
+        used: list[str] = []
+        for name in _NAMES:
+            if name in layer.parts:
+                used.append(name)
         return DequantizedLayer({_WEIGHT: values}, used)
 
 
-def _layout_of(layer: StoredLayer, scheme: WeightScheme) -> _Layout:
-    """Return what the tensors of a layer mean.
+@dataclass(frozen=True)
+class _CompressedWeight:
+    """A weight whose tensors were checked.
+
+    Attributes:
+        layer: that it belongs to.
+        shape: of the weight.
+        block_size: of the values that share a scale.
+        bits: the width of packed integers; 0 if codes are not packed integers.
+        has_zero_point: whether the layer has zero points.
+    """
+
+    layer: StoredLayer
+    shape: tuple[int, int]
+    block_size: BlockSize
+    bits: int
+    has_zero_point: bool
+
+    @property
+    def scale_shape(self) -> BlockSize:
+        """Return the shape of the scales, as `scale_shape_of` returns it."""
+        return block_counts(self.shape, self.block_size)
+
+    @property
+    def has_packed_zero_point(self) -> bool:
+        """Return whether zero points are words. A missing one counts as packed."""
+        stored = self.layer.parts.get(_ZERO_POINT)
+        is_byte = stored is not None and stored.dtype != torch.int32
+        return self.bits > 0 and not is_byte
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values of the weight."""
+        global_scale = None
+        if _GLOBAL_SCALE in self.layer.parts:
+            stored_global = self.layer.load(_GLOBAL_SCALE)
+            global_scale = stored_global.reshape(())
+        stored = self.layer.load(_SCALE)
+        scale = float_scales(stored, global_scale)
+        grouped = GroupedCodes(
+            codes=self._codes(),
+            scale=self._by_row(scale),
+            groups=self._groups(),
+            zero_point=self._zero_point(),
+        )
+        return grouped.values(dtype)
+
+    def _codes(self) -> Tensor:
+        """Return the codes. Integers that are packed begin at zero."""
+        if _PACKED not in self.layer.parts:
+            return self.layer.load(_WEIGHT)
+        packed = self.layer.load(_PACKED)
+        if not self.bits:
+            return unpack_fp4(packed)
+        columns = self.shape[1]
+        return unpack_words(packed, self.bits, columns)
+
+    def _groups(self) -> Tensor:
+        """Return the group of each column. Early versions stored -1 for the usual order."""
+        if _GROUPS in self.layer.parts:
+            stored = self.layer.load(_GROUPS)
+            if not bool((stored == -1).all()):
+                count = self.scale_shape[1]
+                return listed_groups(self.layer, _GROUPS, count)
+        columns = self.shape[1]
+        return column_groups(columns, self.block_size[1])
+
+    def _zero_point(self) -> Tensor | None:
+        """Return the zero point of each row and group, or None if it is 0 everywhere."""
+        middle = 0
+        if self.bits:
+            middle = 1 << (self.bits - 1)
+        if not self.has_zero_point:
+            if not middle:
+                return None
+            middles = torch.full(self.scale_shape, middle)
+            return self._by_row(middles)
+        stored = self.layer.load(_ZERO_POINT)
+        if not self.has_packed_zero_point:
+            return self._by_row(stored.int() + middle)
+        rows = self.shape[0]
+        unpacked = unpack_words(stored.t(), self.bits, rows)
+        return unpacked.t().int()
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """Return values of blocks with a row for each row of the weight."""
+        return spread_blocks(
+            values,
+            self.block_size,
+            self.shape,
+        )
+
+
+def _checked(
+    layer: StoredLayer,
+    scheme: WeightScheme,
+) -> _CompressedWeight:
+    """Return the weight of a layer.
 
     Raises:
-        ModelError: they do not fit each other or the scheme.
+        ModelError: its tensors do not fit each other or the scheme.
     """
-    bits = 0
     is_packed = _PACKED in layer.parts
-    if is_packed and scheme.number_type == "int":
+    is_integer = scheme.number_type == "int"
+    bits = 0
+    scale_dtypes: Collection[torch.dtype] = BLOCK_SCALE_DTYPES
+    if is_packed and is_integer:
         bits = scheme.bits
         shape = _packed_shape(layer, bits)
     elif is_packed:
-        shape = _fp4_shape(layer, scheme)
+        shape = _fp4_shape(layer, scheme.bits)
+        scale_dtypes = _FP4_SCALE_DTYPES
     else:
-        is_integer = scheme.number_type == "int"
-        dtypes = (torch.int8,) if is_integer else FLOAT8_DTYPES
-        rows, columns = layer.part(_WEIGHT, dtypes).shape
-        shape = (rows, columns)
-    scale_dtypes = BLOCK_SCALE_DTYPES
-    if is_packed and scheme.number_type == "float":
-        scale_dtypes = (*scale_dtypes, torch.float8_e4m3fn)
+        shape = _unpacked_shape(layer, is_integer)
     scale_shape = scale_shape_of(layer, _SCALE, scale_dtypes)
-    block_size = _block_size(layer, scheme, shape, scale_shape)
-    has_zero_point = not scheme.symmetric
-    layout = _Layout(shape, block_size, bits, has_zero_point)
-    if scale_shape != layout.scale_shape:
-        layer.require_shape(_SCALE, layout.scale_shape)
-    if has_zero_point:
-        _require_zero_points(layer, layout)
-    if _GLOBAL_SCALE in layer.parts:
-        layer.part(_GLOBAL_SCALE, SCALE_DTYPES, min(1, layer.parts[_GLOBAL_SCALE].dim()))
-        if layer.parts[_GLOBAL_SCALE].numel() != 1:
-            layer.require_shape(_GLOBAL_SCALE, [1])
-    if _GROUPS in layer.parts:
-        layer.part(_GROUPS, _INTEGERS, rank=1)
-        layer.require_shape(_GROUPS, [shape[1]])
-    return layout
+    is_matrix = layer.parts[_SCALE].dim() == 2
+    if scheme.block_size is not None:
+        block_size = scheme.block_size
+    elif scheme.group_size is not None and is_matrix:
+        block_size = (1, scheme.group_size)
+    else:
+        block_size = row_blocks(
+            layer,
+            _SCALE,
+            scale_shape,
+            shape,
+        )
+    weight = _CompressedWeight(
+        layer,
+        shape,
+        block_size,
+        bits,
+        not scheme.symmetric,
+    )
+    if scale_shape != weight.scale_shape:
+        layer.require_shape(_SCALE, weight.scale_shape)
+    if weight.has_zero_point:
+        _require_zero_points(weight)
+    _require_extras(layer, shape[1])
+    return weight
 
 
-def _packed_shape(layer: StoredLayer, bits: int) -> tuple[int, int]:
+def _packed_shape(
+    layer: StoredLayer,
+    bits: int,
+) -> tuple[int, int]:
     """Return the shape of a weight whose integers are packed into words.
 
     Raises:
         ModelError: the words are more or fewer than its values need.
     """
-    words = layer.part(_PACKED, [torch.int32]).shape
+    words = layer.part(_PACKED, [torch.int32])
     layer.part(_SHAPE, _INTEGERS, rank=1)
     layer.require_shape(_SHAPE, [2])
-    rows, columns = layer.parts[_SHAPE].load().tolist()
-    if rows < 1 or columns < 1:
-        raise layer.damage(_SHAPE, f"is {[rows, columns]}, which is no shape")
-    if tuple(words) != (rows, words_of(columns, bits)):
+    rows, columns = layer.load(_SHAPE).tolist()
+    if min(rows, columns) < 1:
+        raise layer.damage(_SHAPE, f"is {[rows, columns]}, which cannot be a shape")
+    expected = (rows, words_of(columns, bits))
+    if words.shape != expected:
+        stored = list(words.shape)
         raise layer.damage(
             _PACKED,
-            f"has the shape {list(words)}, which does not hold {[rows, columns]} codes of "
+            f"has the shape {stored}, which does not hold {[rows, columns]} codes of "
             f"{bits} bits",
         )
     return (rows, columns)
 
 
-def _fp4_shape(layer: StoredLayer, scheme: WeightScheme) -> tuple[int, int]:
+def _fp4_shape(
+    layer: StoredLayer,
+    bits: int,
+) -> tuple[int, int]:
     """Return the shape of a weight in fp4.
 
     Raises:
         ModelError: it is in a float format of another width.
     """
-    rows, pairs = layer.part(_PACKED, [torch.uint8]).shape
-    if scheme.bits != 4:
-        raise layer.damage(_PACKED, f"has floats of {scheme.bits} bits, not of 4")
+    packed = layer.part(_PACKED, [torch.uint8])
+    if bits != 4:
+        raise layer.damage(_PACKED, f"has floats of {bits} bits, not of 4")
+    rows, pairs = packed.shape
     return (rows, 2 * pairs)
 
 
-def _block_size(
+def _unpacked_shape(
     layer: StoredLayer,
-    scheme: WeightScheme,
-    shape: tuple[int, int],
-    scale_shape: BlockSize,
-) -> BlockSize:
-    """Return the size of the blocks that share a scale.
+    is_integer: bool,
+) -> tuple[int, int]:
+    """Return the shape of a weight with a byte for each code.
 
     Raises:
-        ModelError: the scales do not fit the weight.
+        ModelError: it has another dtype than its scheme.
     """
-    if scheme.block_size is not None:
-        return scheme.block_size
-    is_grouped = scheme.group_size is not None and layer.parts[_SCALE].dim() == 2
-    if is_grouped and scheme.group_size is not None:
-        return (1, scheme.group_size)
-    return row_blocks(layer, _SCALE, scale_shape, shape)
+    dtypes: Collection[torch.dtype] = FLOAT8_DTYPES
+    if is_integer:
+        dtypes = (torch.int8,)
+    codes = layer.part(_WEIGHT, dtypes)
+    rows, columns = codes.shape
+    return (rows, columns)
 
 
-def _require_zero_points(layer: StoredLayer, layout: _Layout) -> None:
-    """Check the zero points of a layer. They may be packed if the codes are.
+def _require_zero_points(weight: _CompressedWeight) -> None:
+    """Check the zero points of a weight. They may be packed if the codes are.
 
     Raises:
         ModelError: they are missing, or do not fit the scales.
     """
-    rows, groups = layout.scale_shape
-    is_packed = layout.bits > 0 and _is_packed_zero_point(layer)
-    if is_packed:
+    layer = weight.layer
+    rows, groups = weight.scale_shape
+    if weight.has_packed_zero_point:
         layer.part(_ZERO_POINT, [torch.int32])
-        layer.require_shape(_ZERO_POINT, [words_of(rows, layout.bits), groups])
-    elif scale_shape_of(layer, _ZERO_POINT, (torch.int8,)) != (rows, groups):
-        layer.require_shape(_ZERO_POINT, [rows, groups])
+        words = words_of(rows, weight.bits)
+        layer.require_shape(_ZERO_POINT, [words, groups])
+        return
+    stored_shape = scale_shape_of(layer, _ZERO_POINT, [torch.int8])
+    if stored_shape != weight.scale_shape:
+        layer.require_shape(_ZERO_POINT, weight.scale_shape)
 
 
-def _is_packed_zero_point(layer: StoredLayer) -> bool:
-    """Return whether zero points are words; a missing one counts as packed."""
-    return _ZERO_POINT not in layer.parts or layer.parts[_ZERO_POINT].dtype == torch.int32
+def _require_extras(
+    layer: StoredLayer,
+    columns: int,
+) -> None:
+    """Check the global scale and the list of groups of a layer, if it has them.
 
-
-def _weight_values(layer: StoredLayer, layout: _Layout, dtype: torch.dtype) -> Tensor:
-    """Return the values of a layer's weight."""
-    rows, columns = layout.shape
-    # A config may have blocks of any size
-    block_rows = min(layout.block_size[0], rows)
-    groups = column_groups(columns, layout.block_size[1])
-    if _GROUPS in layer.parts and not _is_unset(layer.parts[_GROUPS].load()):
-        groups = listed_groups(layer, _GROUPS, layout.scale_shape[1])
-    global_scale = None
-    if _GLOBAL_SCALE in layer.parts:
-        global_scale = layer.parts[_GLOBAL_SCALE].load().reshape(())
-    scale = float_scales(layer.parts[_SCALE].load(), global_scale)
-    zero_point = _zero_points(layer, layout)
-    codes = GroupedCodes(
-        codes=_codes(layer, layout),
-        scale=_by_row(scale, layout, block_rows),
-        groups=groups,
-        zero_point=None if zero_point is None else _by_row(zero_point, layout, block_rows),
-    )
-    return codes.values(dtype)
-
-
-def _is_unset(groups: Tensor) -> bool:
-    """Return whether columns have no groups of their own: early versions stored -1."""
-    return bool((groups == -1).all())
-
-
-def _codes(layer: StoredLayer, layout: _Layout) -> Tensor:
-    """Return the codes of a layer; integers that are packed begin at zero."""
-    if layout.bits:
-        return unpack_words(layer.parts[_PACKED].load(), layout.bits, layout.shape[1])
-    if _PACKED in layer.parts:
-        return unpack_fp4(layer.parts[_PACKED].load())
-    return layer.parts[_WEIGHT].load()
-
-
-def _zero_points(layer: StoredLayer, layout: _Layout) -> Tensor | None:
-    """Return the zero points of a layer, float32 in the shape of the scales; None if there are
-    none. Symmetric packed codes have theirs in the middle.
+    Raises:
+        ModelError: they have other shapes or dtypes.
     """
-    rows, groups = layout.scale_shape
-    middle = 1 << (layout.bits - 1) if layout.bits else 0
-    if not layout.has_zero_point:
-        return torch.full((rows, groups), float(middle)) if middle else None
-    stored = layer.parts[_ZERO_POINT].load()
-    if layout.bits and _is_packed_zero_point(layer):
-        return unpack_words(stored.t(), layout.bits, rows).t().float()
-    return stored.float().reshape(rows, groups) + middle
-
-
-def _by_row(values: Tensor, layout: _Layout, block_rows: int) -> Tensor:
-    """Return values of blocks with a row for each row of the weight."""
-    by_block = values.reshape(layout.scale_shape)
-    return by_block.repeat_interleave(block_rows, 0)[: layout.shape[0]]
+    if _GLOBAL_SCALE in layer.parts:
+        rank = min(1, layer.parts[_GLOBAL_SCALE].dim())
+        factor = layer.part(_GLOBAL_SCALE, SCALE_DTYPES, rank)
+        if factor.numel() != 1:
+            layer.require_shape(_GLOBAL_SCALE, [1])
+    if _GROUPS in layer.parts:
+        layer.part(_GROUPS, _INTEGERS, rank=1)
+        layer.require_shape(_GROUPS, [columns])

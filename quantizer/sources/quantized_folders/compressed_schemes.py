@@ -134,7 +134,7 @@ def _scheme_of(settings: MethodSettings, name: str, group: dict[str, Any]) -> We
         ModelError: it cannot be read.
     """
     place = f"config_groups.{name}"
-    targets = group.get("targets")
+    targets: Any = group.get("targets")
     is_list = isinstance(targets, list)
     if not is_list or not all(isinstance(target, str) for target in targets):
         raise settings.refusal(f"{place}.targets", targets, "a list of names")
@@ -169,7 +169,5 @@ def _require_pattern(settings: MethodSettings, target: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ModelError(
-            f"{settings.file}: the target {quoted(target)} is not a regular expression: {error}",
-            help=FLOAT_FOLDER_HELP,
-        ) from error
+        message = f"{settings.file}: the target {quoted(target)} is not a regular expression"
+        raise ModelError(f"{message}: {error}", help=FLOAT_FOLDER_HELP) from error

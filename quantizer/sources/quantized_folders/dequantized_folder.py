@@ -109,7 +109,7 @@ def dequantized_folder(
     """Return the float tensors of a folder, by the names of the model.
 
     Args:
-        folder: of the model, for the remark.
+        folder: of the model.
         settings: how it is quantized.
         stored: its tensors by name.
         dtype: of the dequantized weights.
@@ -163,7 +163,7 @@ def _is_ignored(part: str) -> bool:
 
 
 def stored_dtype(stored: Mapping[str, DeferredTensor]) -> torch.dtype:
-    """Return the dtype of the first float tensor that is no scale; float32 if there is none."""
+    """Return the dtype of the first float tensor that is not a scale, or else float32."""
     for name, tensor in stored.items():
         is_float = tensor.is_floating_point() and tensor.element_size() > 1
         if is_float and "scale" not in name:

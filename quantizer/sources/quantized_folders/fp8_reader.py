@@ -4,6 +4,7 @@ publish them.
 Source: `Fp8Dequantize` of transformers; the weight_dequant of DeepSeek-V3.
 """
 
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -28,11 +29,15 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 
 class Fp8Reader:
-    """Reads `weight` and `weight_scale_inv` of layers; some tools call it `weight_scale`. Values
-    are codes times scales, although the name says the inverse.
+    """Reads `weight` and `weight_scale_inv` of layers; some tools call it `weight_scale`.
+    Values are codes times scales, although the name says the inverse.
     """
 
-    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        settings: MethodSettings,
+        dtype: torch.dtype,
+    ) -> None:
         """Check the settings, and read weights in `dtype`.
 
         Raises:
@@ -56,17 +61,48 @@ class Fp8Reader:
         scale_shape = scale_shape_of(layer, scale_name, BLOCK_SCALE_DTYPES)
         block_size = self._block_size
         if block_size is None:
-            block_size = row_blocks(layer, scale_name, scale_shape, tuple(weight.shape))
-        rows, columns = weight.shape
-        expected = (-(-rows // block_size[0]), -(-columns // block_size[1]))
+            block_size = row_blocks(
+                layer,
+                scale_name,
+                scale_shape,
+                weight.shape,
+            )
+        expected = block_counts(weight.shape, block_size)
         if scale_shape != expected:
             layer.require_shape(scale_name, expected)
-        load = partial(block_values, layer, scale_name, block_size, self._dtype)
+        load = partial(
+            self._values,
+            layer,
+            scale_name,
+            block_size,
+        )
         values = DeferredTensor(weight.shape, self._dtype, load)
         return DequantizedLayer({_WEIGHT: values}, (_WEIGHT, scale_name))
 
+    def _values(
+        self,
+        layer: StoredLayer,
+        scale_name: str,
+        block_size: BlockSize,
+    ) -> Tensor:
+        """Return the values of a layer's weight."""
+        codes = layer.load(_WEIGHT)
+        stored = layer.load(scale_name)
+        scale = spread_blocks(
+            float_scales(stored),
+            block_size,
+            codes.shape,
+        )
+        columns = codes.shape[1]
+        groups = column_groups(columns, block_size[1])
+        grouped = GroupedCodes(codes, scale, groups)
+        return grouped.values(self._dtype)
 
-def read_block_size(settings: MethodSettings, name: str) -> BlockSize | None:
+
+def read_block_size(
+    settings: MethodSettings,
+    name: str,
+) -> BlockSize | None:
     """Return the size of blocks that a setting gives, or None if it is null or missing.
 
     Raises:
@@ -75,13 +111,23 @@ def read_block_size(settings: MethodSettings, name: str) -> BlockSize | None:
     value = settings.fields.get(name)
     if value is None:
         return None
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in value):
-        raise settings.refusal(name, value, "two integers above zero")
-    return (value[0], value[1])
+    if isinstance(value, list) and len(value) == 2:
+        rows, columns = value
+        is_valid = type(rows) is int and type(columns) is int
+        if is_valid and min(rows, columns) > 0:
+            return (rows, columns)
+    raise settings.refusal(
+        name,
+        value,
+        "two integers above zero",
+    )
 
 
-def scale_shape_of(layer: StoredLayer, name: str, dtypes: tuple[torch.dtype, ...]) -> BlockSize:
+def scale_shape_of(
+    layer: StoredLayer,
+    name: str,
+    dtypes: Collection[torch.dtype],
+) -> BlockSize:
     """Return the shape of scales as rows and columns: one scale is [1, 1], and one scale for
     each row [rows, 1].
 
@@ -90,15 +136,20 @@ def scale_shape_of(layer: StoredLayer, name: str, dtypes: tuple[torch.dtype, ...
     """
     rank = 2
     if name in layer.parts:
-        rank = min(rank, layer.parts[name].dim())
-    shape = layer.part(name, dtypes, rank).shape
-    if rank == 2:
-        return (shape[0], shape[1])
-    return (shape.numel(), 1)
+        stored = layer.parts[name]
+        rank = min(rank, stored.dim())
+    scale = layer.part(name, dtypes, rank)
+    if rank < 2:
+        return (scale.numel(), 1)
+    rows, columns = scale.shape
+    return (rows, columns)
 
 
 def row_blocks(
-    layer: StoredLayer, name: str, scale_shape: BlockSize, shape: tuple[int, ...]
+    layer: StoredLayer,
+    name: str,
+    scale_shape: BlockSize,
+    shape: Sequence[int],
 ) -> BlockSize:
     """Return the size of blocks of weights that have one scale for the tensor or for each row.
 
@@ -117,27 +168,44 @@ def row_blocks(
     if scale_shape == (rows, 1):
         return (1, columns)
     stored = list(layer.parts[name].shape)
-    raise layer.damage(name, f"has the shape {stored}, which does not fit {list(shape)} codes")
+    expected = list(shape)
+    raise layer.damage(name, f"has the shape {stored}, which does not fit {expected} codes")
 
 
-def block_values(
-    layer: StoredLayer, scale_name: str, block_size: BlockSize, dtype: torch.dtype
+def block_counts(
+    shape: Sequence[int],
+    block_size: BlockSize,
+) -> BlockSize:
+    """Return the number of blocks of a weight along both axes.
+
+    >>> block_counts((100, 64), (48, 64))
+    (3, 1)
+    """
+    rows, columns = shape
+    block_rows, block_columns = block_size
+    count = -(-rows // block_rows)
+    return (count, -(-columns // block_columns))
+
+
+def spread_blocks(
+    values: Tensor,
+    block_size: BlockSize,
+    shape: Sequence[int],
 ) -> Tensor:
-    """Return the values of a layer's weight.
+    """Return values of blocks with a row for each row of the weight.
 
     Args:
-        layer: with the weight, whose codes are signed, and the scales.
-        scale_name: of the scales.
-        block_size: of the values that share a scale.
-        dtype: of the result.
+        values: with one element for each block.
+        block_size: of the blocks.
+        shape: of the weight.
+
+    >>> spread_blocks(torch.tensor([1.0, 2.0]), (2, 8), (3, 8)).tolist()
+    [[1.0], [1.0], [2.0]]
     """
-    codes = layer.parts[_WEIGHT].load()
-    rows, columns = codes.shape
+    counts = block_counts(shape, block_size)
+    rows = shape[0]
     # A config may have blocks of any size
     block_rows = min(block_size[0], rows)
-    block_columns = min(block_size[1], columns)
-    scale = float_scales(layer.parts[scale_name].load())
-    scale = scale.reshape(-(-rows // block_rows), -1)
-    scale = scale.repeat_interleave(block_rows, 0)[:rows]
-    groups = column_groups(columns, block_columns)
-    return GroupedCodes(codes, scale, groups).values(dtype)
+    by_block = values.reshape(counts)
+    by_row = by_block.repeat_interleave(block_rows, 0)
+    return by_row[:rows]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quantizer.config.wording import listed
 from quantizer.sources.quantized_folders.grouped_codes import (
     WORD_BITS,
     GroupedCodes,
@@ -27,6 +28,7 @@ from quantizer.storage.deferred_tensor import DeferredTensor
 _BITS = (2, 3, 4, 8)
 _FORMATS = ("gptq", "gptq_v2")
 _GROUPS = "g_idx"
+_INTEGERS = (torch.int32, torch.int64)
 
 
 class GptqReader:
@@ -36,7 +38,11 @@ class GptqReader:
     outputs. The format gptq stores zero points minus one, gptq_v2 as they are.
     """
 
-    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        settings: MethodSettings,
+        dtype: torch.dtype,
+    ) -> None:
         """Check the settings, and read weights in `dtype`.
 
         Raises:
@@ -64,47 +70,66 @@ class GptqReader:
         words, outputs = layer.part("qweight", [torch.int32]).shape
         bits = self._bits_of(layer, words)
         inputs = words * WORD_BITS // bits
-        layer.require_shape("qweight", [words_of(inputs, bits), outputs])
-        groups = len(layer.part("scales", SCALE_DTYPES))
+        scales = layer.part("scales", SCALE_DTYPES)
+        groups = len(scales)
         layer.require_shape("scales", [groups, outputs])
         layer.part("qzeros", [torch.int32])
-        layer.require_shape("qzeros", [groups, words_of(outputs, bits)])
+        zero_words = words_of(outputs, bits)
+        layer.require_shape("qzeros", [groups, zero_words])
         used = {"qweight", "qzeros", "scales"}
         if _GROUPS in layer.parts:
-            layer.part(_GROUPS, [torch.int32, torch.int64], rank=1)
+            layer.part(_GROUPS, _INTEGERS, rank=1)
             layer.require_shape(_GROUPS, [inputs])
             used.add(_GROUPS)
-        elif groups != -(-inputs // (self._group_size or inputs)):
-            raise layer.damage("scales", f"has {groups} groups for {inputs} inputs")
-        load = partial(self._values, layer, bits)
+        else:
+            group_size = self._group_size or inputs
+            expected = -(-inputs // group_size)
+            layer.require_shape("scales", [expected, outputs])
+        load = partial(
+            self._values,
+            layer,
+            bits,
+        )
         weight = DeferredTensor((outputs, inputs), self._dtype, load)
         return DequantizedLayer({"weight": weight}, used)
 
-    def _bits_of(self, layer: StoredLayer, words: int) -> int:
+    def _bits_of(
+        self,
+        layer: StoredLayer,
+        words: int,
+    ) -> int:
         """Return the width of a layer's codes. With rules, it follows from the shapes."""
         bits: int = self._bits
         if self._has_rules and _GROUPS in layer.parts:
-            inputs = layer.part(_GROUPS, [torch.int32, torch.int64], rank=1).numel()
-            bits = words * WORD_BITS // max(1, inputs)
+            groups = layer.part(_GROUPS, _INTEGERS, rank=1)
+            bits = words * WORD_BITS // len(groups)
         if bits not in _BITS:
-            raise layer.damage("qweight", f"has codes of {bits} bits, not of 2, 3, 4 or 8")
+            widths = listed(_BITS)
+            raise layer.damage("qweight", f"has codes of {bits} bits, not of {widths}")
         return bits
 
-    def _values(self, layer: StoredLayer, bits: int) -> Tensor:
+    def _values(
+        self,
+        layer: StoredLayer,
+        bits: int,
+    ) -> Tensor:
         """Return the values of a layer's weight."""
-        words = layer.parts["qweight"].load().t()
-        inputs = words.shape[1] * WORD_BITS // bits
-        scale = layer.parts["scales"].load().float().t()
-        outputs, groups = scale.shape
-        zeros = unpack_words(layer.parts["qzeros"].load(), bits, outputs).int()
+        words = layer.load("qweight").t()
+        outputs, word_count = words.shape
+        inputs = word_count * WORD_BITS // bits
+        scale = layer.load("scales").float()
+        zero_words = layer.load("qzeros")
+        zeros = unpack_words(zero_words, bits, outputs)
         if _GROUPS in layer.parts:
-            group_of_column = listed_groups(layer, _GROUPS, groups)
+            groups = listed_groups(layer, _GROUPS, len(scale))
         else:
-            group_of_column = column_groups(inputs, self._group_size or inputs)
+            group_size = self._group_size or inputs
+            groups = column_groups(inputs, group_size)
+        zero_point = zeros.int() + self._zero_offset
         codes = GroupedCodes(
             codes=unpack_words(words, bits, inputs),
-            scale=scale,
-            groups=group_of_column,
-            zero_point=(zeros + self._zero_offset).t(),
+            scale=scale.t(),
+            groups=groups,
+            zero_point=zero_point.t(),
         )
         return codes.values(self._dtype)

@@ -20,9 +20,9 @@ class GroupedCodes:
 
     Attributes:
         codes: [rows, columns], integers or small floats.
-        scale: float32 [rows, groups]; one row or one group may stand for all.
+        scale: float32 [rows, groups].
         groups: int64 [columns], the group of each column.
-        zero_point: as `scale`; None for codes that are signed.
+        zero_point: integers [rows, groups]; None if it is 0 everywhere.
     """
 
     codes: Tensor
@@ -32,34 +32,44 @@ class GroupedCodes:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return scale * (code - zero_point), rounded once from float32 to `dtype`."""
-        rows, columns = self.codes.shape
-        values = torch.empty(rows, columns, dtype=dtype)
-        scale = self.scale.expand(rows, -1)
-        zero_point = self.zero_point
-        if zero_point is not None:
-            zero_point = zero_point.float().expand(rows, -1)
-        step = max(1, _BLOCK_VALUES // max(1, columns))
+        values = torch.empty(self.codes.shape, dtype=dtype)
+        rows, columns = values.shape
+        step = max(1, _BLOCK_VALUES // columns)
         for start in range(0, rows, step):
             block = slice(start, start + step)
             part = self.codes[block].float()
-            if zero_point is not None:
-                part -= zero_point[block][:, self.groups]
-            part *= scale[block][:, self.groups]
+            if self.zero_point is not None:
+                zero_point = self.zero_point[block]
+                part -= zero_point[:, self.groups]
+            scale = self.scale[block]
+            part *= scale[:, self.groups]
             values[block] = part
         return values
 
 
-def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
+def unpack_words(
+    words: Tensor,
+    bits: int,
+    columns: int,
+) -> Tensor:
     """Return uint8 codes [rows, columns] of rows of int32 words. Each row is a stream of bits,
     the first code in the lowest bits.
 
     >>> unpack_words(torch.tensor([[0x21]], dtype=torch.int32), 4, 3).tolist()
     [[1, 2, 0]]
     """
-    return unpack_bits(words.contiguous().view(torch.uint8), bits, columns)
+    stream = words.contiguous().view(torch.uint8)
+    return unpack_bits(
+        stream,
+        bits,
+        columns,
+    )
 
 
-def words_of(codes: int, bits: int) -> int:
+def words_of(
+    codes: int,
+    bits: int,
+) -> int:
     """Return the number of words that hold so many codes.
 
     >>> words_of(9, 4)
@@ -69,14 +79,22 @@ def words_of(codes: int, bits: int) -> int:
 
 
 def unpack_fp4(packed: Tensor) -> Tensor:
-    """Return the fp4 values [..., 2 * n] of bytes [..., n], in fp8_e4m3. The first of two values
-    is in the lower bits.
+    """Return the fp4 values [rows, 2 * n] of bytes [rows, n], in fp8_e4m3. The first of two
+    values is in the lower bits.
     """
-    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    return unpack(packed.reshape(-1), _FP4, shape)
+    rows, pairs = packed.shape
+    flat = packed.reshape(-1)
+    return unpack(
+        flat,
+        _FP4,
+        (rows, 2 * pairs),
+    )
 
 
-def float_scales(stored: Tensor, global_scale: Tensor | None = None) -> Tensor:
+def float_scales(
+    stored: Tensor,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """Return stored scales as float32.
 
     Args:

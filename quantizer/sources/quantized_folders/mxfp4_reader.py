@@ -28,11 +28,15 @@ _SCALES = "_scales"
 
 class Mxfp4Reader:
     """Reads stacks of weights: `X_blocks` [experts, outputs, groups, 16] has two values in a
-    byte, `X_scales` [experts, outputs, groups] exponents with 127 added. `X` is [experts, inputs,
-    outputs].
+    byte, `X_scales` [experts, outputs, groups] exponents with 127 added. `X` is [experts,
+    inputs, outputs].
     """
 
-    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        settings: MethodSettings,
+        dtype: torch.dtype,
+    ) -> None:
         """Read weights in `dtype`. The method has no settings that change what is stored."""
         self._dtype = dtype
 
@@ -48,29 +52,41 @@ class Mxfp4Reader:
             if not name.endswith(_BLOCKS):
                 continue
             weight = name.removesuffix(_BLOCKS)
-            shape = layer.part(name, [torch.uint8], rank=4).shape
-            layer.require_shape(name, [*shape[:3], _BLOCK // 2])
-            layer.part(weight + _SCALES, [torch.uint8], rank=3)
-            layer.require_shape(weight + _SCALES, shape[:3])
-            load = partial(self._values, layer, weight)
-            result_shape = (shape[0], shape[2] * _BLOCK, shape[1])
-            weights[weight] = DeferredTensor(result_shape, self._dtype, load)
-            used += [name, weight + _SCALES]
+            scale_name = weight + _SCALES
+            blocks = layer.part(name, [torch.uint8], rank=4)
+            experts, outputs, groups, _ = blocks.shape
+            layer.require_shape(name, [experts, outputs, groups, _BLOCK // 2])
+            layer.part(scale_name, [torch.uint8], rank=3)
+            layer.require_shape(scale_name, [experts, outputs, groups])
+            load = partial(
+                self._values,
+                layer,
+                weight,
+            )
+            shape = (experts, groups * _BLOCK, outputs)
+            weights[weight] = DeferredTensor(shape, self._dtype, load)
+            used += [name, scale_name]
         if not weights:
             return None
         return DequantizedLayer(weights, used)
 
-    def _values(self, layer: StoredLayer, weight: str) -> Tensor:
+    def _values(
+        self,
+        layer: StoredLayer,
+        weight: str,
+    ) -> Tensor:
         """Return the values of a stack, one expert after the other."""
-        blocks = layer.parts[weight + _BLOCKS].load()
-        scales = layer.parts[weight + _SCALES].load()
-        experts, outputs, groups, _ = blocks.shape
-        columns = groups * _BLOCK
-        values = torch.empty(experts, columns, outputs, dtype=self._dtype)
-        group_of_column = column_groups(columns, _BLOCK)
+        blocks = layer.load(weight + _BLOCKS)
+        scales = layer.load(weight + _SCALES)
+        experts, outputs, group_count, _ = blocks.shape
+        columns = group_count * _BLOCK
+        shape = (experts, columns, outputs)
+        values = torch.empty(shape, dtype=self._dtype)
+        groups = column_groups(columns, _BLOCK)
         for expert in range(experts):
-            codes = unpack_fp4(blocks[expert].reshape(outputs, -1))
+            packed = blocks[expert].reshape(outputs, -1)
             scale = float_scales(scales[expert])
-            matrix = GroupedCodes(codes, scale, group_of_column).values(self._dtype)
+            grouped = GroupedCodes(unpack_fp4(packed), scale, groups)
+            matrix = grouped.values(self._dtype)
             values[expert] = matrix.t()
         return values

@@ -11,6 +11,7 @@ from quantizer.config.wording import first_names
 from quantizer.errors import ModelError
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.opened_files import OpenFile
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,7 +34,16 @@ class StoredLayer:
         """Return the name of a tensor in its file."""
         return f"{self.path}.{part}" if self.path else part
 
-    def part(self, name: str, dtypes: Collection[torch.dtype], rank: int = 2) -> DeferredTensor:
+    def load(self, name: str) -> Tensor:
+        """Return the values of a tensor."""
+        return self.parts[name].load()
+
+    def part(
+        self,
+        name: str,
+        dtypes: Collection[torch.dtype],
+        rank: int = 2,
+    ) -> DeferredTensor:
         """Return a tensor of the layer.
 
         Args:
@@ -45,45 +55,62 @@ class StoredLayer:
             ModelError: it is missing or empty, or has another dtype or number of axes.
         """
         if name not in self.parts:
-            others = first_names(sorted(self.parts))
-            place = self._file_of(next(iter(self.parts)))
-            raise ModelError(
-                f"{place} has no {self.full_name(name)}, which its layer needs beside {others}",
-                help=_AGAIN,
+            stored = sorted(self.parts)
+            others = first_names(stored)
+            file = self._file_of(stored[0])
+            full_name = self.full_name(name)
+            message = (
+                f"{file} has no {full_name}, which its layer needs in addition to {others}"
             )
+            raise ModelError(message, help=_AGAIN)
         tensor = self.parts[name]
         if tensor.dtype not in dtypes:
-            known = " or ".join(dtype_name(dtype) for dtype in dtypes)
-            raise self.damage(name, f"is {dtype_name(tensor.dtype)}, not {known}")
+            stored_name = dtype_name(tensor.dtype)
+            names = map(dtype_name, dtypes)
+            known = " or ".join(names)
+            raise self.damage(name, f"is {stored_name}, not {known}")
         if tensor.dim() != rank:
-            raise self.damage(name, f"has the shape {list(tensor.shape)}, not {rank} axes")
+            shape = list(tensor.shape)
+            raise self.damage(name, f"has the shape {shape}, not {rank} axes")
         if not tensor.numel():
             raise self.damage(name, "has no values")
         return tensor
 
-    def require_shape(self, name: str, shape: Sequence[int]) -> None:
+    def require_shape(
+        self,
+        name: str,
+        shape: Sequence[int],
+    ) -> None:
         """Check the shape of a tensor that `part` has returned.
 
         Raises:
             ModelError: it is another one.
         """
         stored = list(self.parts[name].shape)
-        if stored != list(shape):
-            raise self.damage(name, f"has the shape {stored}, not {list(shape)}")
+        expected = list(shape)
+        if stored != expected:
+            raise self.damage(name, f"has the shape {stored}, not {expected}")
 
-    def damage(self, name: str, why: str) -> ModelError:
+    def damage(
+        self,
+        name: str,
+        why: str,
+    ) -> ModelError:
         """Return the error for a tensor that does not fit the others.
 
         Args:
             name: of the tensor.
             why: the end of the sentence that the names of file and tensor begin.
         """
-        message = f"{self._file_of(name)}: {self.full_name(name)} {why}"
-        return ModelError(message, help=_AGAIN)
+        file = self._file_of(name)
+        full_name = self.full_name(name)
+        return ModelError(f"{file}: {full_name} {why}", help=_AGAIN)
 
     def _file_of(self, name: str) -> str:
         place = self.parts[name].place
-        return "the folder" if place is None else str(place.file.path)
+        if place is not None and isinstance(place.file, OpenFile):
+            return str(place.file.path)
+        return "the folder"
 
 
 @dataclass(frozen=True)
@@ -112,29 +139,44 @@ class LayerReader(Protocol):
 
 def split_into_layers(stored: Mapping[str, DeferredTensor]) -> list[StoredLayer]:
     """Return the tensors of a folder layer by layer, in the order of the folder."""
-    layers: dict[str, dict[str, DeferredTensor]] = {}
+    parts_by_path: dict[str, dict[str, DeferredTensor]] = {}
     for name, tensor in stored.items():
         path, _, part = name.rpartition(".")
-        layers.setdefault(path, {})[part] = tensor
-    return [StoredLayer(path, parts) for path, parts in layers.items()]
+        parts = parts_by_path.setdefault(path, {})
+        parts[part] = tensor
+    layers: list[StoredLayer] = []
+    for path, parts in parts_by_path.items():
+        layers.append(StoredLayer(path, parts))
+    return layers
 
 
-def column_groups(columns: int, group_size: int) -> Tensor:
+def column_groups(
+    columns: int,
+    group_size: int,
+) -> Tensor:
     """Return the group of each column, where groups are runs of columns.
 
     >>> column_groups(5, 2).tolist()
     [0, 0, 1, 1, 2]
     """
-    return torch.arange(columns) // min(group_size, columns)
+    # A config may have groups of any size
+    size = min(group_size, columns)
+    return torch.arange(columns) // size
 
 
-def listed_groups(layer: StoredLayer, name: str, groups: int) -> Tensor:
+def listed_groups(
+    layer: StoredLayer,
+    name: str,
+    groups: int,
+) -> Tensor:
     """Return the group of each column as a tensor of the layer lists it.
 
     Raises:
         ModelError: there are fewer groups.
     """
-    numbers = layer.parts[name].load().long()
-    if int(numbers.min()) < 0 or int(numbers.max()) >= groups:
+    numbers = layer.load(name).long()
+    first = int(numbers.min())
+    last = int(numbers.max())
+    if first < 0 or last >= groups:
         raise layer.damage(name, f"names groups outside of 0 to {groups - 1}")
     return numbers
