@@ -54,6 +54,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "PerGroupMinMaxObserver",
         "PerTensorPercentileObserver",
         "PerTensorMSEObserver",
+        "PerGroupMSEObserver",
         "PerBlockMXObserver",
         "PerBlockBFPObserver",
         "PlaceholderObserver",

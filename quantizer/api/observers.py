@@ -38,6 +38,12 @@ class PerTensorMSEObserver(ObserverBase):
     """Selects the range with the least squared error."""
 
 
+class PerGroupMSEObserver(ObserverBase):
+    """Selects the range with the least squared error for each group of `group_size` values
+    along `ch_axis`.
+    """
+
+
 class PerBlockMXObserver(ObserverBase):
     """Selects a shared exponent for each block of a microscaling format, from its largest
     magnitude.

@@ -14,10 +14,14 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
 from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
+from quantizer.sources.quantized_folders.dequantized_folder import (
+    GPTQ_FILE,
+    QUANTIZATION_KEY,
+)
 from quantizer.storage.files import read_json, write_json
 from quantizer.storage.tensor_shards import write_shards
 
-QUANTIZATION = "quantization_config"
+QUANTIZATION = QUANTIZATION_KEY
 GENERATION = "generation_config.json"
 # Whatever else is in the source is copied.
 _WEIGHT_ENDINGS = (
@@ -43,7 +47,9 @@ _REPLACED_FILES = (
     HUGGING_FACE_CONFIG,
     "adapter_config.json",
     "hf_quant_config.json",
-    "quantize_config.json",
+    "quant_config.json",
+    "recipe.yaml",
+    GPTQ_FILE,
 )
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
@@ -66,7 +72,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     folder = source_folder(model)
     config: Any = getattr(model, "config", None)
     if folder is not None:
-        content = read_json(folder / HUGGING_FACE_CONFIG)
+        content: dict[str, Any] = read_json(folder / HUGGING_FACE_CONFIG)
     elif hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
     else:
@@ -75,7 +81,10 @@ def model_config(model: nn.Module) -> dict[str, Any]:
             "could load its checkpoint",
             help="use --deploy safetensors, onnx or pt2, or give a Hugging Face folder",
         )
-    content = {key: value for key, value in content.items() if key != QUANTIZATION}
+    content.pop(QUANTIZATION, None)
+    text_config = content.get("text_config")
+    if isinstance(text_config, dict):
+        text_config.pop(QUANTIZATION, None)
     content["architectures"] = [type(model).__name__]
     dtype_key = "torch_dtype" if "torch_dtype" in content else "dtype"
     dtype = next(model.parameters()).dtype

@@ -1,6 +1,8 @@
 """Range methods that try ranges and take the one with the least error."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,6 +14,8 @@ from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import (
     POWERS_OF_TWO,
     SHARED_EXPONENTS,
+    SMALLEST_SCALE,
+    CodeRange,
     qparams_from_range,
     symmetric_step,
     uncut,
@@ -19,9 +23,18 @@ from quantizer.numerics.qparams import (
 from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
 from quantizer.observers.methods import CENTRES, RANGE_METHODS, code_range_of, kernel_of
-from quantizer.observers.observed_batch import LowHigh, ObservedValues, PooledBatches
+from quantizer.observers.observed_batch import (
+    LowHigh,
+    ObservedBatch,
+    ObservedValues,
+    PooledBatches,
+)
 
 _MSE_STEPS_PER_OCTAVE = 16
+# Sixteenths of an octave to cut off from the range of a group. More of them gain less than
+# 0.02 dB at 4 and 5 bits
+_GROUP_STEPS = (0, 1, 2, 3, 4, 6, 8, 12, -1)
+_GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
 # Factors on the range if scales are powers of two
 _HALVINGS = tuple(0.5**halvings for halvings in range(8))
 # Octaves to cut off, first from the extremes, then around the best ends so far
@@ -282,6 +295,75 @@ def _least_power(
         errors.append(rounded.sub_(centres).square_().mul_(values.histogram).sum(1))
     best = factors[torch.stack(errors).argmin(0)]
     return values.low * best, values.high * best
+
+
+@register_in(RANGE_METHODS, "group_mse")
+def group_mse(
+    values: ObservedValues,
+    spec: QuantizationSpec,
+) -> LowHigh:
+    """Return the range that gives the least squared error, of those of `_group_ranges`. Of
+    equal ones it is the first.
+
+    Groups have few values. So their errors are those of the values themselves and not of a
+    histogram, and an asymmetric range gets the better of the two zero points around its end.
+    """
+    if spec.scale_type in POWERS_OF_TWO:
+        return _least_power(values, spec)
+    # `Observer` refuses this method for all batches together
+    assert isinstance(values, ObservedBatch)
+    # The error does not depend on how a scale is stored
+    spec = replace(spec, scale_type="float")
+    code_range = code_range_of(spec)
+    kernel = kernel_of(spec)
+    sample = values.sample()
+    best_low = values.low.double()
+    best_high = values.high.double()
+    least = torch.full_like(best_low, torch.inf)
+    for low, high in _group_ranges(values, code_range):
+        qparams = qparams_from_range(low, high, code_range).to(sample.device)
+        rounded = torch.empty_like(sample)
+        fill(
+            rounded,
+            sample,
+            kernel,
+            scale=qparams.scale.to(sample.dtype),
+            zero_point=qparams.zero_point,
+            ch_axis=0,
+        )
+        squares = rounded.sub_(sample).square_()
+        error = squares.sum(1).double().cpu()
+        is_less = error < least
+        least = torch.where(is_less, error, least)
+        best_low = torch.where(is_less, low, best_low)
+        best_high = torch.where(is_less, high, best_high)
+    return best_low, best_high
+
+
+def _group_ranges(
+    values: ObservedBatch,
+    code_range: CodeRange,
+) -> Iterator[LowHigh]:
+    """Yield the ranges to try for each group, float64, the whole one first.
+
+    An asymmetric range that leads to a rounded zero point is cut off at one end, by up to half
+    a step. So each range is also moved until zero is a code, to both sides.
+    """
+    low = values.low.double().clamp(max=0)
+    high = values.high.double().clamp(min=0)
+    if code_range.symmetric:
+        for factor in _GROUP_FACTORS:
+            yield low * factor, high * factor
+        return
+    yield low, high
+    steps = code_range.span
+    whole_step = (high - low) / steps
+    for factor in _GROUP_FACTORS:
+        step = (whole_step * factor).clamp(min=SMALLEST_SCALE)
+        codes_below = -low / step
+        for zero_point in (codes_below.floor(), codes_below.ceil()):
+            zero_code = zero_point.clamp(max=steps)
+            yield -zero_code * step, (steps - zero_code) * step
 
 
 def _errors(

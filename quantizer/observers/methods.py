@@ -27,10 +27,12 @@ MICROEXPONENT_GROUP = PAIRS * PAIR
 """How many values share an exponent in formats with microexponents."""
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that need integer codes."""
-WITHOUT_HISTOGRAM = frozenset({"maxmin", "diffs"})
+WITHOUT_HISTOGRAM = frozenset({"maxmin", "diffs", "group_mse"})
 """Methods that read no histogram. All others read only histogram and extremes, so that they can
 process many batches at once.
 """
+READS_VALUES = frozenset({"diffs", "group_mse"})
+"""Methods that read the values of a batch, so that they cannot read all batches together."""
 CENTRES = (
     torch.arange(
         -BINS,

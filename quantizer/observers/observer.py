@@ -29,6 +29,7 @@ from quantizer.observers.methods import (
     BATCH_STATISTICS,
     INTEGER_ONLY,
     RANGE_METHODS,
+    READS_VALUES,
     axis_of,
     code_range_of,
     reduce_batches,
@@ -98,9 +99,10 @@ class Observer:
                 "The diffs method tries powers of two, so it needs scale_type poweroftwo."
             )
         self._axis = axis_of(spec)
-        if spec.method == "diffs" and spec.statistic == POOLED:
+        if spec.method in READS_VALUES and spec.statistic == POOLED:
             raise ValueError(
-                "The diffs method reads each batch's values, so its statistic is not pooled."
+                f"The {spec.method} method reads each batch's values, so its statistic is not "
+                "pooled."
             )
         lookup(RANGE_METHODS, spec.method, "calibration method")
         lookup({**BATCH_STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")

@@ -266,7 +266,17 @@ def per_channel(
     axis: int,
 ) -> QuantizationSpec:
     """Return a spec of weights with a scale for each output channel."""
-    return replace(spec, qscheme="per_channel", ch_axis=axis, group_size=None)
+    method = spec.method
+    if method == "group_mse":
+        # It has no observer for channels
+        method = "maxmin"
+    return replace(
+        spec,
+        qscheme="per_channel",
+        ch_axis=axis,
+        group_size=None,
+        method=method,
+    )
 
 
 def eight_bits(spec: QuantizationSpec) -> QuantizationSpec:

@@ -27,13 +27,31 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
         Exception: of transformers and safetensors, as `from_pretrained` would.
     """
     transformers = importlib.import_module("transformers")
-    accelerate = importlib.import_module("accelerate")
     stored = stored_tensors(folder)
     config = transformers.AutoConfig.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )
     if not stored or getattr(config, "quantization_config", None) is not None:
         return None
+    return filled_model(folder, config, architecture, stored)
+
+
+def filled_model(
+    folder: Path, config: Any, architecture: str, stored: dict[str, DeferredTensor]
+) -> nn.Module | None:
+    """Return the model of a config with deferred parameters, or None if they do not fit.
+
+    Args:
+        folder: of the model.
+        config: of transformers.
+        architecture: the class of the model in transformers.
+        stored: the parameters by name.
+
+    Raises:
+        Exception: of transformers, as `from_pretrained` would.
+    """
+    transformers = importlib.import_module("transformers")
+    accelerate = importlib.import_module("accelerate")
     model = getattr(transformers, architecture)
     # Auto classes have no such method
     if not hasattr(model, "_from_config"):
@@ -48,10 +66,16 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     map_large_blocks()
     parameters = {name: stored[name] for name, _ in module.named_parameters()}
     replace_parameters(module, parameters)
+    read_generation_settings(module, folder)
+    return module
+
+
+def read_generation_settings(module: nn.Module, folder: Path) -> None:
+    """Give a model the generation settings of its folder, if there are any."""
     if (folder / "generation_config.json").is_file():
+        transformers = importlib.import_module("transformers")
         settings = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         module.generation_config = settings
-    return module
 
 
 def stored_tensors(folder: Path) -> dict[str, DeferredTensor]:

@@ -20,9 +20,21 @@ from quantizer.sources.deferred_checkpoint import (
     CHECKPOINT_FILE,
     CHECKPOINT_INDEX,
     deferred_model,
+    filled_model,
     indexed_files,
+    read_generation_settings,
     require_inside,
     stored_tensors,
+)
+from quantizer.sources.quantized_folders.dequantized_folder import (
+    QUANTIZATION_KEY,
+    dequantized_folder,
+    quantization_of,
+    stored_dtype,
+)
+from quantizer.sources.quantized_folders.method_settings import (
+    FLOAT_FOLDER_HELP,
+    MethodSettings,
 )
 from quantizer.sources.text import longest_window
 from quantizer.sources.user_code import user_errors
@@ -51,18 +63,98 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
     remedy = f"transformers.AutoModel.from_pretrained('{folder}') shows where it fails"
     with user_errors(f"transformers, loading {folder},", ModelError, remedy=remedy):
         _require_own_files(folder, config)
-        _require_unquantized(folder, config)
+        quantization = quantization_of(folder, config)
         architecture = _class_name(config, folder, trust=trust)
         _require_weights(folder, config, architecture)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
             _require_known_type(folder, config)
+        if quantization is not None:
+            return _load_dequantized(folder, architecture, quantization, trust=trust)
+        if not trust:
             deferred = deferred_model(folder, architecture)
             if deferred is not None:
                 return prepare_for_windows(deferred)
         module, report = read_checkpoint(
             folder, architecture, trust_remote_code=trust, ignore_mismatched_sizes=True
         )
+    _require_fit(folder, architecture, report)
+    return module
+
+
+def _load_dequantized(
+    folder: Path, architecture: str, quantization: MethodSettings, *, trust: bool
+) -> nn.Module:
+    """Return the model of a quantized folder, with dequantized weights.
+
+    Raises:
+        ModelError: the weights cannot be dequantized, or do not fit the model.
+    """
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=trust
+    )
+    for part in (config, getattr(config, "text_config", None)):
+        if getattr(part, QUANTIZATION_KEY, None) is not None:
+            delattr(part, QUANTIZATION_KEY)
+    stored = stored_tensors(folder)
+    dtype = config.dtype or stored_dtype(stored)
+    dequantized = dequantized_folder(folder, quantization, stored, dtype)
+    _logger.warning("%s", dequantized.remark)
+    if not trust:
+        deferred = filled_model(folder, config, architecture, dequantized.tensors)
+        if deferred is not None:
+            return prepare_for_windows(deferred)
+    # It renames and fuses weights, as it does for folders of float models
+    module, report = read_checkpoint(
+        None,
+        _model_class(architecture, config, folder),
+        config=config,
+        state_dict=dequantized.tensors,
+        ignore_mismatched_sizes=True,
+    )
+    read_generation_settings(module, folder)
+    vars(module)["name_or_path"] = str(folder)
+    loaded_config: Any = module.config
+    loaded_config.name_or_path = str(folder)
+    _require_fit(folder, architecture, report)
+    unexpected = sorted(report["unexpected_keys"])
+    if unexpected:
+        tensors = counted(len(unexpected), "tensor")
+        raise ModelError(
+            f"{folder} has {tensors} that {architecture} lacks, and what they do to the "
+            f"quantized weights is unknown: {first_names(unexpected)}",
+            help=FLOAT_FOLDER_HELP,
+        )
+    return module
+
+
+def _model_class(architecture: str, config: Any, folder: Path) -> Any:
+    """Return the class of a model; an Auto class stands for the one that it finds."""
+    transformers = importlib.import_module("transformers")
+    model = getattr(transformers, architecture)
+    if hasattr(model, "_from_config"):
+        return model
+    places = getattr(config, "auto_map", None) or {}
+    if architecture in places:
+        modules = importlib.import_module("transformers.dynamic_module_utils")
+        return modules.get_class_from_dynamic_module(
+            places[architecture], folder, local_files_only=True
+        )
+    return model._model_mapping[type(config)]
+
+
+def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> None:
+    """Check that the weights of a folder are those of its model.
+
+    Args:
+        folder: of the model.
+        architecture: the class of the model.
+        report: of `read_checkpoint`.
+
+    Raises:
+        ModelError: weights are missing, or have other shapes.
+    """
     misshaped: list[str] = []
     for name, stored, expected in sorted(report["mismatched_keys"]):
         misshaped.append(f"{name} {list(stored)} instead of {list(expected)}")
@@ -81,7 +173,6 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             help="save the whole model, or name the class that was saved in config.json; "
             "missing weights would be drawn at random",
         )
-    return module
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -163,24 +254,6 @@ def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
             indexed_files(folder / name)
 
 
-def _require_unquantized(folder: Path, config: dict[str, Any]) -> None:
-    """Check that the folder's weights are not quantized already.
-
-    Raises:
-        ModelError: they are; the method is named.
-    """
-    settings = config.get("quantization_config")
-    if not settings:
-        return
-    method = "an unknown method"
-    if isinstance(settings, dict) and settings.get("quant_method"):
-        method = str(settings["quant_method"])
-    raise ModelError(
-        f"{folder} is quantized already, by {method}",
-        help="give the folder of the float model that it was made from",
-    )
-
-
 def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
     """Return the name of the class in transformers that builds the model. For code of the
     folder, it is the Auto class that finds it.
@@ -212,13 +285,20 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
 
 
 def read_checkpoint(
-    folder: Path, architecture: str, **settings: Any
+    folder: Path | None, architecture: Any, **settings: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model of `from_pretrained` in eval mode, and its report of missing and unused
     keys. Errors are those of transformers.
+
+    Args:
+        folder: of the model; None if `settings` have its config and its tensors.
+        architecture: the class of the model, or its name in transformers.
+        settings: more arguments of `from_pretrained`.
     """
     transformers = importlib.import_module("transformers")
-    model = getattr(transformers, architecture)
+    model = architecture
+    if isinstance(architecture, str):
+        model = getattr(transformers, architecture)
     logs = transformers.utils.logging
     # The progress bar would also be written to log files
     logs.disable_progress_bar()

@@ -187,15 +187,16 @@ def test_what_is_no_model_says_what_it_is(
     assert help_text in error
 
 
-def test_a_folder_that_is_quantized_already_is_refused(net: str, capsys: Capture) -> None:
+def test_a_folder_of_an_unknown_quantization_is_refused(net: str, capsys: Capture) -> None:
     pytest.importorskip("transformers", reason="it reads the folder (extra: llm)")
     Path("model").mkdir()
     config = {"architectures": ["LlamaForCausalLM"], "quantization_config": {}}
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
     (Path("model") / "config.json").write_text(json.dumps(config))
     assert run_command(["inspect", "--model", "model"]) == 3
     error = capsys.readouterr().err
-    assert "error: model is quantized already, by gptq\nhelp: give the folder of the" in error
+    message = "error: model is quantized by bitsandbytes, which quantizer cannot dequantize\n"
+    assert f"{message}help: give the folder of the float model" in error
 
 
 def test_a_model_in_place_of_a_config_is_recognized(net: str, capsys: Capture) -> None:

@@ -41,6 +41,7 @@ OBSERVER_METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerGroupMinMaxObserver": ("maxmin", ("per_group",)),
     "PerTensorPercentileObserver": ("percentile", ("per_tensor",)),
     "PerTensorMSEObserver": ("mse", ("per_tensor",)),
+    "PerGroupMSEObserver": ("group_mse", ("per_group",)),
     "PerBlockMXObserver": ("maxmin", ("per_group",)),
     "PerBlockBFPObserver": ("maxmin", ("per_group",)),
 }

@@ -1,0 +1,336 @@
+"""Dequantize folders of compressed-tensors, which llm-compressor and quantizer write.
+
+Source: the compressors of the package compressed-tensors, 0.15 to 0.20. Earlier versions stored
+zero points unpacked, and the group of each column in `weight_g_idx`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quantizer.sources.quantized_folders.compressed_schemes import WeightScheme, WeightSchemes
+from quantizer.sources.quantized_folders.fp8_reader import (
+    BLOCK_SCALE_DTYPES,
+    BlockSize,
+    block_counts,
+    row_blocks,
+    scale_shape_of,
+    spread_blocks,
+)
+from quantizer.sources.quantized_folders.grouped_codes import (
+    GroupedCodes,
+    float_scales,
+    unpack_fp4,
+    unpack_words,
+    words_of,
+)
+from quantizer.sources.quantized_folders.method_settings import MethodSettings
+from quantizer.sources.quantized_folders.stored_layer import (
+    FLOAT8_DTYPES,
+    SCALE_DTYPES,
+    DequantizedLayer,
+    StoredLayer,
+    column_groups,
+    listed_groups,
+)
+from quantizer.storage.deferred_tensor import DeferredTensor
+
+_WEIGHT = "weight"
+_PACKED = "weight_packed"
+_SCALE = "weight_scale"
+_SHAPE = "weight_shape"
+_ZERO_POINT = "weight_zero_point"
+_GROUPS = "weight_g_idx"
+_GLOBAL_SCALE = "weight_global_scale"
+_NAMES = (
+    _WEIGHT,
+    _PACKED,
+    _SCALE,
+    _SHAPE,
+    _ZERO_POINT,
+    _GROUPS,
+    _GLOBAL_SCALE,
+)
+_INTEGERS = (torch.int32, torch.int64)
+_CODE_DTYPES = (torch.int8, *FLOAT8_DTYPES)
+_FP4_SCALE_DTYPES = (*BLOCK_SCALE_DTYPES, torch.float8_e4m3fn)
+
+
+class CompressedTensorsReader:
+    """Reads `weight_packed` or `weight`, and what belongs to it: `weight_scale`,
+    `weight_zero_point`, `weight_global_scale`, `weight_shape` and `weight_g_idx`.
+    """
+
+    def __init__(
+        self,
+        settings: MethodSettings,
+        dtype: torch.dtype,
+    ) -> None:
+        """Read the schemes, and weights in `dtype`.
+
+        Raises:
+            ModelError: the schemes cannot be read.
+        """
+        self._schemes = WeightSchemes.of(settings)
+        self._dtype = dtype
+
+    def read(self, layer: StoredLayer) -> DequantizedLayer | None:
+        """Return the float weight of a layer. Weights that were saved as floats stay as they
+        are.
+
+        Raises:
+            ModelError: its tensors do not fit each other or the scheme.
+        """
+        weight = layer.parts.get(_WEIGHT)
+        is_coded = weight is not None and weight.dtype in _CODE_DTYPES
+        if not is_coded and _PACKED not in layer.parts:
+            return None
+        scheme = self._schemes.scheme_of(layer.path)
+        compressed = _checked(layer, scheme)
+        load = partial(compressed.values, self._dtype)
+        values = DeferredTensor(compressed.shape, self._dtype, load)
+        used: list[str] = []
+        for name in _NAMES:
+            if name in layer.parts:
+                used.append(name)
+        return DequantizedLayer({_WEIGHT: values}, used)
+
+
+@dataclass(frozen=True)
+class _CompressedWeight:
+    """A weight whose tensors were checked.
+
+    Attributes:
+        layer: that it belongs to.
+        shape: of the weight.
+        block_size: of the values that share a scale.
+        bits: the width of packed integers; 0 if codes are not packed integers.
+        has_zero_point: whether the layer has zero points.
+    """
+
+    layer: StoredLayer
+    shape: tuple[int, int]
+    block_size: BlockSize
+    bits: int
+    has_zero_point: bool
+
+    @property
+    def scale_shape(self) -> BlockSize:
+        """Return the shape of the scales, as `scale_shape_of` returns it."""
+        return block_counts(self.shape, self.block_size)
+
+    @property
+    def has_packed_zero_point(self) -> bool:
+        """Return whether zero points are words. A missing one counts as packed."""
+        stored = self.layer.parts.get(_ZERO_POINT)
+        is_byte = stored is not None and stored.dtype != torch.int32
+        return self.bits > 0 and not is_byte
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values of the weight."""
+        global_scale = None
+        if _GLOBAL_SCALE in self.layer.parts:
+            stored_global = self.layer.load(_GLOBAL_SCALE)
+            global_scale = stored_global.reshape(())
+        stored = self.layer.load(_SCALE)
+        scale = float_scales(stored, global_scale)
+        grouped = GroupedCodes(
+            codes=self._codes(),
+            scale=self._by_row(scale),
+            groups=self._groups(),
+            zero_point=self._zero_point(),
+        )
+        return grouped.values(dtype)
+
+    def _codes(self) -> Tensor:
+        """Return the codes. Integers that are packed begin at zero."""
+        if _PACKED not in self.layer.parts:
+            return self.layer.load(_WEIGHT)
+        packed = self.layer.load(_PACKED)
+        if not self.bits:
+            return unpack_fp4(packed)
+        columns = self.shape[1]
+        return unpack_words(packed, self.bits, columns)
+
+    def _groups(self) -> Tensor:
+        """Return the group of each column. Early versions stored -1 for the usual order."""
+        if _GROUPS in self.layer.parts:
+            stored = self.layer.load(_GROUPS)
+            if not bool((stored == -1).all()):
+                count = self.scale_shape[1]
+                return listed_groups(self.layer, _GROUPS, count)
+        columns = self.shape[1]
+        return column_groups(columns, self.block_size[1])
+
+    def _zero_point(self) -> Tensor | None:
+        """Return the zero point of each row and group, or None if it is 0 everywhere."""
+        middle = 0
+        if self.bits:
+            middle = 1 << (self.bits - 1)
+        if not self.has_zero_point:
+            if not middle:
+                return None
+            middles = torch.full(self.scale_shape, middle)
+            return self._by_row(middles)
+        stored = self.layer.load(_ZERO_POINT)
+        if not self.has_packed_zero_point:
+            return self._by_row(stored.int() + middle)
+        rows = self.shape[0]
+        unpacked = unpack_words(stored.t(), self.bits, rows)
+        return unpacked.t().int()
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """Return values of blocks with a row for each row of the weight."""
+        return spread_blocks(
+            values,
+            self.block_size,
+            self.shape,
+        )
+
+
+def _checked(
+    layer: StoredLayer,
+    scheme: WeightScheme,
+) -> _CompressedWeight:
+    """Return the weight of a layer.
+
+    Raises:
+        ModelError: its tensors do not fit each other or the scheme.
+    """
+    is_packed = _PACKED in layer.parts
+    is_integer = scheme.number_type == "int"
+    bits = 0
+    scale_dtypes: Collection[torch.dtype] = BLOCK_SCALE_DTYPES
+    if is_packed and is_integer:
+        bits = scheme.bits
+        shape = _packed_shape(layer, bits)
+    elif is_packed:
+        shape = _fp4_shape(layer, scheme.bits)
+        scale_dtypes = _FP4_SCALE_DTYPES
+    else:
+        shape = _unpacked_shape(layer, is_integer)
+    scale_shape = scale_shape_of(layer, _SCALE, scale_dtypes)
+    is_matrix = layer.parts[_SCALE].dim() == 2
+    if scheme.block_size is not None:
+        block_size = scheme.block_size
+    elif scheme.group_size is not None and is_matrix:
+        block_size = (1, scheme.group_size)
+    else:
+        block_size = row_blocks(
+            layer,
+            _SCALE,
+            scale_shape,
+            shape,
+        )
+    weight = _CompressedWeight(
+        layer,
+        shape,
+        block_size,
+        bits,
+        not scheme.symmetric,
+    )
+    if scale_shape != weight.scale_shape:
+        layer.require_shape(_SCALE, weight.scale_shape)
+    if weight.has_zero_point:
+        _require_zero_points(weight)
+    _require_extras(layer, shape[1])
+    return weight
+
+
+def _packed_shape(
+    layer: StoredLayer,
+    bits: int,
+) -> tuple[int, int]:
+    """Return the shape of a weight whose integers are packed into words.
+
+    Raises:
+        ModelError: the words are more or fewer than its values need.
+    """
+    words = layer.part(_PACKED, [torch.int32])
+    layer.part(_SHAPE, _INTEGERS, rank=1)
+    layer.require_shape(_SHAPE, [2])
+    rows, columns = layer.load(_SHAPE).tolist()
+    if min(rows, columns) < 1:
+        raise layer.damage(_SHAPE, f"is {[rows, columns]}, which cannot be a shape")
+    expected = (rows, words_of(columns, bits))
+    if words.shape != expected:
+        stored = list(words.shape)
+        raise layer.damage(
+            _PACKED,
+            f"has the shape {stored}, which does not hold {[rows, columns]} codes of "
+            f"{bits} bits",
+        )
+    return (rows, columns)
+
+
+def _fp4_shape(
+    layer: StoredLayer,
+    bits: int,
+) -> tuple[int, int]:
+    """Return the shape of a weight in fp4.
+
+    Raises:
+        ModelError: it is in a float format of another width.
+    """
+    packed = layer.part(_PACKED, [torch.uint8])
+    if bits != 4:
+        raise layer.damage(_PACKED, f"has floats of {bits} bits, not of 4")
+    rows, pairs = packed.shape
+    return (rows, 2 * pairs)
+
+
+def _unpacked_shape(
+    layer: StoredLayer,
+    is_integer: bool,
+) -> tuple[int, int]:
+    """Return the shape of a weight with a byte for each code.
+
+    Raises:
+        ModelError: it has another dtype than its scheme.
+    """
+    dtypes: Collection[torch.dtype] = FLOAT8_DTYPES
+    if is_integer:
+        dtypes = (torch.int8,)
+    codes = layer.part(_WEIGHT, dtypes)
+    rows, columns = codes.shape
+    return (rows, columns)
+
+
+def _require_zero_points(weight: _CompressedWeight) -> None:
+    """Check the zero points of a weight. They may be packed if the codes are.
+
+    Raises:
+        ModelError: they are missing, or do not fit the scales.
+    """
+    layer = weight.layer
+    rows, groups = weight.scale_shape
+    if weight.has_packed_zero_point:
+        layer.part(_ZERO_POINT, [torch.int32])
+        words = words_of(rows, weight.bits)
+        layer.require_shape(_ZERO_POINT, [words, groups])
+        return
+    stored_shape = scale_shape_of(layer, _ZERO_POINT, [torch.int8])
+    if stored_shape != weight.scale_shape:
+        layer.require_shape(_ZERO_POINT, weight.scale_shape)
+
+
+def _require_extras(
+    layer: StoredLayer,
+    columns: int,
+) -> None:
+    """Check the global scale and the list of groups of a layer, if it has them.
+
+    Raises:
+        ModelError: they have other shapes or dtypes.
+    """
+    if _GLOBAL_SCALE in layer.parts:
+        rank = min(1, layer.parts[_GLOBAL_SCALE].dim())
+        factor = layer.part(_GLOBAL_SCALE, SCALE_DTYPES, rank)
+        if factor.numel() != 1:
+            layer.require_shape(_GLOBAL_SCALE, [1])
+    if _GROUPS in layer.parts:
+        layer.part(_GROUPS, _INTEGERS, rank=1)
+        layer.require_shape(_GROUPS, [columns])

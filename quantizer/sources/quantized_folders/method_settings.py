@@ -1,0 +1,78 @@
+"""Read the field `quantization_config` of a folder's config.json."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantizer.config.json_types import JsonMapping
+from quantizer.config.wording import listed, quoted
+from quantizer.errors import ModelError
+
+FLOAT_FOLDER_HELP = "give the folder of the float model that it was made from"
+
+
+@dataclass(frozen=True)
+class MethodSettings:
+    """The settings of a method.
+
+    Attributes:
+        file: that they come from, for messages.
+        fields: the settings by name.
+    """
+
+    file: Path
+    fields: JsonMapping
+
+    @property
+    def method(self) -> str:
+        """Return the name of the method."""
+        return str(self.fields.get("quant_method") or "an unknown method")
+
+    def positive_integer(self, name: str, default: int | None = None) -> int:
+        """Return a setting that must be an integer above zero.
+
+        Raises:
+            ModelError: it is something else, or missing without a default.
+        """
+        value = self.fields.get(name, default)
+        if type(value) is not int or value < 1:
+            raise self.refusal(name, value, "an integer above zero")
+        return value
+
+    def one_of(self, name: str, known: Sequence[Any], default: Any = None) -> Any:
+        """Return a setting that must be one of some values.
+
+        Raises:
+            ModelError: it is another one.
+        """
+        value = self.fields.get(name)
+        if value is None:
+            value = default
+        if value not in known:
+            raise self.refusal(name, value, listed(known))
+        return value
+
+    def group_size(self) -> int | None:
+        """Return the number of values of a group, or None if a row has one scale.
+
+        Raises:
+            ModelError: it is not an integer above zero, -1 or null.
+        """
+        if self.fields.get("group_size") in (None, -1):
+            return None
+        return self.positive_integer("group_size")
+
+    def refusal(self, name: str, value: Any, expected: str) -> ModelError:
+        """Return the error for a setting with a value that cannot be read.
+
+        Args:
+            name: of the setting.
+            value: its value.
+            expected: what can be read.
+        """
+        return ModelError(
+            f"{self.file}: {name} of the quantization is {quoted(value)}, and quantizer reads "
+            f"{expected}",
+            help=FLOAT_FOLDER_HELP,
+        )
