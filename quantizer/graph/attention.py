@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from quantizer.graph.axis_rules import ATTENTION
 from quantizer.graph.ir import Graph, Node, Ref
 
-_ATTENTION = "scaled_dot_product_attention"
 _SOFTMAX = "softmax"
 _SCORE_KINDS = frozenset({"passthrough", "compute", "fusable", "nonlinear", "float", "join"})
 """The kinds of operators between the product of queries and keys and the softmax."""
@@ -30,6 +30,7 @@ class CachedValue:
         role: of its input.
         value: the node that it reads.
         features: the axis of a head's features.
+        is_fused: whether the operator is the whole attention, and transposes keys itself.
         sources: the layers with weights that compute them.
     """
 
@@ -38,6 +39,7 @@ class CachedValue:
     role: str
     value: str
     features: int
+    is_fused: bool
     sources: frozenset[str]
 
 
@@ -77,6 +79,7 @@ def _find_values(graph: Graph) -> Iterator[CachedValue]:
                 role=role,
                 value=value.name,
                 features=operand.features,
+                is_fused=node.row.axes is ATTENTION,
                 sources=sources.get(value.name, _NO_LAYERS),
             )
 
@@ -86,7 +89,7 @@ def _operands_of(
     node: Node,
 ) -> list[_Operand]:
     """Return the keys and the values of an attention, if the node is one, or its softmax."""
-    if node.op == _ATTENTION:
+    if node.row.axes is ATTENTION:
         return [
             _Operand("key", node, "key", _FEATURES),
             _Operand("value", node, "value", _FEATURES),

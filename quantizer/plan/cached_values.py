@@ -10,6 +10,7 @@ from quantizer.config.wording import first_names
 from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import TensorView
+from quantizer.plan.layout import Group
 from quantizer.plan.match import MatchedRule
 from quantizer.plan.model import Key
 
@@ -23,14 +24,12 @@ class PlannedValue:
     """The keys or values of an attention that a rule quantizes.
 
     Attributes:
-        layer: the operator that multiplies them.
-        value: the node that it reads.
+        group: the node that computes them, and the operator that multiplies them.
         view: their axes.
         rule: the strongest one about them.
     """
 
-    layer: str
-    value: str
+    group: Group
     view: TensorView
     rule: MatchedRule
 
@@ -51,11 +50,24 @@ def planned_values(
         if key in strongest:
             sizes = graph.by_name[cached.value].shape
             view = TensorView(sizes, channels=_HEADS, features=cached.features)
-            planned[key] = PlannedValue(cached.layer, cached.value, view, strongest[key])
+            group = Group(cached.value, (cached.layer,))
+            planned[key] = PlannedValue(group, view, strongest[key])
     return planned
 
 
-def without_heads(planned: Iterable[PlannedValue]) -> Iterator[Diagnostic]:
+def cache_findings(
+    rules: Sequence[MatchedRule],
+    graph: Graph,
+    planned: Iterable[PlannedValue],
+) -> Iterator[Diagnostic]:
+    """Yield findings on the key-value cache: layers that compute none of it, and scales of
+    heads that have no axis.
+    """
+    yield from _uncached(rules, graph)
+    yield from _without_heads(planned)
+
+
+def _without_heads(planned: Iterable[PlannedValue]) -> Iterator[Diagnostic]:
     """Yield an error for each rule that asks for scales of heads where heads have no axis."""
     reported: set[str] = set()
     for value in planned:
@@ -67,14 +79,14 @@ def without_heads(planned: Iterable[PlannedValue]) -> Iterator[Diagnostic]:
             reported.add(rule.label)
             yield Diagnostic(
                 "QZ406",
-                f"the heads of {value.layer} are in one axis with the batch, so that they "
+                f"the heads of {value.group.members[0]} are in one axis with the batch, and "
                 "cannot have a scale each",
                 qscheme.place,
                 help="set qscheme to per_tensor",
             )
 
 
-def uncached(
+def _uncached(
     rules: Sequence[MatchedRule],
     graph: Graph,
 ) -> Iterator[Diagnostic]:

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,6 +72,12 @@ class MatchedRule:
         """Return whether it configures a role."""
         roles = (*(self.rule.roles or ()), *self.rule.adds)
         return role in roles or bool(self.rule.fields.get(role))
+
+    def selects(self, layers: Set[str]) -> bool:
+        """Return whether it is about all tensors of one of the layers. A rule with keys is
+        about these inputs only.
+        """
+        return not self.found.keys and not layers.isdisjoint(self.found.layers)
 
     def quantizes(
         self,

@@ -18,7 +18,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, joins
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
-from quantizer.plan.cached_values import planned_values, uncached, without_heads
+from quantizer.plan.cached_values import cache_findings, planned_values
 from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
@@ -100,8 +100,7 @@ class _Resolver:
         self.ungrouped: dict[Key, str] = {}
         self.cached = planned_values(self.rules, graph)
         self.findings = list(checks.unmatched_selectors(config.form, self.rules, original))
-        self.findings += uncached(self.rules, graph)
-        self.findings += without_heads(self.cached.values())
+        self.findings += cache_findings(self.rules, graph, self.cached.values())
         self.misfits: list[Misfit] = []
 
     def plan(self) -> Plan:
@@ -294,14 +293,13 @@ class _Resolver:
                 self._add(node.name, role, Group(name, (node.name,)), view)
 
     def _plan_cached_values(self, node: Node) -> None:
-        """Plan the keys and values that a node reads, if they are cached as integers."""
+        """Plan the keys and values that a node reads, if a rule is about them."""
         for role in node.input_roles():
             key = (node.name, role)
-            planned = self.cached.get(key)
-            if planned is not None:
+            if key in self.cached:
+                planned = self.cached[key]
                 self.stated.add(key)
-                group = Group(planned.value, (node.name,))
-                self._add(*key, group, planned.view, rules=[planned.rule])
+                self._add(*key, planned.group, planned.view, rules=[planned.rule])
 
     def _plan_joined_inputs(self, node: Node) -> None:
         """Plan a quantizer at the layer's input for each join that it multiplies.
@@ -440,11 +438,7 @@ class _Resolver:
         they are equally strong.
         """
         layers = set(members)
-        rules = []
-        for row in self.rules:
-            # A rule with keys is about these inputs only
-            if not row.found.keys and not layers.isdisjoint(row.found.layers):
-                rules.append(row)
+        rules = [row for row in self.rules if row.selects(layers)]
         return sorted(rules, key=lambda row: row.found.rank)
 
     def _merge(

@@ -38,9 +38,12 @@ def _unspecified(levels: Hierarchical) -> Diagnostics:
     """Yield each item of the list of cached layers that has no entry."""
     document = levels.document.value
     names = document.get(_GROUP)
-    entries = document.get(CACHE_BLOCK)
-    specified = entries if isinstance(entries, dict) else {}
-    for index, name in enumerate(names if isinstance(names, list) else ()):
+    if not isinstance(names, list):
+        return
+    specified = document.get(CACHE_BLOCK)
+    if not isinstance(specified, dict):
+        specified = {}
+    for index, name in enumerate(names):
         if not isinstance(name, str) or name in specified:
             continue
         yield Diagnostic(
