@@ -9,8 +9,10 @@ import torch
 from support.attentions import Attention, Fused, batches, blocks
 from torch import nn
 
+from quantizer.config.model import Settings
 from quantizer.graph.attention import CachedValue, cached_values
 from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 
 
@@ -88,7 +90,7 @@ def test_keys_and_values_of_transformers_models_are_found(family: str) -> None:
         model = transformers.FalconForCausalLM(config).eval()
     else:
         model, _ = pretrained(family)
-    graph = trace(model, (IDS,))
+    graph = run_passes(trace(model, (IDS,)), Settings())
     cached = cached_values(graph)
     names = [{path.rpartition(".")[2] for path in layers(graph, each)} for each in cached]
     key, value = FAMILIES[family]
