@@ -100,7 +100,7 @@ def _operands_of(
 
 
 def _role_of(node: Node, argument: str) -> str | None:
-    """Return the role of an argument of a node; None if it is no whole value."""
+    """Return the role of an argument of a node; None if it is not a whole value."""
     for index, name in enumerate(node.inputs):
         if name == argument:
             role = f"input_{index}" if index else "input"

@@ -137,7 +137,7 @@ def _attentions(
     by_name: Match,
     graph: Graph,
 ) -> Match:
-    """Return the attentions that are named, or that read what named layers compute."""
+    """Return the attentions that are named, or that read the outputs of named layers."""
     named = set(by_name.layers)
     keys: list[Key] = []
     for cached in cached_values(graph):
