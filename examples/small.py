@@ -1,5 +1,5 @@
-"""Two networks of a few layers with random weights: what the pages on passes and on the DPU
-show is seen on them.
+"""Networks of a few layers with random weights: what the pages on passes, on the DPU and on the
+key-value cache show is seen on them.
 
 quantizer inspect --config_file configs/cpu_int8.json --model examples/small.py quantizer
 inspect --target DPU --model examples/small.py:gated
@@ -46,6 +46,36 @@ def gated() -> nn.Module:
     """The gated network, the same each time."""
     torch.manual_seed(0)
     return Gated()
+
+
+class Rows(nn.Module):
+    """An attention between the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+        )
+        self.o_proj = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (batch, 48, 16) of images (batch, 3, 16, 16), with two heads."""
+        rows = x.flatten(1, 2)
+        query, key, value = (
+            layer(rows).unflatten(2, (2, 8)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        features: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return features
+
+
+def attention() -> nn.Module:
+    """The attention, the same each time."""
+    torch.manual_seed(0)
+    return Rows()
 
 
 def calibration_data() -> list[Tensor]:

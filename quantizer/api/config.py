@@ -81,6 +81,9 @@ class Config:
     """Holds a whole config. Later levels override earlier ones, field by field: global, layer
     type, layer name, exclude.
 
+    `kv_cache_quant_config` quantizes the keys and values of attentions, by the layers that
+    compute them: after the rotary embedding, unless `kv_cache_post_rope` is false.
+
     `save` writes a file for `--config_file`.
 
     >>> weight = QuantizationSpec(Dtype.int4, qscheme=QSchemeType.per_group, group_size=32)
@@ -94,6 +97,9 @@ class Config:
     exclude: list[str] = field(default_factory=list)
     algo_config: AlgoConfig | list[AlgoConfig] | None = None
     pre_quant_opt_config: PreQuantOptConfig | list[PreQuantOptConfig] | None = None
+    kv_cache_quant_config: dict[str, QuantizationConfig] | None = None
+    kv_cache_group: list[str] | None = None
+    kv_cache_post_rope: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config in the hierarchical form, without fields that are None.

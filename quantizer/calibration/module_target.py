@@ -107,6 +107,12 @@ class ModuleTarget(Target):
                     help=f"{remedy}, or {_USE_TRACE}",
                 )
         for rule in config.rules:
+            if rule.selector.kind in ("cache", "cache_source"):
+                raise UsageError(
+                    f"{rule.selector.place}: kv_cache_quant_config quantizes keys and values "
+                    "of attentions, which needs a trace of the model",
+                    help=f"remove it, or {_USE_TRACE}",
+                )
             roles = rule.roles or frozenset()
             between = sorted(roles & {"input", "activation"})
             if between:

@@ -28,6 +28,7 @@ from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import Config, ConfigRule
 from quantizer.config.resources import load_resource
 from quantizer.config.rules.check_algorithms import check_algorithms
+from quantizer.config.rules.check_cache import check_cache
 from quantizer.config.rules.check_hierarchical import check_hierarchical
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_structure
@@ -184,14 +185,15 @@ def _check_meaning(
         layered = translate_layered(document, invalid)
         return layered.config, check_layered(layered)
     hierarchical = translate_hierarchical(document, invalid)
-    return hierarchical.config, check_hierarchical(hierarchical)
+    findings = [*check_hierarchical(hierarchical), *check_cache(hierarchical)]
+    return hierarchical.config, findings
 
 
 def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
     """Yield a finding for each selector that is not a regular expression and should be one."""
     for rule in rules:
         selector = rule.selector
-        if selector.kind not in ("name", "exclude") or not selector.text.startswith("re:"):
+        if selector.kind in ("all", "weighted", "type") or not selector.text.startswith("re:"):
             continue
         try:
             re.compile(selector.text.removeprefix("re:"))

@@ -206,10 +206,13 @@ class Selector:
     """The layers of a rule: all, those with weights of their own, those of a type, those with a
     name of a pattern, or those that it excludes.
 
+    Two kinds are about the key-value cache. "cache" selects the attentions that read what named
+    layers compute, and "cache_source" selects these layers themselves.
+
     A selector that is not `required` may match no layer.
     """
 
-    kind: Literal["all", "weighted", "type", "name", "exclude"]
+    kind: Literal["all", "weighted", "type", "name", "exclude", "cache", "cache_source"]
     text: str = ""
     place: Place | None = None
     required: bool = True

@@ -21,6 +21,8 @@ _KEYS = {
     ("hierarchical", "type"): "layer_type_quant_config",
     ("hierarchical", "name"): "layer_quant_config",
     ("hierarchical", "exclude"): "exclude",
+    ("hierarchical", "cache"): "kv_cache_quant_config",
+    ("hierarchical", "cache_source"): "kv_cache_quant_config",
 }
 """The keys of selectors in the file."""
 
@@ -39,7 +41,8 @@ def unmatched_selectors(
         if row.found.note:
             yield Diagnostic("QZ404", row.found.note, selector.place, "note")
         may_be_missing = not selector.required or selector.text in SELECTED_KINDS
-        if row.found.layers or selector.kind == "all" or may_be_missing:
+        is_matched = bool(row.found.layers or row.found.named)
+        if is_matched or selector.kind == "all" or may_be_missing:
             continue
         if selector.kind == "weighted":
             # An empty block has nothing to apply
@@ -70,12 +73,13 @@ def unmatched_selectors(
 
 def overridden(rules: Sequence[MatchedRule]) -> Iterator[Diagnostic]:
     """Yield a warning for each rule that overrides an equally specific one for some layer."""
-    # The last rule so far, by rank and layer
-    owner: dict[tuple[int, str], int] = {}
+    # The last rule so far, by rank and layer, or the key of an input
+    owner: dict[tuple[int, str | Key], int] = {}
     for index, row in enumerate(rules):
         if not row.found.rank:
             continue
-        keys = [(row.found.rank, layer) for layer in row.found.layers]
+        selected: Sequence[str | Key] = row.found.keys or row.found.layers
+        keys = [(row.found.rank, place) for place in selected]
         earlier = {owner[key] for key in keys if key in owner}
         for other in sorted(earlier):
             if _disagree(row.rule, rules[other].rule):
@@ -148,7 +152,19 @@ def ineffective(
         yield Diagnostic("QZ405", text + reason, row.rule.selector.place, "warning")
 
 
-def conflicting(
+def of_tensor(
+    tensor: PlannedTensor,
+    config: Config,
+    rules: Sequence[ConfigRule],
+) -> Iterator[Diagnostic]:
+    """Yield findings about a merged spec. `rules` set its fields and are sorted weakest
+    first.
+    """
+    yield from _conflicting(tensor, config, rules)
+    yield from _under_float(base_role(tensor.role), tensor.spec, rules)
+
+
+def _conflicting(
     tensor: PlannedTensor,
     config: Config,
     rules: Sequence[ConfigRule],
@@ -186,7 +202,7 @@ def conflicting(
             )
 
 
-def under_float(
+def _under_float(
     role: Role,
     spec: QuantizationSpec,
     rules: Sequence[ConfigRule],

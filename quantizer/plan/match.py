@@ -7,20 +7,21 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.errors import UsageError
+from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.language_parts import language_head, router_layers
 from quantizer.graph.module_names import call_paths, module_of
 from quantizer.graph.names import around
-from quantizer.plan.model import RuleMatch
+from quantizer.plan.model import Key, RuleMatch
 
 # Weakest first: a rule of a higher rank overrides others, field by field
-RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude")
+RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude", "cache")
 
 SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
@@ -41,12 +42,17 @@ _OTHER_WORDS = {"dense": "Linear"}
 class Match:
     """The layers that a selector matches, how specific it is, and a `note` if it was not taken
     literally. `absorbed` are matched layers that were folded into others.
+
+    A selector of attentions has the `keys` of their inputs that it selects. `named` are the
+    layers that a selector of the key-value cache names.
     """
 
     layers: tuple[str, ...]
     rank: int
     note: str | None = None
     absorbed: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
+    named: tuple[str, ...] = ()
 
 
 @dataclass
@@ -66,6 +72,12 @@ class MatchedRule:
         """Return whether it configures a role."""
         roles = (*(self.rule.roles or ()), *self.rule.adds)
         return role in roles or bool(self.rule.fields.get(role))
+
+    def selects(self, layers: Set[str]) -> bool:
+        """Return whether it is about all tensors of one of the layers. A rule with keys is
+        about these inputs only.
+        """
+        return not self.found.keys and not layers.isdisjoint(self.found.layers)
 
     def quantizes(
         self,
@@ -112,7 +124,32 @@ def match(
     by_name = _by_name(selector.text, graph, original)
     if selector.kind == "exclude":
         return dataclasses.replace(by_name, rank=RANKS.index("exclude"))
+    if selector.kind == "cache":
+        return _attentions(by_name, graph)
+    if selector.kind == "cache_source":
+        # The cache is quantized even if the layers that compute it are excluded
+        rank = RANKS.index("cache")
+        return dataclasses.replace(by_name, rank=rank, named=by_name.layers)
     return by_name
+
+
+def _attentions(
+    by_name: Match,
+    graph: Graph,
+) -> Match:
+    """Return the attentions that are named, or that read the outputs of named layers."""
+    named = set(by_name.layers)
+    keys: list[Key] = []
+    for cached in cached_values(graph):
+        if cached.layer in named or not named.isdisjoint(cached.sources):
+            keys.append((cached.layer, cached.role))
+    layers = tuple(dict.fromkeys(layer for layer, _ in keys))
+    return dataclasses.replace(
+        by_name,
+        layers=layers,
+        keys=tuple(keys),
+        named=by_name.layers,
+    )
 
 
 def has_own_weights(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """Merge the fields of several rules into one spec."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quantizer.config.forms.hierarchical_spec import is_foreign, other_weight_axis
 from quantizer.config.model import (
@@ -32,6 +32,11 @@ _KINDRED = frozenset(
 )
 """Fields that integers do not inherit from floating-point formats, nor these from integers."""
 _QSCHEMES_WITH_AXIS = {"per_channel", "per_group"}
+_SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationSpec))
+_DERIVED_FIELDS = ("ch_axis", "finest_position")
+"""Fields whose default depends on the layer or on the device, so that their origin is not
+"default".
+"""
 
 
 def merge_fields(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
@@ -138,3 +143,14 @@ def with_finest_position(spec: QuantizationSpec, device: str) -> QuantizationSpe
         return spec
     finest_position = 12 if spec.bit_width <= 8 else 15
     return dataclasses.replace(spec, finest_position=finest_position)
+
+
+def field_origins(sources: Mapping[str, Sourced]) -> dict[str, str]:
+    """Return where the value of each field of a spec came from."""
+    origins: dict[str, str] = {}
+    for name in _SPEC_FIELDS:
+        if name in sources:
+            origins[name] = sources[name].origin
+        elif name not in _DERIVED_FIELDS:
+            origins[name] = "default"
+    return origins

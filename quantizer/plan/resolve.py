@@ -4,7 +4,7 @@ quantized. No tensor is computed.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from quantizer.config.effective import effective
 from quantizer.config.model import (
@@ -12,13 +12,13 @@ from quantizer.config.model import (
     Config,
     QuantizationSpec,
     Role,
-    Sourced,
 )
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, joins
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
+from quantizer.plan.cached_values import cache_findings, planned_values
 from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
@@ -29,6 +29,7 @@ from quantizer.plan.merged_fields import (
     MergedSpec,
     count_effects,
     count_silenced,
+    field_origins,
     merged_spec,
 )
 from quantizer.plan.model import Key, Plan, TensorPlan, output_role
@@ -38,15 +39,10 @@ EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
 NO_RULES = "operator without quantization rules"
 _SEPARATE_PARTS = "holds parts that nothing reads which needs one scale for them"
-_SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(QuantizationSpec))
 _NO_VALUES = {
     "constant": "a constant",
     "module": "a module without weights that can be quantized",
 }
-_DERIVED_FIELDS = ("ch_axis", "finest_position")
-"""Fields whose default depends on the layer or on the device, so that their origin is not
-"default".
-"""
 
 
 def resolve_plan(
@@ -75,6 +71,7 @@ class _Resolver:
         off: the tensors that an entry sets to float32, with its place.
         stated: the layers' own inputs that an entry for a type or name asks to quantize.
         ungrouped: the parameters that stay float because no group size fits, with the reason.
+        cached: the keys and values of attentions that are quantized, by their key.
         findings: diagnostics.
         misfits: the tensors whose group size does not fit, which is an error.
     """
@@ -101,7 +98,9 @@ class _Resolver:
         self.off: dict[Key, str] = {}
         self.stated: set[Key] = set()
         self.ungrouped: dict[Key, str] = {}
+        self.cached = planned_values(self.rules, graph)
         self.findings = list(checks.unmatched_selectors(config.form, self.rules, original))
+        self.findings += cache_findings(self.rules, graph, self.cached.values())
         self.misfits: list[Misfit] = []
 
     def plan(self) -> Plan:
@@ -110,6 +109,7 @@ class _Resolver:
             self._plan_parameters(node)
             self._plan_activation(node)
             self._plan_inputs(node)
+            self._plan_cached_values(node)
             self._plan_joined_inputs(node)
         self._plan_argument_inputs()
         planner = JoinPlanner(self.layout, self.graph, self.tensors, stated=self.stated)
@@ -292,6 +292,15 @@ class _Resolver:
             else:
                 self._add(node.name, role, Group(name, (node.name,)), view)
 
+    def _plan_cached_values(self, node: Node) -> None:
+        """Plan the keys and values that a node reads, if a rule is about them."""
+        for role in node.input_roles():
+            key = (node.name, role)
+            if key in self.cached:
+                planned = self.cached[key]
+                self.stated.add(key)
+                self._add(*key, planned.group, planned.view, rules=[planned.rule])
+
     def _plan_joined_inputs(self, node: Node) -> None:
         """Plan a quantizer at the layer's input for each join that it multiplies.
 
@@ -358,10 +367,15 @@ class _Resolver:
         role: str,
         group: Group,
         view: TensorView,
+        *,
+        rules: list[MatchedRule] | None = None,
     ) -> bool:
-        """Decide one tensor, and return whether it is quantized."""
+        """Decide one tensor, and return whether it is quantized. `rules` are those for the
+        group's members, unless others are given.
+        """
         base = base_role(role)
-        rules = self._rules_for(group.members)
+        if rules is None:
+            rules = self._rules_for(group.members)
         spec, sources = self._merge(rules, base)
         if spec is None:
             count_silenced(rules, base)
@@ -384,7 +398,7 @@ class _Resolver:
                 self.ungrouped[layer, role] = reason
                 return False
             self.misfits.append(misfit)
-        origins = _origins(sources)
+        origins = field_origins(sources)
         if spec.dtype == "float32":
             self.off[layer, role] = origins["dtype"]
             return False
@@ -410,10 +424,7 @@ class _Resolver:
     ) -> bool:
         """Record the new findings about a tensor, and return whether one is an error."""
         weakest_first = [row.rule for row in rules]
-        findings = [
-            *checks.conflicting(tensor, self.config, weakest_first),
-            *checks.under_float(base_role(tensor.role), tensor.spec, weakest_first),
-        ]
+        findings = list(checks.of_tensor(tensor, self.config, weakest_first))
         if not any(finding.severity == "error" for finding in findings):
             findings += axes.impossible(tensor)
         known = {(finding.code, finding.place) for finding in self.findings}
@@ -427,7 +438,7 @@ class _Resolver:
         they are equally strong.
         """
         layers = set(members)
-        rules = [row for row in self.rules if not layers.isdisjoint(row.found.layers)]
+        rules = [row for row in self.rules if row.selects(layers)]
         return sorted(rules, key=lambda row: row.found.rank)
 
     def _merge(
@@ -436,14 +447,3 @@ class _Resolver:
         role: Role,
     ) -> MergedSpec:
         return merged_spec(rules, role, self.config.settings.target_device)
-
-
-def _origins(sources: Mapping[str, Sourced]) -> dict[str, str]:
-    """Return where the value of each field of a spec came from."""
-    origins: dict[str, str] = {}
-    for name in _SPEC_FIELDS:
-        if name in sources:
-            origins[name] = sources[name].origin
-        elif name not in _DERIVED_FIELDS:
-            origins[name] = "default"
-    return origins

@@ -13,6 +13,7 @@ from typing import Any
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names
+from quantizer.graph.attention import cached_values
 from quantizer.graph.module_names import path_names
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
@@ -108,17 +109,28 @@ class VerdictFacts:
 
 def _main_formats(plan: Plan) -> str:
     """Return the most frequent number formats of weights and activations, as a sentence's
-    part.
+    part. Keys and values are named if no other activations are quantized.
 
     Example: "int8 weights, uint8 activations".
     """
     counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
-    for (_, role), tensor in plan.tensors.items():
-        what = base_role(role)
+    cache: Counter[str] = Counter()
+    cached_keys = {(cached.layer, cached.role) for cached in cached_values(plan.graph)}
+    for key, tensor in plan.tensors.items():
+        what = base_role(key[1])
         if what == "bias":
             continue
-        kind = "weights" if what == "weights" else "activations"
-        counts[kind][describe_spec(tensor.spec).partition(" ")[0]] += 1
+        number_format = describe_spec(tensor.spec).partition(" ")[0]
+        if key in cached_keys:
+            cache[number_format] += 1
+        elif what == "weights":
+            counts["weights"][number_format] += 1
+        else:
+            counts["activations"][number_format] += 1
+    if counts["activations"]:
+        counts["activations"] += cache
+    elif cache:
+        counts["keys and values"] = cache
     parts = []
     for kind, formats in counts.items():
         number_format = formats.most_common(1)[0][0] if formats else "float"

@@ -53,12 +53,17 @@ def test_a_page_on_digits_runs(
     run_page(page, capsys)
 
 
-def test_a_language_model_in_four_bits_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["language_model_4bit.md", "kv_cache.md"])
+def test_a_page_on_a_language_model_runs(
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     text_llama(tmp_path)
     monkeypatch.chdir(tmp_path)
-    run_page("language_model_4bit.md", capsys)
+    monkeypatch.setenv("COLUMNS", "160")
+    run_page(page, capsys)
 
 
 @pytest.mark.parametrize("page", ENGINES)

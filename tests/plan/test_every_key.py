@@ -97,7 +97,10 @@ def real(keys: set[str]) -> set[str]:
 
 def test_the_tables_hold_every_key_of_the_schema() -> None:
     assert real(keys_of(schema(), "round_mode")) == set(PARAMETERS)
-    assert real(set(schema()["properties"])) == {*SWITCHES, *BLOCKS, ALGORITHMS}
+    properties = schema()["properties"]
+    # Those with a code are keys of the other form, which are refused
+    own = {key for key, entry in properties.items() if "code" not in entry}
+    assert real(own) == {*SWITCHES, *BLOCKS, ALGORITHMS}
     assert real(keys_of(schema(), "layer_name")) == {*ENTRY, "required"}
 
 

@@ -1,7 +1,8 @@
 """A page of docs/ with files, commands and what the commands print, run as it is written.
 
 A block ```python whose first line is `# NAME` is a file. A block without a language is commands
-if it begins with the name of a program. Otherwise it is what the commands above it print.
+if it begins with the name of a program. Otherwise it is what the commands above it print. A
+block ```json after "As `NAME`:" is a file from the beginning.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"(?:[\w/]+/)?(?:quantizer|pip|python|sed) ")
 """The begin of a command. A program may be that of a virtual environment."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+_CONFIG = re.compile(r"As `(\w+\.json)`:\n\n```json\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
@@ -58,6 +62,9 @@ def commands_of(block: str) -> list[str]:
 
 def run_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Run a page in the current folder, and compare what its commands print."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    for name, content in _CONFIG.findall(text):
+        Path(name).write_text(content, "utf-8")
     printed = ""
     for kind, block in blocks(page):
         if kind == "file":

@@ -22,7 +22,7 @@ from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_from, pointer_to, value_at
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import block_of
-from quantizer.config.forms.hierarchical import KEY_OF
+from quantizer.config.forms.hierarchical import CACHE_BLOCK, KEY_OF
 from quantizer.config.forms.layered import entry, parameters
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import (
@@ -97,7 +97,7 @@ def to_layered(config: Config) -> ConvertedDocument:
     def merged(rules: Sequence[ConfigRule]) -> dict[Role, QuantizationSpec]:
         return specs_by_role(_merged(everywhere, *rules))
 
-    findings = [*_device(config)]
+    findings = [*_device(config), *_cache(config)]
     for rule in (everywhere, *layers):
         findings += _not_layered(config, _merged(everywhere, rule))
     findings += overlapping(by_strength(layers), merged, KEY_OF)
@@ -172,6 +172,16 @@ def _device(config: Config) -> Diagnostics:
             config.settings.places.get("target_device"),
             "write CPU or GPU",
         )
+
+
+def _cache(config: Config) -> Diagnostics:
+    for rule in config.rules:
+        if rule.selector.kind in ("cache", "cache_source"):
+            yield inexpressible(
+                f"{CACHE_BLOCK}: the layered form has no key-value cache",
+                rule.selector.place,
+                "keep the hierarchical form, or remove the block",
+            )
 
 
 def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:

@@ -44,6 +44,15 @@ ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
 _WHOLE = frozenset({"ch_axis", "group_size"})
 """Keys of a spec that are whole numbers; JSON may have them with a decimal point."""
 
+CACHE_BLOCK = "kv_cache_quant_config"
+"""The key of the block that is about the key-value cache."""
+
+_CACHE_KEY = "output_tensors"
+"""The key of a spec of the cache in an entry of that block."""
+
+_HEAD_AXIS = 1
+"""The axis of the heads in keys and values, which are [batch, heads, tokens, features]."""
+
 _LEVEL_KINDS: Mapping[str, Literal["type", "name"]] = {
     "layer_type_quant_config": "type",
     "layer_quant_config": "name",
@@ -55,7 +64,8 @@ class HierarchicalLevel:
     """One `QuantizationConfig`: which layers it selects, and what it states of each role's
     spec, in the form's words.
 
-    `wider` is what the global level states of all its roles; it is empty for that level itself.
+    `wider` is what the global level states of all its roles; it is empty for that level itself,
+    and for the specs of the key-value cache, which inherit nothing.
     """
 
     selector: Selector
@@ -63,6 +73,11 @@ class HierarchicalLevel:
     pointer: JsonPath
     specs: Mapping[Role, Fields]
     wider: Mapping[Role, Fields]
+
+    @property
+    def is_of_cache(self) -> bool:
+        """Return whether it is about the key-value cache."""
+        return self.selector.kind in ("cache", "cache_source")
 
     def inherited(self, role: Role) -> Words:
         """Return what the wider level states of the role."""
@@ -91,7 +106,8 @@ class HierarchicalLevel:
             sourced = merged.get(name, Sourced(default, dtype_place))
             before = inherited.get(name, Sourced(default))
             is_stated = sourced.place is None or sourced.place in stated_places
-            if sourced.value != before.value or (name in merged and is_stated):
+            is_changed = sourced.value != before.value or (name in merged and is_stated)
+            if is_changed or self.is_of_cache:
                 fields[name] = sourced
         return fields
 
@@ -195,6 +211,45 @@ class _Translator(ValidDocument):
                     self._specs(*path),
                     everywhere,
                 )
+        yield from self._cache_levels(everywhere)
+
+    def _cache_levels(
+        self,
+        everywhere: Mapping[Role, Fields],
+    ) -> Iterator[HierarchicalLevel]:
+        """Yield a level for the cache of each entry, and before it one for the layers' other
+        tensors, if the entry states any.
+        """
+        is_after_rotation = self.get("kv_cache_post_rope") is not False
+        role: Role = "input" if is_after_rotation else "activation"
+        entries = self.get(CACHE_BLOCK)
+        for text in entries if isinstance(entries, dict) else ():
+            if text.startswith("//") or not isinstance(self.get(CACHE_BLOCK, text), dict):
+                continue
+            path = (CACHE_BLOCK, text)
+            place = self.place(*path, key=True)
+            label = f'{CACHE_BLOCK}["{text}"]'
+            specs = self._specs(*path)
+            cached = specs.pop(ROLE_OF[_CACHE_KEY], None)
+            if specs:
+                yield HierarchicalLevel(
+                    Selector("name", text, place),
+                    label,
+                    path,
+                    specs,
+                    everywhere,
+                )
+            if cached:
+                kind: Literal["cache", "cache_source"] = "cache_source"
+                if is_after_rotation:
+                    kind = "cache"
+                yield HierarchicalLevel(
+                    Selector(kind, text, place),
+                    label,
+                    path,
+                    {role: _with_axis_of_heads(role, cached)},
+                    {},
+                )
 
     def excludes(self) -> Iterator[ConfigRule]:
         for number, index in enumerate(self.items("exclude")):
@@ -219,3 +274,12 @@ class _Translator(ValidDocument):
             if spec:
                 specs[role] = spec
         return specs
+
+
+def _with_axis_of_heads(role: Role, stated: Fields) -> Fields:
+    """Return a spec of the cache, where scales of channels are those of heads."""
+    words = Words(role, stated)
+    if words.scheme != "per_channel" or words.is_per_token or "ch_axis" in stated:
+        return stated
+    key = "qscheme" if "qscheme" in stated else "observer_cls"
+    return {**stated, "ch_axis": Sourced(_HEAD_AXIS, stated[key].place)}

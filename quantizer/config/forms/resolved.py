@@ -7,7 +7,12 @@ from typing import Any
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, ROLE_OF, SPEC_KEYS
+from quantizer.config.forms.hierarchical import (
+    ALGORITHM_LISTS,
+    CACHE_BLOCK,
+    ROLE_OF,
+    SPEC_KEYS,
+)
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, Config, Settings
 
@@ -81,7 +86,23 @@ def _hierarchical(
     for block in ("layer_type_quant_config", "layer_quant_config"):
         levels = resolved[block].items()
         resolved[block] = {text: _level(level, is_global=False) for text, level in levels}
-    return resolved
+    return resolved | _cache(document)
+
+
+def _cache(document: JsonObject) -> JsonObject:
+    """Return the keys of the key-value cache, if it is quantized.
+
+    The specs of the cache inherit nothing, so defaults hold there as at the global level.
+    """
+    entries = document.get(CACHE_BLOCK)
+    if not entries:
+        return {}
+    resolved: JsonObject = {}
+    for text, level in entries.items():
+        resolved[text] = _level(level, is_global=False)
+        resolved[text]["output_tensors"] = _spec(level["output_tensors"], is_global=True)
+    is_after_rotation = document.get("kv_cache_post_rope") is not False
+    return {CACHE_BLOCK: resolved, "kv_cache_post_rope": is_after_rotation}
 
 
 def _level(

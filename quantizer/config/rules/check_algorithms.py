@@ -228,6 +228,9 @@ def _quantizes(config: Config, role: Role) -> bool:
     """Return whether some tensor of a role gets a format with a scale."""
     inherited = _everywhere(config, role)
     for rule in config.rules:
+        # Keys and values are no inputs of the layers that algorithms change
+        if rule.selector.kind == "cache":
+            continue
         if role in (rule.roles or ()) or role in rule.adds:
             dtype = _value({**inherited, **rule.fields.get(role, {})}, "dtype")
             if QuantizationSpec(dtype=dtype).is_scaled:

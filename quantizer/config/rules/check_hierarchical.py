@@ -269,14 +269,15 @@ def _devices(levels: Hierarchical) -> Diagnostics:
     document = levels.document
     settings = levels.config.settings
     device = settings.target_device
-    for level in levels.levels[1:]:
-        stated = document.at(*level.pointer).get("target_device")
+    pointers = dict.fromkeys(level.pointer for level in levels.levels[1:])
+    for pointer in pointers:
+        stated = document.at(*pointer).get("target_device")
         if not isinstance(stated, str) or stated == device:
             continue
         yield Diagnostic(
             "QZ119",
             f"the model's device is {device}; a layer cannot have another one",
-            document.place(pointer_to(*level.pointer, "target_device")),
+            document.place(pointer_to(*pointer, "target_device")),
             help="remove the key, and write it in global_quant_config",
             related=related_to(settings.places.get("target_device"), "the model's device"),
         )

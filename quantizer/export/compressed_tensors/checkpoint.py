@@ -11,6 +11,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
+from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
 from quantizer.export.compressed_tensors.experts import Mixture, group_targets
 from quantizer.export.compressed_tensors.fusing import fused_names, with_shared_factors
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
@@ -23,6 +24,8 @@ from quantizer.plan.model import Key
 
 TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
+# The format of a file in which only the key-value cache is quantized.
+_FLOAT_FORMAT = "dense"
 # The class that most layers have, which their group names.
 _LINEAR_TARGET = "Linear"
 _HEAD_LIMITS = (
@@ -43,6 +46,7 @@ class CompressedCheckpoint:
         remarks: notes for the user.
         head: the path of the layer that makes the logits; empty if there is none.
         fused: the names by which engines know layers that they fuse, each with their paths.
+        cache: the quantized key-value cache; None if it is float.
     """
 
     layers: Mapping[str, CompressedLayer]
@@ -51,6 +55,7 @@ class CompressedCheckpoint:
     remarks: tuple[str, ...] = ()
     head: str = ""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    cache: CompressedCache | None = None
 
     def stored(self) -> dict[str, Tensor]:
         """Return the tensors of the files, by name."""
@@ -60,12 +65,14 @@ class CompressedCheckpoint:
             tensors.pop(f"{path}.weight", None)
             for part, tensor in layer.tensors().items():
                 codes[f"{path}.{part}"] = tensor
-        return tensors | codes
+        scales = {} if self.cache is None else self.cache.scales
+        return {**tensors, **codes, **scales}
 
     @property
     def is_weight_only(self) -> bool:
-        """Return whether all inputs stay float."""
-        return all(layer.input is None for layer in self.layers.values())
+        """Return whether all inputs and the key-value cache stay float."""
+        is_float = all(layer.input is None for layer in self.layers.values())
+        return is_float and self.cache is None
 
     @property
     def head_remarks(self) -> tuple[str, ...]:
@@ -106,13 +113,21 @@ class CompressedCheckpoint:
                 targets.append(self.head)
             groups[f"group_{number}"] = scheme | {"targets": targets}
             formats.add(scheme["format"])
-        return {
+        file_format = _MIXED_FORMAT
+        if len(formats) == 1:
+            file_format = formats.pop()
+        elif not formats:
+            file_format = _FLOAT_FORMAT
+        config: dict[str, Any] = {
             "quant_method": TARGET_NAME,
             "quantization_status": "compressed",
-            "format": formats.pop() if len(formats) == 1 else _MIXED_FORMAT,
+            "format": file_format,
             "config_groups": groups,
             "ignore": sorted(path for path in self.linears if path not in self.layers),
         }
+        if self.cache is not None:
+            config["kv_cache_scheme"] = self.cache.scheme
+        return config
 
     def _fused_targets(self, paths: Sequence[str]) -> list[str]:
         """Return the names of fused layers whose parts are all among `paths`."""
@@ -158,7 +173,11 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
         coded,
         TARGET_NAME,
     )
-    stored = StoredParts(layers, stacks, tensors, float_remarks(solution.specs, placement))
+    remarks = list(float_remarks(solution.specs, placement))
+    cache = compressed_cache(deployment.graph, solution.tensors, model)
+    if cache is not None:
+        remarks += cache.remarks
+    stored = StoredParts(layers, stacks, tensors, tuple(remarks), cache)
     return complete_checkpoint(stored, model, deployment.graph)
 
 
@@ -171,12 +190,14 @@ class StoredParts:
         stacks: the quantized tensors of experts by path.
         tensors: the model's, by name.
         remarks: notes for the user.
+        cache: the quantized key-value cache; None if it is float.
     """
 
     layers: Mapping[str, CompressedLayer]
     stacks: Mapping[str, QuantizedTensor]
     tensors: Mapping[str, Tensor]
     remarks: tuple[str, ...]
+    cache: CompressedCache | None = None
 
 
 def complete_checkpoint(
@@ -196,6 +217,7 @@ def complete_checkpoint(
         stored.remarks,
         head_of(model),
         fused_names(graph),
+        stored.cache,
     )
     return with_experts(checkpoint, model, stored.stacks)
 

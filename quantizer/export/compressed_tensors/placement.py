@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
+from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
 from quantizer.export.compressed_tensors.fusing import fused_refusals
 from quantizer.export.compressed_tensors.schemes import (
     Reason,
@@ -68,8 +69,9 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
         if node.row.experts:
             experts[node.name] = node
     inputs = {layer: (layer, "input") for layer in linears if (layer, "input") in specs}
-    refusals = [*insertion_refusals(graph)]
-    if not linears and not experts:
+    cached = cached_keys(graph, specs)
+    refusals = [*insertion_refusals(graph), *cache_refusals(graph, specs)]
+    if not linears and not experts and not cached:
         refusals.append(_without_layers(graph, specs))
     for (layer, role), spec in specs.items():
         reason: Reason | None = None
@@ -80,7 +82,7 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
                 reason = layer_weight_refusal(spec)
             else:
                 reason = sharing_refusal(graph, specs, layer, role)
-        else:
+        elif (layer, role) not in cached:
             reason = _place_activation(graph, linears, inputs, (layer, role))
         if reason is not None:
             refusals.append(Refusal(*reason, layer, role))

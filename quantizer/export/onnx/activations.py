@@ -83,7 +83,10 @@ def activation_refusal(
     if spec.dtype in FLOAT8_TYPES and opset < _FLOAT8_OPSET:
         return f"is {spec.dtype}, which operator set {opset} lacks", newer_opset
     if spec.ch_axis is not None and not spec.is_dynamic:
-        return "is quantized per channel", "set per_channel to false there"
+        return (
+            "is quantized per channel",
+            "set its qscheme to per_tensor (per_channel to false)",
+        )
     if spec.dtype != "int":
         return None
     if spec.bit_width > 16:

@@ -28,7 +28,7 @@ from quantizer.export.onnx.complex_numbers import complex_refusals
 from quantizer.export.onnx.conventions import CONVENTIONS, Conventions
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.int8_weights import WeightStorage
-from quantizer.export.onnx.limits import limit_refusals
+from quantizer.export.onnx.limits import float8_key_refusals, limit_refusals
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.tuned.trials import activation_keys, without_activations
 from quantizer.export.onnx.tuned.tuner import choose_layers
@@ -68,7 +68,18 @@ class OnnxExporter(Exporter[OnnxModel]):
         specs: Mapping[Key, QuantizationSpec],
         opset: int,
     ) -> Iterator[Refusal]:
-        """Yield what ONNX cannot express."""
+        """Yield what ONNX cannot express, and what ONNX Runtime cannot run."""
+        yield from self.format_refusals(graph, specs, opset)
+        if self.conventions.limits is None:
+            yield from float8_key_refusals(graph, specs)
+
+    def format_refusals(
+        self,
+        graph: Graph,
+        specs: Mapping[Key, QuantizationSpec],
+        opset: int,
+    ) -> Iterator[Refusal]:
+        """Yield what ONNX cannot express, for any engine."""
         conventions = self.conventions
         opset = operator_set(specs, conventions) if opset == -1 else opset
         yield from graph_refusals(graph, opset)

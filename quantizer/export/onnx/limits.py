@@ -9,6 +9,7 @@ from quantizer.export.compressed_tensors.schemes import Reason
 from quantizer.export.exporter import Refusal
 from quantizer.export.onnx.conventions import Conventions, Limits
 from quantizer.export.onnx.specs import is_multiplied, layer_input_spec
+from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key
 
@@ -35,6 +36,29 @@ def limit_refusals(
             continue
         for why, remedy in reasons:
             yield Refusal(why, remedy, layer, role)
+
+
+def float8_key_refusals(
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+) -> Iterator[Refusal]:
+    """Yield the fp8 keys of attentions that are one operator in the graph.
+
+    In a file, such keys are transposed after they are quantized. ONNX Runtime 1.31 transposes
+    the codes instead, and has no Transpose for fp8.
+    """
+    for cached in cached_values(graph):
+        spec = specs.get((cached.layer, cached.role))
+        if spec is None or cached.part != "key" or not cached.is_fused:
+            continue
+        if spec.dtype.startswith("fp8") and not spec.is_dynamic:
+            yield Refusal(
+                f"is {spec.dtype} and is transposed, which ONNX Runtime cannot do",
+                "set its dtype to int8, load the model with attn_implementation eager, or use "
+                "--deploy pt2",
+                cached.layer,
+                cached.role,
+            )
 
 
 def _activation_reasons(limits: Limits, spec: QuantizationSpec) -> Iterator[Reason]:

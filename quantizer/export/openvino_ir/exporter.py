@@ -45,7 +45,7 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
         opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express, and what OpenVINO cannot run."""
-        yield from OnnxExporter().refusals(graph, specs, opset)
+        yield from OnnxExporter().format_refusals(graph, specs, opset)
         for (layer, role), spec in specs.items():
             if spec.qscheme == "per_group" and spec.ch_axis == 0 and is_parameter(role):
                 # OpenVINO 2026.4 ends with a division by zero.

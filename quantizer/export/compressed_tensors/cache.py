@@ -1,0 +1,214 @@
+"""The key-value cache of a compressed-tensors checkpoint: `kv_cache_scheme`, and the scales of
+each attention.
+
+Source: the package compressed-tensors, 0.15 to 0.20. It quantizes what the attentions of a
+model of transformers write to their cache, whether a call uses that or not.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.export.compressed_tensors.schemes import Reason
+from quantizer.export.exporter import Refusal
+from quantizer.export.model_tensors import cannot_store
+from quantizer.graph.attention import CachedValue, Part, cached_values
+from quantizer.graph.ir import Graph, Node
+from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.qparams import qparams_from_range
+from quantizer.observers import code_range_of
+from quantizer.plan.model import Key
+
+_PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
+"""The layers by which readers recognize an attention."""
+_SCALE_NAMES: Mapping[Part, str] = {"key": "k_scale", "value": "v_scale"}
+_ALIKE_HELP = "give *.k_proj and *.v_proj the same entry in kv_cache_quant_config"
+_NO_CACHE = "leave kv_cache_quant_config out, or use --deploy pt2"
+_INT8_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
+
+
+@dataclass(frozen=True)
+class CompressedCache:
+    """The quantized key-value cache of a checkpoint.
+
+    Attributes:
+        spec: of all keys and values.
+        scales: the tensors of the files, by name; none if ranges are dynamic.
+    """
+
+    spec: QuantizationSpec
+    scales: Mapping[str, Tensor]
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        """Return the field `kv_cache_scheme` of the quantization config."""
+        strategy = "attn_head" if self.spec.qscheme == "per_channel" else "tensor"
+        return {
+            "num_bits": 8,
+            "type": "int" if self.spec.dtype == "int" else "float",
+            "symmetric": True,
+            "strategy": strategy,
+            "dynamic": self.spec.is_dynamic,
+        }
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Return a sentence on engines that do not load it, if there are any."""
+        return (_INT8_REMARK,) if self.spec.dtype == "int" else ()
+
+
+def cached_keys(
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+) -> dict[Key, CachedValue]:
+    """Return the keys and values of attentions that are quantized, by layer and role."""
+    keys: dict[Key, CachedValue] = {}
+    for cached in cached_values(graph):
+        key = (cached.layer, cached.role)
+        if key in specs:
+            keys[key] = cached
+    return keys
+
+
+def cache_refusals(
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+) -> Iterator[Refusal]:
+    """Yield a refusal for each quantized tensor of the cache that readers cannot quantize as
+    test mode does, and for each other one that they would quantize.
+    """
+    keys = cached_keys(graph, specs)
+    if not keys:
+        return
+    first = specs[next(iter(keys))]
+    for cached in cached_values(graph):
+        key = (cached.layer, cached.role)
+        reason: Reason | None
+        if key not in keys:
+            reason = (
+                "stays float, and the cache of a checkpoint is quantized in all attentions",
+                _ALIKE_HELP,
+            )
+        elif not _is_alike(specs[key], first):
+            reason = (
+                "is quantized otherwise than other keys and values, and a checkpoint has one "
+                "scheme for all",
+                _ALIKE_HELP,
+            )
+        else:
+            reason = _spec_refusal(specs[key]) or _module_refusal(graph, cached)
+        if reason is not None:
+            yield Refusal(*reason, *key)
+
+
+def compressed_cache(
+    graph: Graph,
+    tensors: Mapping[Key, QuantizedTensor],
+    model: nn.Module,
+) -> CompressedCache | None:
+    """Return the quantized cache of a network without refusals; None if it is float."""
+    specs = {key: tensor.spec for key, tensor in tensors.items()}
+    scales: dict[str, Tensor] = {}
+    spec: QuantizationSpec | None = None
+    for key, cached in cached_keys(graph, specs).items():
+        spec = specs[key]
+        if spec.is_dynamic:
+            continue
+        path = graph.by_name[cached.layer].scope
+        name = f"{path}.{_SCALE_NAMES[cached.part]}"
+        scales[name] = _stored_scale(tensors[key], model, path)
+    return None if spec is None else CompressedCache(spec, scales)
+
+
+def _is_alike(
+    spec: QuantizationSpec,
+    other: QuantizationSpec,
+) -> bool:
+    """Return whether one scheme describes both specs."""
+    words = (spec.dtype, spec.qscheme, spec.is_dynamic)
+    return words == (other.dtype, other.qscheme, other.is_dynamic)
+
+
+def _spec_refusal(spec: QuantizationSpec) -> Reason | None:
+    """Return why readers cannot quantize keys or values by a spec."""
+    if spec.dtype not in ("int", "fp8_e4m3") or spec.bit_width != 8:
+        return "is not int8 or fp8_e4m3, and readers cache nothing else", _NO_CACHE
+    if spec.dtype == "int" and not (spec.signed and spec.symmetric):
+        return "is asymmetric, and caches have no zero points", 'set "symmetric" to true'
+    if spec.round_mode != "half_even":
+        return f"is rounded {spec.round_mode}", "set its round_method to half_even"
+    if not spec.is_dynamic:
+        return None
+    if spec.qscheme != "per_tensor":
+        return (
+            "has a scale for each token, and readers have none for the tokens of a cache",
+            "set its qscheme to per_tensor, or use --deploy pt2",
+        )
+    low, high = torch.tensor(-1.0), torch.tensor(1.0)
+    scale = qparams_from_range(low, high, code_range_of(spec)).scale
+    reader_divisor = 127.5 if spec.dtype == "int" else 448.0
+    if scale == torch.tensor(1 / reader_divisor):
+        return None
+    return (
+        f"is dynamic, and readers divide the largest magnitude by {reader_divisor:g}",
+        'set its symmetric_scale to "half_range", or is_dynamic to false',
+    )
+
+
+def _module_refusal(
+    graph: Graph,
+    cached: CachedValue,
+) -> Reason | None:
+    """Return why readers do not find the attention that a value belongs to."""
+    node = graph.by_name[cached.layer]
+    names = {path.rpartition(".")[2] for path in _children(graph, node)}
+    class_name = node.classes[0].rpartition(".")[2] if node.classes else ""
+    is_attention = "attention" in class_name.lower()
+    if is_attention and not names.isdisjoint(_PROJECTIONS):
+        return None
+    words = ", ".join(sorted(_PROJECTIONS))
+    return (
+        f"belongs to {node.scope or graph.model}, and readers recognize attentions by the name "
+        f"of the class and by one of the layers {words}",
+        _NO_CACHE,
+    )
+
+
+def _children(
+    graph: Graph,
+    attention: Node,
+) -> Iterator[str]:
+    """Yield the paths of the modules inside that of an attention."""
+    for node in graph.nodes:
+        if node.scope.rpartition(".")[0] == attention.scope:
+            yield node.scope
+
+
+def _stored_scale(
+    tensor: QuantizedTensor,
+    model: nn.Module,
+    path: str,
+) -> Tensor:
+    """Return the scale in the shape of files: [1], or [heads, 1, 1].
+
+    Attentions of grouped queries read each head several times, and files have it once.
+    """
+    scale = tensor.scale.flatten()
+    if tensor.spec.qscheme != "per_channel":
+        return scale
+    config: Any = model.config
+    text_config = config.get_text_config(decoder=True)
+    heads = getattr(text_config, "num_key_value_heads", None)
+    heads = heads or text_config.num_attention_heads
+    if len(scale) % heads:
+        why = f"{path} has {len(scale)} heads, and the config of the model {heads}"
+        raise cannot_store("compressed-tensors", why, _NO_CACHE)
+    by_head = scale.view(heads, -1)
+    if not torch.equal(by_head, by_head[:, :1].expand_as(by_head)):
+        why = f"the heads of {path} are not in the order of the model's config"
+        raise cannot_store("compressed-tensors", why, _NO_CACHE)
+    return by_head[:, 0].reshape(-1, 1, 1).contiguous()
