@@ -23,6 +23,7 @@ from quantizer.algorithms.gptq.column_scales import (
 )
 from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import round_columns
+from quantizer.algorithms.gptq.scale_search import with_searched_scales
 from quantizer.algorithms.gptq.target import (
     GptqTarget,
     Hessian,
@@ -136,7 +137,12 @@ def round_layers(
     for spec in dict.fromkeys(member.spec for member in members):
         alike = [member for member in members if member.spec == spec]
         if len(solvable) == len(hessians):
-            solutions = _solve_ranges(alike, solvable, products, target, is_dynamic=is_dynamic)
+            to_solve = alike
+            if target.settings.scale_search and not is_dynamic:
+                to_solve = with_searched_scales(alike, solvable, gram)
+            solutions = _solve_ranges(
+                to_solve, solvable, products, target, is_dynamic=is_dynamic
+            )
         else:
             # A group of channels has no solution, and so the layers stay at RTN
             infinite = gram.new_full((1, 1), math.inf)
