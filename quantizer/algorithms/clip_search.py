@@ -35,8 +35,8 @@ from quantizer.numerics.granularity import (
 )
 from quantizer.numerics.qparams import (
     POWERS_OF_TWO,
+    SMALLEST_SCALE,
     QParams,
-    limited,
     uncut,
 )
 from quantizer.numerics.two_level import nearest_group_scale
@@ -148,7 +148,7 @@ class ClipSearch:
         return QParams(self._scale, self._full.zero_point)
 
     def _try(self, share: float) -> None:
-        smaller = limited(self._full.scale * share)
+        smaller = _limited(self._full.scale * share)
         scale = nearest_group_scale(
             smaller,
             self._full.scale,
@@ -237,3 +237,9 @@ def _group_errors(
     )
     errors = (d @ on_diagonal).mul_(d).sum(3)
     return errors.transpose(1, 2).reshape(groups * rows, count)
+
+
+def _limited(scale: Tensor) -> Tensor:
+    """Return scales whose magnitude is at least the smallest, so that 1 / scale is finite."""
+    magnitude = scale.abs().clamp_min(SMALLEST_SCALE)
+    return magnitude.copysign(scale)

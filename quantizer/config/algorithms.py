@@ -101,6 +101,11 @@ SHARED_SETTINGS |= {
         "static_groups.",
         needs="static_groups",
     ),
+    "sweeps": Setting(
+        "How often all scales and codes are adjusted after rounding, each for the least error "
+        "with all others as they are; for 4 bits and fewer. 2 take about half as long again.",
+        keywords={"minimum": 0, "maximum": 100},
+    ),
     "true_sequential": Setting(
         "Whether each layer sees the rounded ones before it in its block; with false a "
         "block's inputs are collected once, from the blocks before."
@@ -215,6 +220,7 @@ class ColumnRounding(AlgoConfig):
     true_sequential: bool
     block_size: int
     scale_search: bool
+    sweeps: int
 
 
 @algorithm(run="quantizer.algorithms.gptq.algorithms:gptq", stage="round", matrices=5)
@@ -237,6 +243,7 @@ class GPTQConfig(ColumnRounding):
     embedding_layers: list[str] | None = None
     block_size: int = 128
     scale_search: bool = False
+    sweeps: int = 0
 
 
 @algorithm(
@@ -264,6 +271,7 @@ class GPTAQConfig(ColumnRounding):
     embedding_layers: list[str] | None = None
     block_size: int = 128
     scale_search: bool = False
+    sweeps: int = 0
 
 
 @algorithm(
@@ -290,6 +298,7 @@ class QronosConfig(ColumnRounding):
     embedding_layers: list[str] | None = None
     block_size: int = 128
     scale_search: bool = False
+    sweeps: int = 0
 
 
 def _only(value: Any, why: str) -> dict[str, Any]:

@@ -301,16 +301,6 @@ def qparams_from_step(
     return _qparams(step, low, code_range)
 
 
-def limited(scale: Tensor) -> Tensor:
-    """Return scales whose magnitude is at least the smallest, so that 1 / scale is finite.
-
-    >>> limited(torch.tensor([-0.5, 0.5])).tolist()
-    [-0.5, 0.5]
-    """
-    magnitude = scale.abs().clamp_min(SMALLEST_SCALE)
-    return magnitude.copysign(scale)
-
-
 def _qparams(
     step: Tensor,
     low: Tensor,

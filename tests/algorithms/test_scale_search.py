@@ -15,14 +15,13 @@ from support.roundings import (
     task_of,
     to_nearest,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment, Run
+from quantizer.algorithms.adjustment import Adjustment
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec, SymmetricScale
-from quantizer.nn import ExpertLinear
 from quantizer.numerics.qparams import QParams
 
 WEIGHT = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
