@@ -142,7 +142,7 @@ class QuantizationSpec:
     @property
     def has_signed_scale(self) -> bool:
         """Return whether scales may be negative: the value with the largest magnitude gets the
-        code `quant_min`, whatever its sign.
+        code `quant_min`, with either sign.
         """
         return self.has_symmetric_scale and self.symmetric_scale == "quant_min"
 

@@ -101,9 +101,7 @@ def _refusals(
     specs: Mapping[Key, QuantizationSpec],
     opset: int,
 ) -> Iterator[Refusal]:
-    """Yield what a target cannot hold: scales of a sign that it does not know, and what its
-    exporter refuses.
-    """
+    """Yield what a target cannot hold: negative scales, and the refusals of its exporter."""
     if not EXPORTERS[checked.target].holds_negative_scales:
         for (layer, role), spec in specs.items():
             if spec.has_signed_scale:
