@@ -68,13 +68,17 @@ def clip_shares(
     shares: Sequence[float] = SHARES,
 ) -> Iterable[float]:
     """Return those of `shares` that the spec's scales can have. If its symmetric scale cuts off
-    the largest value, the share that does not is another candidate.
+    the largest value, the share that does not is another candidate. Signed scales may have
+    either sign.
 
     >>> [*clip_shares(QuantizationSpec(scale_type="poweroftwo"))]
     [1.0, 0.5]
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _POWERS
+    if spec.has_signed_scale:
+        other_sign = [-share for share in shares]
+        return [*shares, *other_sign]
     return dict.fromkeys((*shares, uncut(code_range_of(spec))))
 
 
@@ -144,7 +148,7 @@ class ClipSearch:
         return QParams(self._scale, self._full.zero_point)
 
     def _try(self, share: float) -> None:
-        smaller = (self._full.scale * share).clamp_min(SMALLEST_SCALE)
+        smaller = _limited(self._full.scale * share)
         scale = nearest_group_scale(
             smaller,
             self._full.scale,
@@ -233,3 +237,9 @@ def _group_errors(
     )
     errors = (d @ on_diagonal).mul_(d).sum(3)
     return errors.transpose(1, 2).reshape(groups * rows, count)
+
+
+def _limited(scale: Tensor) -> Tensor:
+    """Return scales whose magnitude is at least the smallest, so that 1 / scale is finite."""
+    magnitude = scale.abs().clamp_min(SMALLEST_SCALE)
+    return magnitude.copysign(scale)

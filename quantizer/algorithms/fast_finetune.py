@@ -87,7 +87,7 @@ def finetunable(
     Each output channel must have one scale, as the solvers do not know groups of inputs.
     Experts are left out, as their rows come in another order in the float network. So are
     weights that are rounded down, as a code times its scale may be rounded down to the code
-    below.
+    below, and weights with negative scales, which the solvers do not search.
     """
     if not node.row.is_linear_or_convolution or node.row.experts:
         return False
@@ -100,6 +100,8 @@ def finetunable(
         spec.qscheme == "per_channel" and spec.ch_axis == outputs_axis
     )
     is_integer = spec.dtype == "int" and spec.round_mode in NEAREST
+    if spec.has_signed_scale:
+        return False
     is_small = spec.bit_width <= _MAX_WEIGHT_BITS and depth <= DEEPEST
     return is_integer and has_row_scales and is_small
 

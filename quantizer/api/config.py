@@ -42,7 +42,7 @@ class QuantizationSpec:
       `Dtype.fp4` this is NVFP4).
     - `scale_calculation_mode`: how a shared exponent is rounded, "floor", "even" or "ceil".
     - `symmetric_scale`: the divisor of the largest magnitude of symmetric integers,
-      "quant_max" or "half_range".
+      "quant_max" or "half_range", or "quant_min" for scales that may be negative.
     """
 
     dtype: Dtype

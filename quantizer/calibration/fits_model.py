@@ -219,6 +219,8 @@ def scales_fault(
     zero_point = qparams.zero_point
     if tuple(scale.shape) != expected:
         return f"it has {tuple(scale.shape)} scales, not {expected}"
+    if spec.has_signed_scale:
+        scale = scale.abs()
     is_positive = scale.isfinite() & (scale > 0)
     if not bool(is_positive.all()):
         return "its scale is not finite and positive"

@@ -95,6 +95,17 @@ SHARED_SETTINGS |= {
         "false, the scales of a group are found at its first column, which is possible only "
         "without desc_act."
     ),
+    "scale_search": Setting(
+        "Whether the scale of each group or channel is searched for the least error of the "
+        "outputs, before the first weight is rounded; for 4 bits and fewer. Needs "
+        "static_groups.",
+        needs="static_groups",
+    ),
+    "sweeps": Setting(
+        "How often all scales and codes are adjusted after rounding, each for the least error "
+        "with all others as they are; for 4 bits and fewer. 2 take about half as long again.",
+        keywords={"minimum": 0, "maximum": 100},
+    ),
     "true_sequential": Setting(
         "Whether each layer sees the rounded ones before it in its block; with false a "
         "block's inputs are collected once, from the blocks before."
@@ -208,6 +219,8 @@ class ColumnRounding(AlgoConfig):
     static_groups: bool
     true_sequential: bool
     block_size: int
+    scale_search: bool
+    sweeps: int
 
 
 @algorithm(run="quantizer.algorithms.gptq.algorithms:gptq", stage="round", matrices=5)
@@ -229,6 +242,8 @@ class GPTQConfig(ColumnRounding):
     model_decoder_layers: str | None = None
     embedding_layers: list[str] | None = None
     block_size: int = 128
+    scale_search: bool = False
+    sweeps: int = 0
 
 
 @algorithm(
@@ -255,6 +270,8 @@ class GPTAQConfig(ColumnRounding):
     model_decoder_layers: str | None = None
     embedding_layers: list[str] | None = None
     block_size: int = 128
+    scale_search: bool = False
+    sweeps: int = 0
 
 
 @algorithm(
@@ -280,6 +297,8 @@ class QronosConfig(ColumnRounding):
     model_decoder_layers: str | None = None
     embedding_layers: list[str] | None = None
     block_size: int = 128
+    scale_search: bool = False
+    sweeps: int = 0
 
 
 def _only(value: Any, why: str) -> dict[str, Any]:

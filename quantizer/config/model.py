@@ -25,7 +25,7 @@ Device = Literal["DPU", "CPU", "GPU", "IPU"]
 QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
 ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
 ScaleMode = Literal["floor", "even", "ceil"]
-SymmetricScale = Literal["quant_max", "half_range"]
+SymmetricScale = Literal["quant_max", "half_range", "quant_min"]
 
 if TYPE_CHECKING:
     _RangeMethod = str
@@ -85,7 +85,8 @@ class QuantizationSpec:
 
     Symmetric integers with a "float" or "e4m3" scale divide the largest magnitude by
     `symmetric_scale`: "quant_max", or "half_range", which is (quant_max - quant_min) / 2 and
-    clips half a step.
+    clips half a step. With "quant_min" the value of the largest magnitude is divided, with its
+    sign, so that the scale may be negative.
     """
 
     dtype: str = "int"
@@ -137,6 +138,13 @@ class QuantizationSpec:
         """
         has_extra_code = self.has_signed_codes and not self.narrow_range
         return self.dtype == "int" and has_extra_code and self.scale_type in ("float", "e4m3")
+
+    @property
+    def has_signed_scale(self) -> bool:
+        """Return whether scales may be negative: the value with the largest magnitude gets the
+        code `quant_min`, with either sign.
+        """
+        return self.has_symmetric_scale and self.symmetric_scale == "quant_min"
 
     @property
     def has_one_scale(self) -> bool:

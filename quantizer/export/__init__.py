@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from quantizer.plan.model import Key, Plan
 
 FOLDER = "export"
+_MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
+_USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'
 
 
 def exporter_of(
@@ -76,8 +78,7 @@ def planned_refusals(
     """
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     opset = plan.settings.onnx_opset_version
-    exporter = exporter_of(checked.target, checked.choices)
-    return list(exporter.refusals(plan.graph, specs, opset))
+    return list(_refusals(checked, plan.graph, specs, opset))
 
 
 def require_expressible(
@@ -91,8 +92,22 @@ def require_expressible(
     Raises:
         UsageError: why it cannot, with the first tensors it holds for.
     """
+    refuse(checked.words, _refusals(checked, graph, specs, opset))
+
+
+def _refusals(
+    checked: CheckedTarget,
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+    opset: int,
+) -> Iterator[Refusal]:
+    """Yield what a target cannot hold: negative scales, and the refusals of its exporter."""
+    if not EXPORTERS[checked.target].holds_negative_scales:
+        for (layer, role), spec in specs.items():
+            if spec.has_signed_scale:
+                yield Refusal(_MAY_BE_NEGATIVE, _USE_HALF_RANGE, layer, role)
     exporter = exporter_of(checked.target, checked.choices)
-    refuse(checked.words, exporter.refusals(graph, specs, opset))
+    yield from exporter.refusals(graph, specs, opset)
 
 
 def refuse(words: str, refusals: Iterable[Refusal]) -> None:

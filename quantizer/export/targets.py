@@ -46,6 +46,7 @@ class ExportTarget:
         by_tensor: whether it needs only one weight in memory at a time.
         plans_alone: whether a plan can be checked without these packages.
         int8_share: the metric of the share of multiplications in int8; empty if there is none.
+        holds_negative_scales: whether the scale of a weight may be negative.
     """
 
     exporter: str
@@ -58,6 +59,7 @@ class ExportTarget:
     plainly: str = "without optimizations"
     plans_alone: bool = False
     int8_share: str = ""
+    holds_negative_scales: bool = False
     options: tuple[TargetOption, ...] = ()
 
 
@@ -193,12 +195,14 @@ EXPORTERS: dict[str, ExportTarget] = {
         "quantizer.export.torch_export.pt2_float:Pt2FloatExporter",
         ".float.pt2",
         "torch.export.load",
+        holds_negative_scales=True,
     ),
     "safetensors": ExportTarget(
         "quantizer.export.safetensors:SafetensorsExporter",
         ".safetensors",
         "quantizer",
         by_tensor=True,
+        holds_negative_scales=True,
     ),
     "compressed-tensors": ExportTarget(
         "quantizer.export.compressed_tensors.exporter:CompressedTensorsExporter",
@@ -208,6 +212,7 @@ EXPORTERS: dict[str, ExportTarget] = {
         "llm",
         for_transformers=True,
         by_tensor=True,
+        holds_negative_scales=True,
     ),
     "gguf": ExportTarget(
         "quantizer.export.gguf.exporter:GgufExporter",
@@ -217,6 +222,7 @@ EXPORTERS: dict[str, ExportTarget] = {
         "llm",
         for_transformers=True,
         by_tensor=True,
+        holds_negative_scales=True,
         options=(
             TargetOption(
                 "gguf_template",

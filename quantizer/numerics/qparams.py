@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ SMALLEST_SCALE = 2.0**-126
 SHARED_EXPONENTS = ("e8m0", "microexponent")
 POWERS_OF_TWO = ("poweroftwo", *SHARED_EXPONENTS)
 SCALE_MODES = ("floor", "even", "ceil")
-SYMMETRIC_SCALES = ("quant_max", "half_range")
+SYMMETRIC_SCALES = ("quant_max", "half_range", "quant_min")
 _LARGEST_VALUE = 2.0**128 - 2.0**105
 """The limit of a code times its scale. It is one step less than the largest float32, because
 the scale may be rounded up to float32.
@@ -44,6 +44,8 @@ class IntegerRange:
         finest_position: if a device has one, powers of two are at least 2^-finest_position.
         symmetric_scale: the divisor of the largest magnitude for a symmetric float scale. It is
             "quant_max", or "half_range", (quant_max - quant_min) / 2, if codes have both signs.
+            With "quant_min" the value of the largest magnitude gets that code, so that the
+            scale of a positive one is negative. It needs a code more below zero than above.
 
     Raises:
         ValueError: no code is above zero, or a word is not known.
@@ -79,8 +81,17 @@ class IntegerRange:
         return self.symmetric and self.quant_min == 0
 
     @property
+    def has_signed_scale(self) -> bool:
+        """Return whether scales may be negative."""
+        is_float = self.symmetric and self.scale_type == "float"
+        has_extra_code = -self.quant_min > self.quant_max
+        return is_float and has_extra_code and self.symmetric_scale == "quant_min"
+
+    @property
     def largest(self) -> float:
         """Return what the largest magnitude is divided by for a symmetric float scale."""
+        if self.has_signed_scale:
+            return -self.quant_min
         if self.symmetric_scale == "half_range" and self.quant_min < 0:
             return (self.quant_max - self.quant_min) / 2
         return self.quant_max
@@ -200,7 +211,8 @@ def step_from_range(
     The range is first extended to contain 0. The step is 0 for a range of 0 alone.
 
     - Symmetric float step: it puts the largest magnitude on quant_max, or half a step above it
-      with the rule "half_range".
+      with the rule "half_range". With the rule "quant_min" it puts the value of the largest
+      magnitude on quant_min, and the step of a positive value is negative.
     - Asymmetric step: it puts the ends of the range on the least and the greatest code.
     - Symmetric power-of-two step: it is the finest one that clips at most half a step, with
       2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)).
@@ -229,6 +241,8 @@ def step_from_range(
         step = torch.maximum(for_low, for_high).clamp_(min=0)
     else:
         step = symmetric_step(_amax(low, high), code_range)
+        if isinstance(code_range, IntegerRange) and code_range.has_signed_scale:
+            step = torch.where(high > -low, -step, step)
     if code_range.scale_type == "poweroftwo":
         _truncate_(step, _FLOAT64_MANTISSA)
     return step
@@ -253,6 +267,8 @@ def uncut(code_range: CodeRange) -> float:
     >>> uncut(IntegerRange(-2, 1, symmetric_scale="half_range")), uncut(IntegerRange(-2, 1))
     (1.5, 1.0)
     """
+    if isinstance(code_range, IntegerRange) and code_range.has_signed_scale:
+        return 1.0
     is_float = code_range.symmetric and code_range.scale_type == "float"
     if isinstance(code_range, IntegerRange) and is_float:
         return code_range.largest / code_range.quant_max
@@ -268,13 +284,15 @@ def qparams_from_step(
 
     A scale is the step itself, or if it must be a power of two, the smallest that is not less.
     Scales are in [2^-126, largest float32 / largest code], so that neither 1 / scale nor a code
-    times the scale is infinite. Shared exponents are at least -127. A step of 0 means that all
+    times the scale is infinite. With signed scales this holds for their magnitudes. Shared
+    exponents are at least -127. A step of 0 means that all
     values are 0. It gives the scale 1, or the finest power of two if a device limits that.
 
     The zero point is rounded to even and clipped to the codes. It is 0 for symmetric codes.
 
     Args:
-        step: float64. For scales of type "e4m3", the steps of all groups of one tensor.
+        step: float64, negative only for signed scales. For scales of type "e4m3", the steps of
+            all groups of one tensor.
         low: float64 of the same shape.
         code_range: the codes.
     """
@@ -289,6 +307,11 @@ def _qparams(
     code_range: CodeRange,
 ) -> QParams:
     """Return the qparams for a step that the scale type allows."""
+    if isinstance(code_range, IntegerRange) and code_range.has_signed_scale:
+        unsigned_range = replace(code_range, symmetric_scale="quant_max")
+        qparams = _qparams(step.abs(), low, unsigned_range)
+        signed_scale = torch.where(step < 0, -qparams.scale, qparams.scale)
+        return QParams(signed_scale, qparams.zero_point)
     least, largest = _scale_bounds(code_range)
     shared_step = None
     if isinstance(code_range, FloatRange):

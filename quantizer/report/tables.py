@@ -234,8 +234,8 @@ def describe_spec(spec: QuantizationSpec) -> str:
         words.append(spec.round_mode)
     if not spec.symmetric:
         words.append("asymmetric")
-    if spec.has_symmetric_scale and spec.symmetric_scale == "half_range":
-        words.append("half_range")
+    if spec.has_symmetric_scale and spec.symmetric_scale != "quant_max":
+        words.append(spec.symmetric_scale)
     if spec.scale_type == "poweroftwo":
         words.append("poweroftwo")
     return " ".join(words)

@@ -72,6 +72,23 @@ def test_the_plan_lists_it_as_json(folder: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["refused"] == {"compressed-tensors": []}
 
 
+def test_only_some_targets_hold_negative_scales(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = {"dtype": "int4", "symmetric_scale": "quant_min"}
+    config = {"global_quant_config": {"weight": weight}}
+    (folder / "negative.json").write_text(json.dumps(config))
+    targets = ("safetensors", "pt2_float", "onnx", "pt2")
+    options = [option for target in targets for option in ("--for", target)]
+    assert plan("negative.json", *options, "--json") == 2
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    assert not refused["safetensors"] and not refused["pt2_float"]
+    for target in ("onnx", "pt2"):
+        assert [row["role"] for row in refused[target]] == ["weights", "weights"]
+        assert refused[target][0]["why"].startswith("may have negative scales")
+        assert refused[target][0]["help"] == 'set its symmetric_scale to "half_range"'
+
+
 def test_calibration_does_not_start(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--quant_mode", "calib", "--model", "net.py", "-q"]
     assert run_command([*command, "--config_file", MX, "--for", "onnx"]) == 2

@@ -96,6 +96,10 @@ def written(folder: Path) -> dict[str, Any]:
 FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     "int4 in groups": (config(INT4), "pack-quantized"),
     "int3 in groups": (config(integer(3, **GROUP)), "pack-quantized"),
+    "int2 with negative scales": (
+        config(integer(2, **GROUP | {"symmetric_scale": "quant_min"})),
+        "pack-quantized",
+    ),
     "int4 per channel": (config(integer(4, **CHANNEL)), "pack-quantized"),
     "int8 per tensor": (config(integer(8, **TENSOR)), "pack-quantized"),
     "int8, static inputs": (config(INT8, STATIC), "int-quantized"),

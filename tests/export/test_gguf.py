@@ -92,6 +92,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         config(integer("int3", **GROUP | {"group_size": 64}), exclude=["*.down_proj"]),
         "Q4_0",
     ),
+    "int4 with negative scales": (
+        config(integer("int4", **GROUP | {"symmetric_scale": "quant_min"})),
+        "Q4_0",
+    ),
     "int8 per channel": (config(integer("int8", **CHANNEL)), "Q8_0"),
     "asymmetric int4 per tensor": (config(integer("int4", symmetric=False, **TENSOR)), "Q4_1"),
     "powers of two": (config(integer("int8") | {"scale_type": "pof2"}), "Q8_0"),

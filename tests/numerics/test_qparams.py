@@ -224,6 +224,19 @@ def test_half_range_says_nothing_where_no_code_is_left_over(code_range):
     assert uncut(half) == 1
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_quant_min_gives_the_outermost_value_the_least_code_with_either_sign(bits):
+    least = -(2 ** (bits - 1))
+    code_range = IntegerRange(least, -least - 1, symmetric_scale="quant_min")
+    low = torch.tensor([-5.3, -1.0, -2.0, 0.0])
+    high = torch.tensor([1.0, 5.3, 2.0, 0.0])
+    found = qparams_from_range(low, high, code_range)
+    outermost = torch.tensor([-5.3, 5.3, -2.0])
+    assert torch.allclose(found.scale[:3] * least, outermost)
+    assert found.scale[3] == 1 and not found.zero_point.any()
+    assert uncut(code_range) == 1
+
+
 @given(ends=st.lists(reals, min_size=2, max_size=2), code_range=code_ranges)
 @settings(derandomize=True, max_examples=300, deadline=None)
 def test_any_range_and_grid(ends, code_range):

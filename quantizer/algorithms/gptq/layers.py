@@ -23,6 +23,8 @@ from quantizer.algorithms.gptq.column_scales import (
 )
 from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import round_columns
+from quantizer.algorithms.gptq.scale_search import with_searched_scales
+from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
 from quantizer.algorithms.gptq.target import (
     GptqTarget,
     Hessian,
@@ -136,7 +138,12 @@ def round_layers(
     for spec in dict.fromkeys(member.spec for member in members):
         alike = [member for member in members if member.spec == spec]
         if len(solvable) == len(hessians):
-            solutions = _solve_ranges(alike, solvable, products, target, is_dynamic=is_dynamic)
+            to_solve = alike
+            if target.settings.scale_search and not is_dynamic:
+                to_solve = with_searched_scales(alike, solvable, gram)
+            solutions = _solve_ranges(
+                to_solve, solvable, products, target, is_dynamic=is_dynamic
+            )
         else:
             # A group of channels has no solution, and so the layers stay at RTN
             infinite = gram.new_full((1, 1), math.inf)
@@ -300,6 +307,7 @@ def _solve(
         float_weight = torch.cat([member.weight[group] for member in members])
         W = hessian.permuted(float_weight.T)  # noqa: N806 - the paper's letter
         goal, first_column = target.target(W, hessian, sums)
+        columns = column_scales(layers, members[0].spec, qparams, group)
         if is_dynamic:
             groups = _DynamicGroups(members, W)
             rounded, error = round_columns(
@@ -311,8 +319,8 @@ def _solve(
                 first=first_column,
             )
             qparams = groups.qparams(rows)
+            columns = groups.columns
         else:
-            columns = column_scales(layers, members[0].spec, qparams, group)
             rounded, error = round_columns(
                 goal,
                 hessian.factor,
@@ -322,10 +330,21 @@ def _solve(
             )
         # `error` is that of the damped Hessian; the outputs' error has no damping
         damping_error = hessian.damping @ (goal - rounded).square_()
-        errors.append(error - damping_error.double())
-        weights.append(hessian.restored(rounded).T)
+        error -= damping_error.double()
+        weight = hessian.restored(rounded)
         restored_goal = float_weight if goal is W else hessian.restored(goal).T
+        if target.settings.sweeps:
+            damping = hessian.restored(hessian.damping)
+            refinement = Refinement(restored_goal.T, weight, sums.gram, damping, columns)
+            refits_scales = may_refit_scales(members)
+            for _ in range(target.settings.sweeps):
+                refinement.sweep(scales_too=refits_scales)
+            error = refinement.errors()
+            if refits_scales:
+                qparams = refinement.qparams(qparams)
+        weights.append(weight.T)
         targets.append(restored_goal)
+        errors.append(error)
     parts = [torch.split(_stacked(part), rows, 1) for part in (weights, targets, errors)]
     return [GptqSolution(*part) for part in zip(*parts, qparams, strict=True)]
 

@@ -157,7 +157,7 @@ def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
     scales = {spec.symmetric_scale for spec in specs if spec.has_symmetric_scale}
     dtypes = {spec.dtype for spec in specs}
     words: set[str] = set()
-    if len(scales) > 1 or "half_range" in scales:
+    if scales - {"quant_max"}:
         words.add("symmetric_scale")
     if len(dtypes) > 1:
         words.add("datatype")

@@ -155,12 +155,14 @@ def short_scale(
     # x & -x is the largest power of two that divides x
     odd = zero_point // (zero_point & -zero_point).clamp(min=1)
     bits = _HALF_BITS - torch.where(odd > 1, torch.frexp(odd.float()).exponent, 0)
-    exponent = (torch.frexp(scale).exponent - bits).clamp(min=-_HALF_EXPONENT)
+    magnitude = scale.abs()
+    exponent = (torch.frexp(magnitude).exponent - bits).clamp(min=-_HALF_EXPONENT)
     step = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), exponent)
     zero_point_exponent = torch.frexp(zero_point.float()).exponent
     largest = _LARGEST_HALF / torch.ldexp(torch.ones_like(step), zero_point_exponent)
-    rounded = torch.round(scale / step).mul_(step)
-    return rounded.clamp_(min=2.0**-_HALF_EXPONENT).minimum(largest).float()
+    rounded = torch.round(magnitude / step).mul_(step)
+    rounded = rounded.clamp_(min=2.0**-_HALF_EXPONENT).minimum(largest)
+    return rounded.float().copysign(scale)
 
 
 def packed_blocks(tensor: QuantizedTensor) -> Tensor:
