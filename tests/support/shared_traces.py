@@ -55,11 +55,11 @@ class SharedTraces:
             look.example((args, kwargs)),
             look.example(options),
             torch.get_default_dtype(),
-            # The user may have registered a class since
-            len(pytree.SUPPORTED_NODES),
         )
-        if key in self.errors:
-            raise self.errors[key].with_traceback(None)
+        # What failed may succeed once a class is registered; what succeeded stays as it is
+        failure = key, len(pytree.SUPPORTED_NODES)
+        if failure in self.errors:
+            raise self.errors[failure].with_traceback(None)
         if key not in self.programs:
             self.kept += look.kept
             try:
@@ -67,7 +67,7 @@ class SharedTraces:
                 with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
                     program = copy.copy(self.export(module, args, kwargs, **options))
             except ModelError as error:
-                self.errors[key] = error
+                self.errors[failure] = error
                 raise
             # No memory of the first model's
             program._state_dict = dict.fromkeys(program.state_dict)
