@@ -116,7 +116,6 @@ def test_a_file_for_tensorrt_keeps_its_rules(name: str, tmp_path: Path) -> None:
         ("gated", "uint8"),
         ("reused", "shifted"),
         ("layers", "uint8"),
-        ("layers", "powers"),
         ("functions", "uint16"),
     ),
 )
