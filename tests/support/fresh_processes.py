@@ -137,11 +137,11 @@ def next_code(answers: int, has_tracer: int) -> str:
     """
     import torch
 
-    import quantizer.cli.main
+    import quantizer.cli.main  # noqa: F401
 
     if has_tracer:
         # Importing it takes a second
-        import quantizer.cli.calib_mode
+        import quantizer.cli.calib_mode  # noqa: F401
         from quantizer.graph.trace import trace
 
         trace(torch.nn.Linear(2, 2).eval(), (torch.zeros(2, 2),))
