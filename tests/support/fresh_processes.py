@@ -137,7 +137,7 @@ def next_code(answers: int, has_tracer: int) -> str:
     """
     import torch
 
-    import quantizer.cli.main  # noqa: F401
+    import quantizer.cli.main
 
     if has_tracer:
         # Importing it takes a second
