@@ -39,8 +39,9 @@ MARKS_TO_NAME = ("large", "real", "extended")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests begin first, so that no worker is left with one at the end, and those on real
-    models together. Large, real and extended ones run where `-m` names them.
+    """Files with long tests begin first, so that no worker is left with one at the end, and
+    those on real models together. A file stays in one piece: its tests share traces. Large, real
+    and extended tests run where `-m` names them.
     """
     named = [mark for mark in MARKS_TO_NAME if mark in config.option.markexpr]
     run: list[pytest.Item] = []
@@ -52,11 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (run if is_run else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = run
+    slow_files = {
+        item.path for item in items if "slow" in item.keywords or "real" in item.keywords
+    }
     items.sort(
-        key=lambda item: (
-            "slow" not in item.keywords and "real" not in item.keywords,
-            "examples" not in item.path.parts,
-        )
+        key=lambda item: (item.path not in slow_files, "examples" not in item.path.parts)
     )
 
 

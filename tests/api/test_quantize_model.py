@@ -15,6 +15,7 @@ import pytest
 import torch
 from api.specs import TinyLM, per_token, quantized, same, spec, tiny_lm, tokens
 from support.configs import document
+from support.extended import extended
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -809,7 +810,7 @@ def test_compiled_and_exported_programs_are_refused() -> None:
 @pytest.mark.parametrize(
     ("compiled", "inputs"),
     [
-        (torch.compile, spec()),
+        *extended((torch.compile, spec())),
         (torch.compile, spec(is_dynamic=True)),
         (torch.compile, per_token()),
         # It sees the same operators

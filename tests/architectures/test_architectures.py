@@ -20,10 +20,7 @@ from support.extended import extended_except
 from quantizer.config.load import default_config, load_config
 
 INT8 = load_config(Path(__file__).parents[2] / "configs" / "cpu_int8.json").require()
-USUAL = (
-    "resnet densenet mobilenet_v3 shufflenet_v2 yolo dlrm temporal_convolutions "
-    "gru_with_attention vit"
-)
+USUAL = "densenet shufflenet_v2 yolo dlrm temporal_convolutions gru_with_attention vit"
 
 
 @pytest.mark.slow

@@ -222,6 +222,12 @@ def test_parts_of_about_one_range_share_a_scale_and_are_retuned(tmp_path: Path) 
     }
     assert after["header"]["joins"] == wanted["header"]["joins"]
     assert after["tensors"] == wanted["tensors"]
+    plan = json.loads((tmp_path / "before" / "plan.json").read_text())
+    sources: set[str] = set()
+    for row in plan["layers"]:
+        for tensor in row.get("left_by_joins", {}).values():
+            sources.add(tensor["source"].rpartition("/")[2])
+    assert sources == {"mul.1[:, 0:4]", "mul.1[:, 4:7]"}, "the channels of each part"
 
 
 def test_what_is_computed_of_parts_and_returned_stays_float() -> None:

@@ -121,7 +121,7 @@ def test_what_is_not_simply_stored_is_read_by_transformers(folder: Path) -> None
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", extended_except(CONFIGS, "weight-only", "awq", "rotation"))
+@pytest.mark.parametrize("name", extended_except(CONFIGS, "weight-only", "rotation"))
 def test_results_are_those_in_memory(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(
         json.dumps(CONFIGS[name] | {"exclude": ["kind:head", "kind:embedding"]})

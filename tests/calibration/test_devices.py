@@ -121,7 +121,7 @@ def test_algorithms(name: str, dtype: torch.dtype) -> None:
     same(HIERARCHICAL[name], "language_model", dtype)
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptaq", "smoothquant"])
+@pytest.mark.parametrize("name", ["gptq", "smoothquant", *extended("gptaq")])
 def test_activations_beyond_the_budget_come_back_to_their_device(name: str) -> None:
     with recorded() as transfers:
         ours = run("language_model", torch.bfloat16, STRICT, HIERARCHICAL[name], memory=1)

@@ -97,9 +97,11 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("config", "words", "apart"),
     [
-        ("maxmin", ["--statistic", "mean"], set()),
-        ("percentile", ["--statistic", "median"], set()),
-        *extended(("percentile", ["--method", "maxmin"], set())),
+        *extended(
+            ("maxmin", ["--statistic", "mean"], set()),
+            ("percentile", ["--statistic", "median"], set()),
+            ("percentile", ["--method", "maxmin"], set()),
+        ),
         ("percentile", ["--method", "maxmin", "--statistic", "max", "--layer", "relu"], set()),
         ("asymmetric", ["--statistic", "max"], set()),
         ("entries", ["--method", "maxmin", "--statistic", "mean"], set()),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.extended import extended_except
 from support.runs import DIGITS, EXAMPLE, ROOT, calibrate, check
 
 from quantizer.cli.main import run_command
@@ -27,6 +28,9 @@ LINEAR = ("mxfp4", "nvfp4", "weight_int4_group", *GGUF)  # presets for networks 
 ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")
 # The README's two commands run the example
 ELSEWHERE = ("w4a4_rotation", "example")
+OTHERS = [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS, *ELSEWHERE)]
+# Tests of joins, lengths and exports calibrate with the first; without a config the second runs
+OFTEN_RUN = ("cpu_int8", "default")
 PERCEPTRON = """
 import torch
 from sklearn.datasets import load_digits
@@ -184,7 +188,7 @@ def test_the_preset_for_language_models_calibrates_and_tests(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "preset",
-    [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS, *ELSEWHERE)],
+    extended_except(OTHERS, *(path for path in OTHERS if path.stem not in OFTEN_RUN)),
     ids=lambda path: path.stem,
 )
 def test_every_other_preset_calibrates_and_tests(preset: Path, tmp_path: Path) -> None:

@@ -53,5 +53,6 @@ def test_test_mode_imports_no_tracer(calibrated: Path) -> None:
         "assert 'quantizer.cli.calib_mode' not in sys.modules\n"
     )
     given = ["--quant_mode", "test", "--model", DIGITS, "--output_dir", str(calibrated)]
-    done = fresh_processes.run(code, *given, "-q", "--subset_len", "64", cwd=ROOT)
+    given += ["-q", "--subset_len", "64"]
+    done = fresh_processes.run(code, *given, cwd=ROOT, has_tracer=False)
     assert done.returncode == 0, done.stderr

@@ -114,9 +114,9 @@ def test_a_file_for_tensorrt_keeps_its_rules(name: str, tmp_path: Path) -> None:
         ("residual", "powers"),
         ("attention", "uint8"),
         ("gated", "uint8"),
+        ("preactivated", "uint8"),
         ("reused", "shifted"),
         ("layers", "uint8"),
-        ("layers", "powers"),
         ("functions", "uint16"),
     ),
 )

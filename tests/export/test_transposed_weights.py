@@ -63,9 +63,8 @@ def model() -> nn.Module:
     ("kind", "target"),
     [
         ("int4", "onnx"),
-        ("uint8", "onnx"),
         ("uint8", "pt2"),
-        *extended(("int8", "onnx")),
+        *extended(("uint8", "onnx"), ("int8", "onnx")),
     ],
 )
 def test_a_file_has_the_values_of_test_mode(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.extended import extended
+from support.extended import extended, extended_except
 from support.runs import ROOT
 from torch import nn
 
@@ -27,7 +27,7 @@ LAYERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["per_channel", *extended("per_tensor")])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", extended_except(LAYERS, "conv_transpose2d", "linear"))
 def test_a_bias_far_above_16_bit_products_is_added_in_full(
     kind: str, granularity: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended
 from support.toys import TOYS, Residual, built, leaves_equal, traced
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -148,7 +149,7 @@ class Detector(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seen", [None, 1, 2, 3])
+@pytest.mark.parametrize("seen", [None, 1, 2, *extended(3)])
 def test_a_detector_that_notes_the_shape_of_its_last_batch_takes_any(
     seen: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:

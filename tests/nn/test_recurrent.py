@@ -69,7 +69,7 @@ def test_an_entry_reaches_weights_and_outputs(entry: dict[str, str], tmp_path: P
 def test_the_code_reads_as_torch_spells_it() -> None:
     source = emit(traced("gated"))
     assert (
-        "quantizer.nn.GRU(input_size=3, hidden_size=4, num_layers=2, bias=True, "
+        "quantizer.nn.GRU(input_size=5, hidden_size=4, num_layers=2, bias=True, "
         "batch_first=True, bidirectional=True) #" in source
     )
     assert (

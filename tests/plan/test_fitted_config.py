@@ -85,8 +85,6 @@ def weights_of(document: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 USUAL = (
-    "vision",
-    "tagger",
     "detector",
     "transposed",
     "depthwise",

@@ -268,6 +268,25 @@ def test_each_drawing_has_named_axes_a_legend_and_values(content: dict[str, Any]
         assert count == len((attributes["data-texts"] or "").split("\n")) > 0
 
 
+def test_the_text_of_a_bar_is_shown_over_its_middle(content: dict[str, Any]) -> None:
+    drawing: dict[str, str | None] = {}
+    widths: list[float] = []
+    for tag, attributes, _ in Elements(page(reports.whole(content))).elements:
+        if tag == "svg":
+            drawing = attributes
+        if tag != "path" or attributes["class"] != "bars":
+            continue
+        outline = attributes["d"] or ""
+        start = re.match(r"M([\d.]+) ", outline)
+        assert start is not None
+        shown = [float(position) for position in (drawing["data-positions"] or "").split()]
+        width = sum(map(float, re.findall(r"h([\d.]+)", outline))) / len(shown)
+        middles = [float(start[1]) + width * (index + 0.5) for index in range(len(shown))]
+        assert shown == pytest.approx(middles, abs=1), "positions are whole units"
+        widths.append(width)
+    assert len(widths) > 3 and max(widths) > 4
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colours_have_contrast(theme: str) -> None:
     """WCAG 2.2 asks for 4.5 of texts and 3 of drawings."""

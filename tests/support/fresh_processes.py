@@ -1,5 +1,5 @@
-"""Fresh processes that need not import torch: forks of one that has imported it and the command
-line, and nothing else. A test that needs a process of its own saves two seconds.
+"""Fresh processes that need not import torch: forks of one that has imported it, the command
+line and what traces a model. A test that needs a process of its own saves three seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUANTIZER = "import runpy; runpy.run_module('quantizer', run_name='__main__', al
 _LIMITS = {"file_size": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
 _SERVER = """
 from support import fresh_processes
-_CODE = fresh_processes.next_code(int(__import__("sys").argv[1]))
+_CODE = fresh_processes.next_code(*map(int, __import__("sys").argv[1:]))
 exec(compile(_CODE, "<fresh process>", "exec"), {"__name__": "__main__"})
 """
 
@@ -32,8 +32,10 @@ exec(compile(_CODE, "<fresh process>", "exec"), {"__name__": "__main__"})
 class FreshProcess:
     """Code that runs in a process of its own, and what it prints."""
 
-    def __init__(self, code: str, *arguments: str, cwd: Path, **limits: int) -> None:
-        self._server = _server()
+    def __init__(
+        self, code: str, *arguments: str, cwd: Path, has_tracer: bool = True, **limits: int
+    ) -> None:
+        self._server = _server(has_tracer)
         self._streams = tempfile.TemporaryDirectory()
         request = {
             "code": code,
@@ -69,10 +71,14 @@ class FreshProcess:
 
 
 def run(
-    code: str, *arguments: str, cwd: Path, **limits: int
+    code: str, *arguments: str, cwd: Path, has_tracer: bool = True, **limits: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run code with `sys.argv[1:]` in a fresh process and wait for its end."""
-    return FreshProcess(code, *arguments, cwd=cwd, **limits).finished()
+    """Run code with `sys.argv[1:]` in a fresh process and wait for its end.
+
+    Without `has_tracer` what traces a model is not yet imported.
+    """
+    process = FreshProcess(code, *arguments, cwd=cwd, has_tracer=has_tracer, **limits)
+    return process.finished()
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,11 @@ class _Server:
 
 
 @cache
-def _server() -> _Server:
+def _server(has_tracer: bool) -> _Server:
     answers, writes = os.pipe()
     paths = [str(TESTS), str(TESTS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, str(writes)],
+        [sys.executable, "-c", _SERVER, str(writes), str(int(has_tracer))],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdin=subprocess.PIPE,
         pass_fds=[writes],
@@ -124,14 +130,21 @@ def _server() -> _Server:
     return _Server(process, answers)
 
 
-def next_code(answers: int) -> str:
+def next_code(answers: int, has_tracer: int) -> str:
     """Fork for each request; return its code in the fork, which then ends as any process does.
 
     Only the server calls this.
     """
-    import torch  # noqa: F401
+    import torch
 
-    import quantizer.cli.main  # noqa: F401
+    import quantizer.cli.main
+
+    if has_tracer:
+        # Importing it takes a second
+        import quantizer.cli.calib_mode  # noqa: F401
+        from quantizer.graph.trace import trace
+
+        trace(torch.nn.Linear(2, 2).eval(), (torch.zeros(2, 2),))
 
     for line in sys.stdin:
         request = json.loads(line)

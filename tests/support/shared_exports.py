@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import typing
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -97,6 +97,29 @@ def share_exports(patched: pytest.MonkeyPatch) -> None:
             module, "_collect_all_valid_cia_ops", lambda: operators(tuple(torch.ops._dir))
         )
     share_type_hints(patched)
+    register_kernels_plainly(patched)
+
+
+def register_kernels_plainly(patched: pytest.MonkeyPatch) -> None:
+    """Register a kernel of an operator without the decorator that torch makes for each: a set of
+    decompositions registers six thousand.
+    """
+    from torch._ops import DispatchKey, OperatorBase
+
+    decorator = OperatorBase.py_impl
+
+    def register(operator: OperatorBase, key: DispatchKey, kernel: Any) -> Any:
+        operator.py_kernels[key] = kernel
+        operator._dispatch_cache.clear()
+        return kernel
+
+    def py_impl(operator: OperatorBase, key: Any) -> Callable[[Any], Any]:
+        is_plain = isinstance(key, DispatchKey) and key != DispatchKey.Python
+        if is_plain and key not in operator.py_kernels:
+            return partial(register, operator, key)
+        return decorator(operator, key)
+
+    patched.setattr(OperatorBase, "py_impl", py_impl)
 
 
 def share_type_hints(patched: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,17 @@ from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
 
 Export = Callable[..., ExportedProgram]
+NOTES_ABOUT_FILES = (
+    "_name_or_path",
+    "_use_kernels",
+    "_weight_conversions",
+    "architectures",
+    "dtype",
+    "model_type",
+    "name_or_path",
+    "transformers_version",
+)
+"""What transformers adds to a model and its config when it reads or writes a folder."""
 
 
 class SharedTraces:
@@ -55,11 +66,11 @@ class SharedTraces:
             look.example((args, kwargs)),
             look.example(options),
             torch.get_default_dtype(),
-            # The user may have registered a class since
-            len(pytree.SUPPORTED_NODES),
         )
-        if key in self.errors:
-            raise self.errors[key].with_traceback(None)
+        # What failed may succeed once a class is registered; what succeeded stays as it is
+        failure = key, len(pytree.SUPPORTED_NODES)
+        if failure in self.errors:
+            raise self.errors[failure].with_traceback(None)
         if key not in self.programs:
             self.kept += look.kept
             try:
@@ -67,7 +78,7 @@ class SharedTraces:
                 with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
                     program = copy.copy(self.export(module, args, kwargs, **options))
             except ModelError as error:
-                self.errors[key] = error
+                self.errors[failure] = error
                 raise
             # No memory of the first model's
             program._state_dict = dict.fromkeys(program.state_dict)
@@ -143,11 +154,10 @@ class Look:
             type(value).__reduce_ex__ is object.__reduce_ex__
             and type(value).__reduce__ is object.__reduce__
         ):
-            return (
-                self.of_class(type(value)),
-                self.at(getattr(value, "__dict__", {})),
-                self.slots(value),
-            )
+            attributes = getattr(value, "__dict__", {})
+            if type(value).__module__.startswith("transformers."):
+                attributes = _without_notes(attributes)
+            return self.of_class(type(value)), self.at(attributes), self.slots(value)
         return "this very one", id(value)
 
     def example(self, value: Any) -> Hashable:
@@ -188,6 +198,8 @@ class Look:
             for k, v in sorted(vars(module).items())
             if k not in ("_parameters", "_buffers")
         }
+        if type(module).__module__.startswith("transformers."):
+            rest = _without_notes(rest)
         return self.of_class(type(module)), self.tensors(module), self.at(rest)
 
     def tensors(self, module: nn.Module) -> Hashable:
@@ -261,6 +273,15 @@ class Look:
             if not isinstance(value, (ModuleType, type))
         }
         return function.__code__, self.at(cells), self.at(function.__defaults__), self.at(found)
+
+
+def _without_notes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a forward() reads, in one order."""
+    return {
+        name: value
+        for name, value in sorted(attributes.items())
+        if name not in NOTES_ABOUT_FILES
+    }
 
 
 def _is_importable(named: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ def run_on_terminal(arguments: list[str], folder: Path) -> tuple[int, list[str]]
         stderr=process_side,
         cwd=folder,
         env=environment,
+        # A job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(process_side)
     text = b""

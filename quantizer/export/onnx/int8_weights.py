@@ -71,6 +71,9 @@ def is_right_everywhere(tensor: QuantizedTensor, graph: Graph, node: Node, role:
         tensor: has signed codes.
     """
     assert tensor.codes is not None
+    if tensor.codes.dim() == 1:
+        # The factors of a batch norm are multiplied, and no products are added.
+        return True
     if role == "weights" and is_depthwise(graph, node):
         return True
     return largest_pair_sum(tensor.codes) <= _MAX_PAIR_SUM
