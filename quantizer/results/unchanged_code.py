@@ -27,8 +27,10 @@ _VOLATILE = ("_name_or_path", "transformers_version")
 
 
 def code_digest(module: nn.Module) -> str:
-    """Return the sha256 of what a trace depends on besides the call: the versions of torch and
-    transformers, the config of the model, and the files with the classes of its modules.
+    """Return the sha256 of what a trace depends on besides the call.
+
+    These are the versions of torch and transformers, the config of the model, and the files
+    with the classes of its modules.
 
     Return an empty string for a model whose parameters are in memory, as any code may have
     changed it, or that has no config of transformers.
@@ -115,7 +117,7 @@ def _check_input(
     node: Node,
     value: Any,
 ) -> None:
-    """Check that an argument is what was traced, but for sizes that are open.
+    """Check that an argument has the traced kind and value. Dynamic sizes may differ.
 
     Raises:
         DifferentError: it is not.
@@ -124,7 +126,7 @@ def _check_input(
         check_kind(node, value)
         return
     if node.shape is not None:
-        raise DifferentError(f"{node.name} is no tensor")
+        raise DifferentError(f"{node.name} is not a tensor")
     stored = node.attrs["value"]
     # In contrast to ==, this holds for two numbers that are NaN
     if repr(value) != repr(stored):
@@ -135,7 +137,7 @@ def _check_length(
     length: Length,
     leaves: list[Any],
 ) -> None:
-    """Check that all inputs of an open length have the same, and one that the model takes.
+    """Check that all inputs of a dynamic length have the same, and one that the model takes.
 
     Raises:
         DifferentError: they do not.
