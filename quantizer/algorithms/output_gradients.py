@@ -116,6 +116,7 @@ def _adding_products(
 def _adding(row: Tensor, quantizers: Sequence[TensorQuantizer]) -> Callable[[Tensor], None]:
     @torch.no_grad()
     def add(weight: Tensor) -> None:
+        """Add the products of the gradient and each change of the weight to the row."""
         # The gradient has just come
         assert weight.grad is not None
         for index, quantizer in enumerate(quantizers):

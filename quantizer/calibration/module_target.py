@@ -125,6 +125,7 @@ class ModuleTarget(Target):
         return self
 
     def plan(self, config: Config) -> Plan:
+        """Return the plan of a config, without values that cannot be quantized in place."""
         plan = resolve_plan(config, self.graph, self.graph)
         return self._without_floats(plan)
 
@@ -249,10 +250,12 @@ class ModuleTarget(Target):
 
     @contextmanager
     def observed(self) -> Iterator[Observable]:
+        """Yield the modules to observe, in eval mode. Their state is restored afterwards."""
         with evaluating(self.model), preserve_module_state(self.model):
             yield self.tree
 
     def unreached(self) -> Collection[str]:
+        """Return the layers that no call has reached."""
         return self.tree.layers.keys() - self.tree.reached
 
     def solved(self, solution: Solution, adjustment: Adjustment) -> Solution:

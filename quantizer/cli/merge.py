@@ -15,6 +15,7 @@ from quantizer.cli.reproduction import remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
+from quantizer.graph.parameters import with_views
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated import reuse_or_trace, stored_config
 from quantizer.results.calibrated_inputs import example_batch
@@ -71,7 +72,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     loaded = session.open_model(options)
     batch = example_batch(infos[0].header)
     with locked(folder), runlog.log_run(folder, options):
-        original = reuse_or_trace(loaded.module, batch, first)
+        original = with_views(reuse_or_trace(loaded.module, batch, first))
         check_model(infos[0], original)
         check_owner(folder, original.model, overwrite=options.overwrite)
         batches = Batches(

@@ -83,6 +83,7 @@ class GroupedCommand(click.Command):
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in a section for each group."""
         groups: dict[str, list[tuple[str, str]]] = {group: [] for group in _GROUPS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -427,8 +428,11 @@ def takes(
     by_name: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a command with the options."""
+
         @functools.wraps(command)
         def with_options(*args: Any, **values: Any) -> Any:
+            """Call the command with the options as one object."""
             settings = {}
             for name in names:
                 settings[name] = values.pop(word_of(name))

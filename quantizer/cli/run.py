@@ -226,6 +226,7 @@ def _config_file(options: RunOptions, name: str, opened: OpenedRun) -> str:
         preset = preset_for(name, has_data=not opened.batches.stands_in)
 
     def new_text() -> str:
+        """Return the preset, fitted to the model."""
         text, changes = fitted_text(preset_text(preset), preset, opened.graph)
         for change in changes:
             say_note(change)

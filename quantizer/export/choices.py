@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quantizer.config.wording import a_kind
+from quantizer.config.wording import a_kind, listed
 from quantizer.errors import UsageError
 from quantizer.export.targets import EXPORTERS, TargetOption
 
@@ -61,8 +61,8 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
         if value == option.default or option.goes_with is None:
             continue
         other, needed = option.goes_with
-        if choices.get(other) != needed:
-            raise UsageError(f"--{name} is only for --{other} {needed}")
+        if choices.get(other, CHOICES[other].default) not in needed:
+            raise UsageError(f"--{name} is only for --{other} {listed(needed)}")
 
 
 def chooses_layers(choices: Mapping[str, str]) -> bool:

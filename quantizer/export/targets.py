@@ -15,7 +15,8 @@ class TargetOption:
 
     `values` are what it may be, the default first. With `is_file` any path is a value, too, and
     with `is_text` any text, which `metavar` stands for. `alone` are values with which no other
-    target is written. `goes_with` is the option and its value that this option needs.
+    target is written. `goes_with` is an option and those of its values with which this option
+    has an effect.
     """
 
     name: str
@@ -26,7 +27,7 @@ class TargetOption:
     is_text: bool = False
     metavar: str = "NAME,..."
     alone: tuple[str, ...] = ()
-    goes_with: tuple[str, str] | None = None
+    goes_with: tuple[str, tuple[str, ...]] | None = None
 
     @property
     def default(self) -> str:
@@ -87,6 +88,7 @@ EXPORTERS: dict[str, ExportTarget] = {
                 "8-bit weights in an .onnx: auto is right on every CPU, int8 on those with "
                 "VNNI, where it is faster.",
                 ("auto", "uint8", "int8"),
+                goes_with=("onnx_profile", ("exact", "fast", "tuned")),
             ),
             TargetOption(
                 "deploy_file",
@@ -95,7 +97,7 @@ EXPORTERS: dict[str, ExportTarget] = {
                 "the one in the folder of the file, if there is one]",
                 ("",),
                 is_file=True,
-                goes_with=("onnx_profile", "tuned"),
+                goes_with=("onnx_profile", ("tuned",)),
             ),
             TargetOption(
                 "input_names",

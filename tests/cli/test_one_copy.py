@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,54 @@ from support.runs import calibrate, check
 from torch import nn
 
 from quantizer.cli.main import run_command
+from quantizer.config.algorithms import ALGORITHMS
 from quantizer.graph import parameters
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-MODEL = (
-    "torch.manual_seed(0); return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), "
-    "torch.nn.Linear(64, 2))"
-)
-BATCHES = "torch.manual_seed(1); return [torch.randn(8, 16)] * 2"
+MODEL = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.RMSNorm(16), nn.Linear(16, 2))
+
+
+def calibration_data():
+    torch.manual_seed(1)
+    return [torch.randn(8, 16)] * 2
+"""
 INT8 = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
 INPUT = {"dtype": "int8", "qscheme": "per_tensor"}
 FILES = ("weights.safetensors", "quant_info.json", "graph.json", "statistics.safetensors")
 
 
-@pytest.mark.parametrize("algorithm", [None, "gptq", "qronos"])
+def written(folder: Path) -> str:
+    """The path of the model's file."""
+    file = folder / "model.py"
+    file.write_text(MODEL)
+    return str(file)
+
+
+@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
 def test_views_of_weights_give_the_same_files(
     algorithm: str | None,
-    toy: Callable[..., str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, config = toy(BATCHES, MODEL), tmp_path / "config.json"
+    model, config = written(tmp_path), tmp_path / "config.json"
     document: dict[str, Any] = {"global_quant_config": {"weight": INT8, "input_tensors": INPUT}}
     if algorithm is not None:
         document["algo_config"] = {"name": algorithm}
@@ -60,12 +84,11 @@ def test_views_of_weights_give_the_same_files(
 
 
 def test_widths_are_chosen_from_the_gradients_of_views(
-    toy: Callable[..., str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, config = toy(BATCHES, MODEL), tmp_path / "config.json"
+    model, config = written(tmp_path), tmp_path / "config.json"
     config.write_text(json.dumps({"global_quant_config": {"weight": INT8}}))
     command = ["analyze", "--config_file", str(config), "--model", model, "--json"]
     printed: list[str] = []

@@ -275,6 +275,14 @@ def test_options_that_do_not_go_together() -> None:
         require_choices({"deploy_file": "deploy.json", "onnx_profile": "fast"}, ["onnx"])
 
 
+@pytest.mark.parametrize("profile", ["tensorrt", "npu"])
+def test_weights_that_a_profile_ignores_are_refused(profile: str) -> None:
+    choices = {"onnx_profile": profile, "onnx_weights": "uint8"}
+    with pytest.raises(UsageError, match="--onnx_weights is only for --onnx_profile exact, fa"):
+        require_choices(choices, ["onnx"])
+    require_choices(choices | {"onnx_weights": "auto"}, ["onnx"])
+
+
 def test_figures_of_a_run_are_those_of_the_file(
     example: tuple[quantizer.Result, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

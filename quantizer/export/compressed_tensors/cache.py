@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.schemes import Reason
+from quantizer.export.compressed_tensors.schemes import Reason, scale_difference
 from quantizer.export.exporter import Refusal
 from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.attention import CachedValue, Part, cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.qparams import qparams_from_range
-from quantizer.observers import code_range_of
 from quantizer.plan.model import Key
 
 _PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
@@ -148,15 +146,10 @@ def _spec_refusal(spec: QuantizationSpec) -> Reason | None:
             "has a scale for each token, and readers have none for the tokens of a cache",
             "set its qscheme to per_tensor, or use --deploy pt2",
         )
-    low, high = torch.tensor(-1.0), torch.tensor(1.0)
-    scale = qparams_from_range(low, high, code_range_of(spec)).scale
-    reader_divisor = 127.5 if spec.dtype == "int" else 448.0
-    if scale == torch.tensor(1 / reader_divisor):
+    difference = scale_difference(spec)
+    if difference is None:
         return None
-    return (
-        f"is dynamic, and readers divide the largest magnitude by {reader_divisor:g}",
-        'set its symmetric_scale to "half_range", or is_dynamic to false',
-    )
+    return difference, 'set its symmetric_scale to "half_range", or is_dynamic to false'
 
 
 def _module_refusal(

@@ -177,13 +177,24 @@ def input_refusal(spec: QuantizationSpec, weight: QuantizationSpec, rank: int) -
 
 
 def _dynamic_refusal(spec: QuantizationSpec, rank: int) -> Reason | None:
-    """Return why the scale found at run time differs from the reader's.
-
-    The reader divides half the range by half the number of codes.
-    """
+    """Return why readers cannot find the scale of a spec at run time."""
     is_last_axis = spec.ch_axis in (None, -1, rank - 1)
     if spec.qscheme not in ("per_tensor", "per_token") or not is_last_axis:
         return f"is dynamic {spec.qscheme}", "set its qscheme to per_token, with ch_axis -1"
+    difference = scale_difference(spec)
+    if difference is None:
+        return None
+    return (
+        difference,
+        "set its symmetric to false and its scale_type to float, or its is_dynamic to false",
+    )
+
+
+def scale_difference(spec: QuantizationSpec) -> str | None:
+    """Return how the dynamic scale of a spec differs from the reader's, None if it does not.
+
+    The reader divides half the range by half the number of codes, or by the largest fp8.
+    """
     low, high = torch.tensor(-1.0), torch.tensor(1.0)
     scale = qparams_from_range(low, high, code_range_of(spec)).scale
     reader_divisor = 127.5 if spec.dtype == "int" else 448.0
@@ -191,8 +202,7 @@ def _dynamic_refusal(spec: QuantizationSpec, rank: int) -> Reason | None:
         return None
     return (
         f"is dynamic with the scale absmax / {1 / float(scale):g}, and readers have absmax / "
-        f"{reader_divisor:g}",
-        "set its symmetric to false and its scale_type to float, or its is_dynamic to false",
+        f"{reader_divisor:g}"
     )
 
 

@@ -101,17 +101,17 @@ class Costs:
 
 def _add_border(sides: TwoSides, border: BorderCost, factor: float) -> None:
     """Add the costs of an activation. Blocks on the first side are in integers."""
-    made = f"to integers {border.key}"
+    quantized = f"to integers {border.key}"
     if border.is_fused:
-        sides.part_cost(made, border.block, factor * border.to_integers)
+        sides.part_cost(quantized, border.block, factor * border.to_integers)
         read = f"to floats {border.key}"
         sides.part_cost(border.block, read, factor * border.to_floats)
         for block in border.readers | border.others:
             sides.forbid(read, block)
     else:
-        sides.cost(made, on_first=border.to_integers, on_second=0.0)
+        sides.cost(quantized, on_first=border.to_integers, on_second=0.0)
     for block in border.readers:
-        sides.forbid(block, made)
+        sides.forbid(block, quantized)
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,7 @@ class _Rates:
 
     @classmethod
     def of(cls, pair: ProfiledPair) -> _Rates:
+        """Return the rates of the kernels in both profiles."""
         kernels = (*pair.quantized.kernels, *pair.bare.kernels)
         return cls(
             _rate(kernels, ("QuantizeLinear",)),
@@ -226,9 +227,13 @@ def _border(
     rates: _Rates,
     share: float,
 ) -> BorderCost:
+    """Return what an activation costs if its block and its readers are on different sides.
+
+    A QuantizeLinear that is fused with its block was not measured. Its time is estimated.
+    """
     quantizing = _quantizing(pair.quantized, [point])
     is_fused = not quantizing
-    made = sum(kernel.seconds for kernel in quantizing)
+    to_integers = sum(kernel.seconds for kernel in quantizing)
     types: dict[str, str] = {}
     for node in pair.quantized.optimized.graph.node:
         types[own_name(node.name)] = node.op_type
@@ -242,14 +247,14 @@ def _border(
             others.add(block)
     size = pair.elements(point.key)
     if is_fused:
-        made = size * (rates.quantize + rates.rearrange)
+        to_integers = size * (rates.quantize + rates.rearrange)
     return BorderCost(
         point.key,
         point.block,
         frozenset(readers),
         frozenset(others),
         is_fused,
-        share * made,
+        share * to_integers,
         share * size * (rates.dequantize + rates.rearrange),
     )
 
