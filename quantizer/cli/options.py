@@ -90,8 +90,8 @@ class GroupedCommand(click.Command):
             if record is not None and isinstance(parameter, click.Option):
                 name, text = record
                 # One name as wide as allowed makes the columns of all sections equally wide.
-                name = name.ljust(NAMES_WIDTH)
-                groups[getattr(parameter, "group", "")].append((name, text))
+                row = (name.ljust(NAMES_WIDTH), text)
+                groups[getattr(parameter, "group", "")].append(row)
         for group, rows in groups.items():
             if rows:
                 with formatter.section(group or "Options"):
@@ -428,11 +428,8 @@ def takes(
     by_name: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a command with the options."""
-
         @functools.wraps(command)
         def with_options(*args: Any, **values: Any) -> Any:
-            """Call the command with the options as one object."""
             settings = {}
             for name in names:
                 settings[name] = values.pop(word_of(name))

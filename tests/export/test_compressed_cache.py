@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Spec, str, str]] = {
     "dynamic int8": (
         both({"dtype": "int8", "is_dynamic": True}),
         "input_1",
-        "is dynamic, and readers divide the largest magnitude by 127.5",
+        "is dynamic with the scale absmax / 127, and readers have absmax / 127.5",
     ),
     "rounding": (
         both({"dtype": "int8", "round_method": "floor"}),
