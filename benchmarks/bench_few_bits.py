@@ -2,8 +2,8 @@
 
 `python benchmarks/bench_few_bits.py [--bits 4 3 2] [--formats mxfp4 nvfp4] [--method NAME …]
 [--steps 200] [--device cuda] [--windows FILE] [--json FILE]`. Each row is a process of its own,
-one after the other. Seconds are those of the quantization, with model and data in memory.
-AutoRound is a row where `auto-round` 0.16 can be imported.
+one after the other. Seconds and processor seconds are those of the quantization, with model and
+data in memory. AutoRound is a row where `auto-round` 0.16 can be imported.
 
 Weights are symmetric, in groups of 64 (mxfp4: 32, nvfp4: 16); the head and the embedding stay
 float. Groups of 128 do not divide SmolLM2's width of 576. All methods see the same eight
@@ -115,6 +115,7 @@ def all_rows(options: argparse.Namespace, windows: Path) -> list[dict[str, Any]]
         texts = "  ".join(f"{name} {value:9.2f}" for name, value in result["ppl"].items())
         print(
             f"{job[0]:6} {job[1]:16} {texts}  {result['seconds']:7.1f} s "
+            f"({result['processor_seconds']:7.1f} of the processor) "
             f"{result['memory_gb']:5.2f} GB {result['device_memory_gb']:5.2f} GB",
             flush=True,
         )
@@ -133,7 +134,7 @@ def row(weights: str, method: str, options: argparse.Namespace) -> dict[str, Any
     # AutoRound takes a model on the CPU and moves its blocks
     if method != AUTOROUND:
         model = model.to(options.device)
-    started = time.perf_counter()
+    started, processor_started = time.perf_counter(), time.process_time()
     if weights != "float" and method == AUTOROUND:
         model = autoround(model, weights, calibration, options.steps)
     elif weights != "float":
@@ -141,6 +142,7 @@ def row(weights: str, method: str, options: argparse.Namespace) -> dict[str, Any
     if options.device != "cpu":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
+    processor_seconds = time.process_time() - processor_started
     memory_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     device_memory_gb = 0.0
     if options.device != "cpu":
@@ -152,6 +154,7 @@ def row(weights: str, method: str, options: argparse.Namespace) -> dict[str, Any
         "method": method,
         "ppl": scores,
         "seconds": seconds,
+        "processor_seconds": processor_seconds,
         "memory_gb": memory_gb,
         "device_memory_gb": device_memory_gb,
     }
