@@ -19,8 +19,9 @@ from quantizer.api.calibrate import (
     open_batches,
     trace_compared,
 )
+from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of
-from quantizer.api.result import Comparison, Result, result_for_file
+from quantizer.api.result import Result, require_real, result_for_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
@@ -146,6 +147,8 @@ def quantize(
     checked = checked_target(target, choices)
     settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
     batches = _batches(model, data, settings)
+    if evaluate is not None and evaluation_data is None:
+        require_real(batches)
     graph = _trace(model, batches, choices)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)

@@ -1,0 +1,174 @@
+"""Make inputs for which the activations of a model have the statistics of its batch norms."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from quantizer.errors import DataError
+from quantizer.sources.batches import Batch
+from quantizer.sources.module_state import preserve_module_state
+from quantizer.sources.user_code import user_errors
+from quantizer.storage.deferred_tensor import keep_loaded
+
+STEPS = 200
+"""Steps of Adam for each batch. A bound on the time: the distance falls little after 100."""
+LEARNING_RATE = 0.1
+"""Of the first step; it falls to 0 along a cosine."""
+
+
+def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """Return the batch norms with statistics that training has changed.
+
+    Before training, means are 0 and variances 1.
+    """
+    layers: list[_BatchNorm] = []
+    for layer in module.modules():
+        if not isinstance(layer, _BatchNorm) or layer.running_mean is None:
+            continue
+        assert layer.running_var is not None
+        if layer.running_mean.any() or (layer.running_var != 1).any():
+            layers.append(layer)
+    return layers
+
+
+def match_batch_norms(module: nn.Module, start: Batch) -> Batch:
+    """Return inputs that give the statistics of the module's batch norms, found from `start` by
+    gradient descent on the inputs.
+
+    The distance of a channel is the Kullback-Leibler divergence between two normal
+    distributions: that of the channel's values in the batch, and that which the layer has
+    stored. The mean over channels, then over layers, is minimized with Adam.
+
+    Args:
+        module: in any mode; it is run in evaluation mode and stays unchanged.
+        start: the first inputs, floating-point tensors [n, ...].
+
+    Raises:
+        DataError: the module cannot run these inputs, no gradient reaches them, or the result
+            is not finite.
+
+    Source: distilled data of Cai et al., "ZeroQ: A Novel Zero Shot Quantization Framework",
+    arXiv 2001.00281, section 3.1, which has squared differences of means and deviations. The
+    divergence does not depend on the scale of a layer; it is after Haroush et al., "The
+    Knowledge Within: Methods for Data-Free Model Compression", arXiv 1912.01274.
+    """
+    leaves, structure = pytree.tree_flatten((start.args, dict(start.kwargs)))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    device = _device_of(module)
+    values: list[Tensor] = []
+    for place in places:
+        values.append(leaves[place].to(device, torch.float32, copy=True).requires_grad_())
+    adam = torch.optim.Adam(values, lr=LEARNING_RATE)
+    what = "running the model on synthetic data"
+    with _without_parameter_gradients(module), user_errors(what, DataError):
+        for step in range(STEPS):
+            adam.param_groups[0]["lr"] = LEARNING_RATE * _cosine(step / STEPS)
+            inputs = list(leaves)
+            for place, value in zip(places, values, strict=True):
+                inputs[place] = value.to(leaves[place].dtype)
+            args, kwargs = pytree.tree_unflatten(inputs, structure)
+            distance = _distance_on(module, Batch(args, kwargs, None, None))
+            adam.zero_grad()
+            distance.backward()  # type: ignore[no-untyped-call]
+            adam.step()
+    for place, value in zip(places, values, strict=True):
+        leaves[place] = value.detach().to("cpu", leaves[place].dtype)
+        if not leaves[place].isfinite().all():
+            raise DataError(
+                "synthetic data from the statistics of batch norms are not finite",
+                help="give real data with --data",
+            )
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return Batch(args, kwargs, None, kwargs or args[0])
+
+
+def batch_norm_distance(module: nn.Module, batch: Batch) -> float:
+    """Return the mean distance of a batch from the statistics of batch norms, in nats.
+
+    Args:
+        module: with batch norms.
+        batch: of inputs.
+
+    Raises:
+        DataError: the module cannot run the inputs.
+    """
+    with _without_parameter_gradients(module), torch.no_grad():
+        return float(_distance_on(module, batch.to(_device_of(module)), is_descent=False))
+
+
+def _distance_on(module: nn.Module, batch: Batch, *, is_descent: bool = True) -> Tensor:
+    """Return the mean distance over the batch norms that a call of the module runs."""
+    distances: list[Tensor] = []
+
+    def measure(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        distances.append(_distance(layer, args[0]))
+
+    handles = []
+    for layer in trained_batch_norms(module):
+        handles.append(layer.register_forward_pre_hook(measure))
+    try:
+        module(*batch.args, **batch.kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not distances or (is_descent and not distances[-1].requires_grad):
+        raise DataError(
+            "no synthetic data can be made: the outputs of the model's batch norms do not "
+            "depend on its inputs in a way that has gradients",
+            help="give real data with --data",
+        )
+    return torch.stack(distances).mean()
+
+
+def _distance(layer: nn.Module, values: Tensor) -> Tensor:
+    """Return the mean divergence of channels from the statistics of a batch norm, in nats.
+
+    Args:
+        layer: the batch norm.
+        values: its input, [n, channels, ...].
+    """
+    assert isinstance(layer, _BatchNorm)
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    axes = [axis for axis in range(values.dim()) if axis != 1]
+    values = values.float()
+    mean = values.mean(axes)
+    # The layer's own epsilon keeps dead channels from having an infinite distance
+    variance = values.var(axes, unbiased=False) + layer.eps
+    stored = layer.running_var.float() + layer.eps
+    shift = (mean - layer.running_mean.float()).square() / stored
+    ratio = variance / stored
+    divergence = (ratio + shift - 1 - ratio.log()) / 2
+    return divergence.mean()
+
+
+def _cosine(progress: float) -> float:
+    """Return the share of the learning rate, from 1 at progress 0 to 0 at progress 1."""
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    parameter = next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+@contextmanager
+def _without_parameter_gradients(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and compute gradients of inputs only."""
+    parameters = [entry for entry in module.parameters() if entry.requires_grad]
+    deterministic = torch.backends.cudnn.flags(benchmark=False, deterministic=True)
+    with preserve_module_state(module), keep_loaded(module.parameters()), deterministic:
+        module.eval()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
