@@ -276,6 +276,11 @@ def _synthetic_data(
         _logger.warning(
             "--data %s makes data from the model; ./%s is the file or folder", spec, spec
         )
+    if options.preprocess and not options.eval_data:
+        raise UsageError(
+            "--preprocess is for images, but the data are synthetic",
+            help="leave it out; a model's own inputs are made, with the values it was trained on",
+        )
     source: Any = loaded.calibration_data
     if loaded.example is not None:
         source = [loaded.example(windows.seq_len)]
@@ -294,9 +299,10 @@ def batch_size(options: Options, batches: Batches) -> int:
 def missing_data() -> UsageError:
     """Return the error about missing data."""
     remedy = (
-        "give --data, or add calibration_data() to the model's file. A config without static "
-        "activations and without algorithms needs only the shape of an input: --data "
-        "random:1x3x224x224, or example_input() in the model's file"
+        "give --data, or add calibration_data() to the model's file; --data synthetic makes "
+        "data from the model itself. A config without static activations and without "
+        "algorithms needs only the shape of an input: --data random:1x3x224x224, or "
+        "example_input() in the model's file"
     )
     return UsageError("Missing option '--data'", help=remedy)
 

@@ -36,6 +36,9 @@ def read_windows(
     if (is_example or is_synthetic(data)) and "seq_len" in names:
         # It sets the length of the example input, and of sequences that the model samples.
         names.remove("seq_len")
+    if is_synthetic(data) and options.eval_data:
+        # They are for the texts of --eval_data.
+        names.clear()
     if names and (data is None or find_files(data)[0] != TEXTS):
         raise UsageError(
             f"--{names[0]} is for texts, but the data is not text",
