@@ -279,7 +279,7 @@ def _synthetic_data(
     if options.preprocess and not options.eval_data:
         raise UsageError(
             "--preprocess is for images, but the data are synthetic",
-            help="leave it out; a model's own inputs are made, with the values it was trained on",
+            help="leave it out: the inputs that are made have the model's own range",
         )
     source: Any = loaded.calibration_data
     if loaded.example is not None:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
 from quantizer.sources.batches import Batch
@@ -18,7 +19,12 @@ from quantizer.storage.deferred_tensor import keep_loaded
 STEPS = 200
 """Steps of Adam for each batch. A bound on the time: the distance falls little after 100."""
 LEARNING_RATE = 0.1
-"""Of the first step; it falls to 0 along a cosine."""
+"""Of the first step, relative to the deviation of the noise; it falls to 0 along a cosine."""
+_GAINS = tuple(2.0**exponent for exponent in range(-8, 11))
+_OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)
+"""The deviations that are tried for the noise, and its means as multiples of them: inputs of
+models have values such as 0 to 1, -2 to 2 or 0 to 255.
+"""
 
 
 def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
@@ -36,8 +42,47 @@ def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
     return layers
 
 
-def match_batch_norms(module: nn.Module, start: Batch) -> Batch:
-    """Return inputs that give the statistics of the module's batch norms, found from `start` by
+@dataclass(frozen=True)
+class Scaling:
+    """How standard normal noise becomes first inputs: `gain * (noise + offset)`."""
+
+    gain: float
+    offset: float
+
+    def of(self, noise: Tensor) -> Tensor:
+        """Return the first inputs, in float32."""
+        return (noise.float() + self.offset) * self.gain
+
+    def cast(self, noise: Tensor) -> Tensor:
+        """Return the first inputs, in the dtype of the noise."""
+        return self.of(noise).to(noise.dtype)
+
+
+def best_scaling(module: nn.Module, noise: Batch) -> Scaling:
+    """Return the scaling of noise that comes nearest to the statistics of batch norms.
+
+    Args:
+        module: in any mode; it is run in evaluation mode and stays unchanged.
+        noise: standard normal inputs.
+
+    Raises:
+        DataError: the module cannot run the inputs.
+    """
+    least = math.inf
+    best = Scaling(1.0, 0.0)
+    noise = noise.to(_device_of(module))
+    with _without_parameter_gradients(module), torch.no_grad():
+        for gain, offset in product(_GAINS, _OFFSETS):
+            scaling = Scaling(gain, offset)
+            distance = float(_distance_on(module, noise.with_inputs(scaling.cast)))
+            if distance < least:
+                least = distance
+                best = scaling
+    return best
+
+
+def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batch:
+    """Return inputs that give the statistics of the module's batch norms, found from noise by
     gradient descent on the inputs.
 
     The distance of a channel is the Kullback-Leibler divergence between two normal
@@ -46,7 +91,8 @@ def match_batch_norms(module: nn.Module, start: Batch) -> Batch:
 
     Args:
         module: in any mode; it is run in evaluation mode and stays unchanged.
-        start: the first inputs, floating-point tensors [n, ...].
+        noise: standard normal inputs, floating-point tensors [n, ...].
+        scaling: what makes it the first inputs.
 
     Raises:
         DataError: the module cannot run these inputs, no gradient reaches them, or the result
@@ -57,34 +103,38 @@ def match_batch_norms(module: nn.Module, start: Batch) -> Batch:
     divergence does not depend on the scale of a layer; it is after Haroush et al., "The
     Knowledge Within: Methods for Data-Free Model Compression", arXiv 1912.01274.
     """
-    leaves, structure = pytree.tree_flatten((start.args, dict(start.kwargs)))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     device = _device_of(module)
     values: list[Tensor] = []
-    for place in places:
-        values.append(leaves[place].to(device, torch.float32, copy=True).requires_grad_())
-    adam = torch.optim.Adam(values, lr=LEARNING_RATE)
-    what = "running the model on synthetic data"
-    with _without_parameter_gradients(module), user_errors(what, DataError):
+    for _, tensor in noise.tensors():
+        values.append(scaling.of(tensor).to(device).requires_grad_())
+    rate = LEARNING_RATE * scaling.gain
+    adam = torch.optim.Adam(values, lr=rate, eps=1e-8 / scaling.gain)
+    with _without_parameter_gradients(module):
         for step in range(STEPS):
-            adam.param_groups[0]["lr"] = LEARNING_RATE * _cosine(step / STEPS)
-            inputs = list(leaves)
-            for place, value in zip(places, values, strict=True):
-                inputs[place] = value.to(leaves[place].dtype)
-            args, kwargs = pytree.tree_unflatten(inputs, structure)
-            distance = _distance_on(module, Batch(args, kwargs, None, None))
+            adam.param_groups[0]["lr"] = rate * _cosine(step / STEPS)
+            distance = _distance_on(module, _filled(noise, values))
+            if not distance.requires_grad:
+                raise DataError(
+                    "no synthetic data can be made: no gradient of the model's batch norms "
+                    "reaches its inputs",
+                    help="give real data with --data",
+                )
             adam.zero_grad()
             distance.backward()  # type: ignore[no-untyped-call]
             adam.step()
-    for place, value in zip(places, values, strict=True):
-        leaves[place] = value.detach().to("cpu", leaves[place].dtype)
-        if not leaves[place].isfinite().all():
+    for value in values:
+        if not value.isfinite().all():
             raise DataError(
                 "synthetic data from the statistics of batch norms are not finite",
                 help="give real data with --data",
             )
-    args, kwargs = pytree.tree_unflatten(leaves, structure)
-    return Batch(args, kwargs, None, kwargs or args[0])
+    return _filled(noise, values).detached().to("cpu")
+
+
+def _filled(noise: Batch, values: list[Tensor]) -> Batch:
+    """Return a batch with these values, in the dtypes of the noise."""
+    remaining = iter(values)
+    return noise.with_inputs(lambda tensor: next(remaining).to(tensor.dtype))
 
 
 def batch_norm_distance(module: nn.Module, batch: Batch) -> float:
@@ -98,11 +148,15 @@ def batch_norm_distance(module: nn.Module, batch: Batch) -> float:
         DataError: the module cannot run the inputs.
     """
     with _without_parameter_gradients(module), torch.no_grad():
-        return float(_distance_on(module, batch.to(_device_of(module)), is_descent=False))
+        return float(_distance_on(module, batch.to(_device_of(module))))
 
 
-def _distance_on(module: nn.Module, batch: Batch, *, is_descent: bool = True) -> Tensor:
-    """Return the mean distance over the batch norms that a call of the module runs."""
+def _distance_on(module: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean distance over the batch norms that a call of the module runs.
+
+    Raises:
+        DataError: the module raises an error, or runs none of them.
+    """
     distances: list[Tensor] = []
 
     def measure(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -112,14 +166,14 @@ def _distance_on(module: nn.Module, batch: Batch, *, is_descent: bool = True) ->
     for layer in trained_batch_norms(module):
         handles.append(layer.register_forward_pre_hook(measure))
     try:
-        module(*batch.args, **batch.kwargs)
+        with user_errors("running the model on synthetic data", DataError):
+            module(*batch.args, **batch.kwargs)
     finally:
         for handle in handles:
             handle.remove()
-    if not distances or (is_descent and not distances[-1].requires_grad):
+    if not distances:
         raise DataError(
-            "no synthetic data can be made: the outputs of the model's batch norms do not "
-            "depend on its inputs in a way that has gradients",
+            "no synthetic data can be made: the model runs none of its batch norms",
             help="give real data with --data",
         )
     return torch.stack(distances).mean()

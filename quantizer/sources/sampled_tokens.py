@@ -131,7 +131,7 @@ def _generate(module: Any, first: Tensor, length: int) -> Tensor:
     drawn = length - 1 - greedy
     if drawn == 0:
         return ids
-    ids = module.generate(
+    continued: Tensor = module.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=True,
@@ -142,7 +142,7 @@ def _generate(module: Any, first: Tensor, length: int) -> Tensor:
         max_new_tokens=drawn,
         **settings,
     )
-    return ids
+    return continued
 
 
 def _sample_windows(module: nn.Module, fill: Fill, first: Tensor, length: int) -> Tensor:

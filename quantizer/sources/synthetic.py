@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
@@ -18,11 +17,12 @@ from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batch_norm_inputs import (
     STEPS,
     batch_norm_distance,
+    best_scaling,
     match_batch_norms,
     trained_batch_norms,
 )
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import SYNTHETIC, Batches, shape_of_spec
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, SYNTHETIC, Batches, shape_of_spec
 from quantizer.sources.sampled_tokens import first_tokens, sample_tokens, vocabulary_of
 from quantizer.sources.user_data import call_once_if_list
 
@@ -31,8 +31,6 @@ _logger = logging.getLogger(__name__)
 STAMP = "synthetic data, made from the model itself"
 """What reports say of these data."""
 DEFAULT_SAMPLES = 64
-_DEFAULT_BATCH = 16
-"""Statistics of fewer samples vary too much, and more need more memory for gradients."""
 DEFAULT_SEQUENCES = 8
 _NO_SHAPE = (
     "add example_input() to the model's file, or give the shape, for example "
@@ -47,7 +45,7 @@ class Wanted:
 
     Args:
         samples: how many; by default 64 inputs or 8 sequences.
-        batch_size: samples in a batch; by default 16, or 1 for sequences.
+        batch_size: samples in a batch; by default 32, or 1 for sequences.
         seq_len: tokens of a sequence; by default those of the example.
         seed: of all random numbers.
     """
@@ -128,7 +126,7 @@ def _input_batches(
             "statistics of training, and its input is not token ids",
             help="give real data with --data",
         )
-    size = wanted.batch_size or _DEFAULT_BATCH
+    size = wanted.batch_size or DEFAULT_BATCH_SIZE
     way = (
         f"{counted(samples, 'input')} from the statistics of "
         f"{counted(len(layers), 'batch norm')}, in {STEPS} steps a batch"
@@ -139,17 +137,19 @@ def _input_batches(
         for begin in range(0, samples, size):
             count = min(size, samples - begin)
             draw = partial(_normal_like, count=count, generator=generator)
-            yield _with_tensors(example, draw)
+            yield example.with_inputs(draw)
 
     def make() -> list[Batch]:
         _logger.info("making %s", way)
+        noise = next(starts())
+        scaling = best_scaling(module, noise)
         batches: list[Batch] = []
-        for start in starts():
-            batches.append(match_batch_norms(module, start))
-        before = batch_norm_distance(module, next(starts()))
+        for batch in starts():
+            batches.append(match_batch_norms(module, batch, scaling))
+        before = batch_norm_distance(module, noise)
         after = batch_norm_distance(module, batches[0])
         _logger.info(
-            "distance of the first batch from the statistics: %.3g nats, %.3g for noise",
+            "mean distance of a batch norm from its statistics: %.3g nats, and %.3g for noise",
             after,
             before,
         )
@@ -194,20 +194,13 @@ def _token_batches(
 
 def _filled(example: Batch, ids: Tensor) -> Batch:
     """Return the example with other token ids."""
-    return _with_tensors(example, lambda tensor: ids.to(tensor.dtype))
+    return example.with_inputs(lambda tensor: ids.to(tensor.dtype))
 
 
 def _normal_like(tensor: Tensor, *, count: int, generator: torch.Generator) -> Tensor:
     """Return `count` samples of normally distributed values in the shape of a batch's."""
     values = torch.randn(count, *tensor.shape[1:], generator=generator)
     return values.to(tensor.dtype)
-
-
-def _with_tensors(example: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Return a batch with other tensors in the places of those of `example`."""
-    inputs = (example.args, dict(example.kwargs))
-    args, kwargs = pytree.tree_map_only(Tensor, function, inputs)
-    return Batch(args, kwargs, None, kwargs or args[0])
 
 
 def _as_batches(

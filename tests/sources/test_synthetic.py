@@ -35,15 +35,19 @@ class Normalized(nn.Module):
         return self.last(self.conv(self.norm(x)))
 
 
-@pytest.fixture
-def normalized() -> nn.Module:
-    """The network after a training on inputs with the mean 3 and the deviation 0.5."""
+def trained(mean: float, deviation: float) -> nn.Module:
+    """The network after a training on inputs with this mean and deviation."""
     torch.manual_seed(0)
     module = Normalized()
     generator = torch.Generator().manual_seed(1)
     for _ in range(40):
-        module(3 + torch.randn(16, 2, 6, 6, generator=generator) / 2)
+        module(mean + deviation * torch.randn(16, 2, 6, 6, generator=generator))
     return module.eval()
+
+
+@pytest.fixture
+def normalized() -> nn.Module:
+    return trained(3, 0.5)
 
 
 class NextToken(nn.Module):
@@ -76,15 +80,18 @@ def refusal(batches: Any, **settings: Any) -> str:
     return f"{caught.value.message} | {caught.value.help}"
 
 
+@pytest.mark.parametrize(("mean", "deviation"), [(3, 0.5), (120, 60), (-0.01, 0.02)])
 def test_inputs_have_the_statistics_that_the_model_was_trained_on(
-    normalized: nn.Module,
+    mean: float, deviation: float
 ) -> None:
-    batches = image_batches(normalized, samples=24)
+    normalized = trained(mean, deviation)
+    batches = image_batches(normalized, samples=24, batch_size=16)
     values = [batch.args[0] for batch in batches]
     assert [tuple(value.shape) for value in values] == [(16, 2, 6, 6), (8, 2, 6, 6)]
     images = torch.cat(values)
     norm = normalized.get_submodule("norm")
-    assert torch.allclose(images.mean((0, 2, 3)), norm.running_mean, atol=0.02)
+    near = 0.05 * deviation
+    assert torch.allclose(images.mean((0, 2, 3)), norm.running_mean, rtol=0, atol=near)
     assert torch.allclose(images.var((0, 2, 3)), norm.running_var, rtol=0.05)
     assert batches.stamp == "synthetic data, made from the model itself"
     assert not any(batch.target is not None for batch in batches)
@@ -117,7 +124,7 @@ def test_data_are_made_once_and_only_when_they_are_read(
     calls = []
     monkeypatch.setattr(
         "quantizer.sources.synthetic.match_batch_norms",
-        lambda module, start: calls.append(module) or start,
+        lambda module, noise, scaling: calls.append(scaling) or noise,
     )
     batches = image_batches(normalized, samples=4)
     shapes = [tuple(batch.args[0].shape) for batch in batches.for_shapes()]
@@ -230,4 +237,6 @@ def test_inputs_without_a_gradient_are_an_error(
     monkeypatch.setattr(batch_norm_inputs, "STEPS", 1)
     module = NoGradient()
     module.load_state_dict(normalized.state_dict())
-    assert "in a way that has gradients" in refusal(image_batches(module).first)
+    assert "no gradient of the model's batch norms reaches its inputs" in refusal(
+        image_batches(module).first
+    )
