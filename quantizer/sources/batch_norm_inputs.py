@@ -22,8 +22,8 @@ LEARNING_RATE = 0.1
 """Of the first step, relative to the deviation of the noise; it falls to 0 along a cosine."""
 _GAINS = tuple(2.0**exponent for exponent in range(-8, 11))
 _OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)
-"""The deviations that are tried for the noise, and its means as multiples of them: inputs of
-models have values such as 0 to 1, -2 to 2 or 0 to 255.
+"""The deviations of noise that are tried, and its means as multiples of them. Inputs of models
+have values such as 0 to 1, -2 to 2 or 0 to 255.
 """
 
 

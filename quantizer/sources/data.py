@@ -58,8 +58,8 @@ _SUFFIXES = {
 }
 _FORMS = (
     "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
-    ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, or "
-    "random:NxCxHxW, or synthetic for data that are made from the model itself"
+    ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, "
+    "random:NxCxHxW or synthetic"
 )
 _END: Any = object()
 _logger = logging.getLogger(__name__)

@@ -90,7 +90,7 @@ def synthetic_batches(
         return _token_batches(spec, module, example, wanted, samples or DEFAULT_SEQUENCES)
     raise DataError(
         f"no synthetic data can be made for {type(module).__name__}, which takes integers "
-        "beside floating-point inputs",
+        "and floating-point inputs",
         help="give real data with --data",
     )
 

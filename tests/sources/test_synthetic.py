@@ -199,7 +199,7 @@ def examples() -> Iterator[tuple[str, nn.Module, Batch | None, str]]:
     yield "synthetic", nn.Embedding(3, 4), ids, "gives 4 values for each token"
     yield "synthetic", nn.Flatten(), ids, "Flatten, which takes token ids: it has no output"
     two = Batch((image.args[0], ids.args[0]), {}, None, None)
-    yield "synthetic", Mixed(), two, "Mixed, which takes integers beside floating-point inputs"
+    yield "synthetic", Mixed(), two, "Mixed, which takes integers and floating-point inputs"
     pair = Batch((ids.args[0], ids.args[0]), {}, None, None)
     yield "synthetic", Mixed(), pair, "have the shapes [1, 4] and [1, 4]"
 
