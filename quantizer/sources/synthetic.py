@@ -4,7 +4,7 @@ statistics of batch norms, or sequences sampled from a language model.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from quantizer.sources.batch_norm_inputs import (
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, SYNTHETIC, Batches, shape_of_spec
 from quantizer.sources.sampled_tokens import first_tokens, sample_tokens, vocabulary_of
+from quantizer.sources.text import longest_window
 from quantizer.sources.user_data import call_once_if_list
 
 _logger = logging.getLogger(__name__)
@@ -156,7 +157,15 @@ def _input_batches(
         return batches
 
     make_once = call_once_if_list(make)
-    return _as_batches(spec, way, make_once, starts, math.ceil(samples / size))
+    return Batches(
+        lambda: iter(make_once()),
+        spec,
+        stamp=STAMP,
+        length=math.ceil(samples / size),
+        arguments=arguments_of(module),
+        way=way,
+        open_shapes=starts,
+    )
 
 
 def _token_batches(
@@ -172,6 +181,12 @@ def _token_batches(
             help="give real data with --data",
         )
     length = wanted.seq_len or shapes[0][1]
+    longest = longest_window(module)
+    if longest is not None and length > longest:
+        raise UsageError(
+            f"sequences of {length} tokens are too long: the model has {longest} positions",
+            help=f"make sequences of at most {longest} tokens",
+        )
     fill = partial(_filled, example)
     vocabulary = vocabulary_of(module, example)
     size = wanted.batch_size or 1
@@ -189,7 +204,15 @@ def _token_batches(
         return [fill(part.clone()) for part in torch.split(ids, size)]
 
     make_once = call_once_if_list(make)
-    return _as_batches(spec, way, make_once, starts, math.ceil(samples / size))
+    return Batches(
+        lambda: iter(make_once()),
+        spec,
+        stamp=STAMP,
+        length=math.ceil(samples / size),
+        arguments=arguments_of(module),
+        way=way,
+        open_shapes=starts,
+    )
 
 
 def _filled(example: Batch, ids: Tensor) -> Batch:
@@ -201,20 +224,3 @@ def _normal_like(tensor: Tensor, *, count: int, generator: torch.Generator) -> T
     """Return `count` samples of normally distributed values in the shape of a batch's."""
     values = torch.randn(count, *tensor.shape[1:], generator=generator)
     return values.to(tensor.dtype)
-
-
-def _as_batches(
-    spec: str,
-    way: str,
-    make: Callable[[], list[Batch]],
-    starts: Callable[[], Iterator[Batch]],
-    length: int,
-) -> Batches:
-    return Batches(
-        lambda: iter(make()),
-        spec,
-        stamp=STAMP,
-        length=length,
-        way=way,
-        open_shapes=starts,
-    )
