@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,18 @@ from quantizer.sources.module_state import preserve_module_state
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.deferred_tensor import keep_loaded
 
-STEPS = 200
-"""Steps of Adam for each batch. A bound on the time: the distance falls little after 100."""
-LEARNING_RATE = 0.1
+STEPS = 50
+"""Steps of Adam for each batch. More steps lower the distance, and no more the loss of
+quantization.
+"""
+LEARNING_RATE = 0.2
 """Of the first step, relative to the deviation of the noise; it falls to 0 along a cosine."""
 _GAINS = tuple(2.0**exponent for exponent in range(-8, 11))
-_OFFSETS = (-2.0, -1.0, 0.0, 1.0, 2.0)
+_OFFSETS = (0.0, 1.0, 2.0, -1.0, -2.0)
 """The deviations of noise that are tried, and its means as multiples of them. Inputs of models
 have values such as 0 to 1, -2 to 2 or 0 to 255.
 """
+_SAMPLES_TO_SCALE = 2
 
 
 def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
@@ -55,7 +58,7 @@ class Scaling:
 
     def cast(self, noise: Tensor) -> Tensor:
         """Return the first inputs, in the dtype of the noise."""
-        return self.of(noise).to(noise.dtype)
+        return _channels_last(self.of(noise)).to(noise.dtype)
 
 
 def best_scaling(module: nn.Module, noise: Batch) -> Scaling:
@@ -68,16 +71,24 @@ def best_scaling(module: nn.Module, noise: Batch) -> Scaling:
     Raises:
         DataError: the module cannot run the inputs.
     """
-    least = math.inf
-    best = Scaling(1.0, 0.0)
-    noise = noise.to(_device_of(module))
+    # A few samples are enough to tell such scales apart
+    noise = noise.first(_SAMPLES_TO_SCALE).to(_device_of(module))
     with _without_parameter_gradients(module), torch.no_grad():
-        for gain, offset in product(_GAINS, _OFFSETS):
-            scaling = Scaling(gain, offset)
-            distance = float(_distance_on(module, noise.with_inputs(scaling.cast)))
-            if distance < least:
-                least = distance
-                best = scaling
+        centred = [Scaling(gain, 0.0) for gain in _GAINS]
+        gain = _nearest(module, noise, centred).gain
+        shifted = [Scaling(gain, offset) for offset in _OFFSETS]
+        return _nearest(module, noise, shifted)
+
+
+def _nearest(module: nn.Module, noise: Batch, scalings: list[Scaling]) -> Scaling:
+    """Return the scaling of noise with the least distance; the first if none is finite."""
+    least = math.inf
+    best = scalings[0]
+    for scaling in scalings:
+        distance = float(_distance_on(module, noise.with_inputs(scaling.cast)))
+        if distance < least:
+            least = distance
+            best = scaling
     return best
 
 
@@ -106,7 +117,8 @@ def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batc
     device = _device_of(module)
     values: list[Tensor] = []
     for _, tensor in noise.tensors():
-        values.append(scaling.of(tensor).to(device).requires_grad_())
+        value = _channels_last(scaling.of(tensor).to(device))
+        values.append(value.requires_grad_())
     rate = LEARNING_RATE * scaling.gain
     adam = torch.optim.Adam(values, lr=rate, eps=1e-8 / scaling.gain)
     with _without_parameter_gradients(module):
@@ -128,7 +140,17 @@ def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batc
                 "synthetic data from the statistics of batch norms are not finite",
                 help="give real data with --data",
             )
+        value.data = value.data.contiguous()
     return _filled(noise, values).detached().to("cpu")
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """Return images with their channels last, on which convolutions of a CPU are up to three
+    times as fast. Other tensors stay as they are.
+    """
+    if images.dim() != 4:
+        return images
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def _filled(noise: Batch, values: list[Tensor]) -> Batch:
@@ -179,6 +201,30 @@ def _distance_on(module: nn.Module, batch: Batch) -> Tensor:
     return torch.stack(distances).mean()
 
 
+class _Moments(torch.autograd.Function):
+    """The mean and the variance of each channel of a tensor [n, channels, ...].
+
+    Autograd's own gradients of both take several passes over the tensor, and this one pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> tuple[Tensor, Tensor]:
+        axes = [axis for axis in range(values.dim()) if axis != 1]
+        variance, mean = torch.var_mean(values, axes, correction=0)
+        ctx.save_for_backward(values, mean)
+        return mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        values, mean = ctx.saved_tensors
+        of_mean, of_variance = gradients
+        count = values.numel() / len(mean)
+        slope = 2 * of_variance / count
+        constant = of_mean / count - slope * mean
+        shape = [1, -1] + [1] * (values.dim() - 2)
+        return torch.addcmul(constant.view(shape), values, slope.view(shape))
+
+
 def _distance(layer: nn.Module, values: Tensor) -> Tensor:
     """Return the mean divergence of channels from the statistics of a batch norm, in nats.
 
@@ -189,11 +235,9 @@ def _distance(layer: nn.Module, values: Tensor) -> Tensor:
     assert isinstance(layer, _BatchNorm)
     assert layer.running_mean is not None
     assert layer.running_var is not None
-    axes = [axis for axis in range(values.dim()) if axis != 1]
-    values = values.float()
-    mean = values.mean(axes)
+    mean, variance = _Moments.apply(values.float())
     # The layer's own epsilon keeps dead channels from having an infinite distance
-    variance = values.var(axes, unbiased=False) + layer.eps
+    variance = variance + layer.eps
     stored = layer.running_var.float() + layer.eps
     shift = (mean - layer.running_mean.float()).square() / stored
     ratio = variance / stored

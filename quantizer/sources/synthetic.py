@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 STAMP = "synthetic data, made from the model itself"
 """What reports say of these data."""
-DEFAULT_SAMPLES = 64
+DEFAULT_SAMPLES = 32
 DEFAULT_SEQUENCES = 8
 _NO_SHAPE = (
     "add example_input() to the model's file, or give the shape, for example "
@@ -45,7 +45,7 @@ class Wanted:
     """How much synthetic data to make.
 
     Args:
-        samples: how many; by default 64 inputs or 8 sequences.
+        samples: how many; by default 32 inputs or 8 sequences.
         batch_size: samples in a batch; by default 32, or 1 for sequences.
         seq_len: tokens of a sequence; by default those of the example.
         seed: of all random numbers.

@@ -142,7 +142,7 @@ def test_plan_says_how_data_would_be_made_and_makes_none(
     monkeypatch.setattr("quantizer.sources.synthetic.match_batch_norms", None)
     words = [*CONFIG, "--data", "synthetic", "--model", write(NET)]
     assert run_command(["plan", *words]) == 0
-    way = "64 inputs from the statistics of 1 batch norm, in 200 steps a batch"
+    way = "32 inputs from the statistics of 1 batch norm, in 50 steps a batch"
     assert f"calibration first makes {way}" in capsys.readouterr().out
     assert run_command(["plan", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["synthetic_data"] == way
