@@ -147,8 +147,7 @@ def quantize(
     checked = checked_target(target, choices)
     settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
     batches = _batches(model, data, settings)
-    if evaluate is not None and evaluation_data is None:
-        require_real(batches)
+    require_real(batches, evaluate, evaluation_data)
     graph = _trace(model, batches, choices)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)

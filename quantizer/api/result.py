@@ -138,8 +138,7 @@ class Result:
         if evaluate is not None:
             function = Evaluate(checked_measure(evaluate, "evaluate"), directions)
         batches = self._batches_of(data)
-        if evaluate is not None:
-            require_real(batches)
+        require_real(batches, evaluate)
         with evaluating(self._model):
             scores = score(
                 self._calibrated,
@@ -285,9 +284,15 @@ class Result:
         return element("p", self._title()) + self.plan._repr_html_()
 
 
-def require_real(batches: Batches) -> None:
-    """Raise `UsageError` if metrics of the task would be measured on synthetic data."""
-    if batches.way:
+def require_real(batches: Batches, evaluate: Any, data: Any = None) -> None:
+    """Raise `UsageError` if metrics of the task would be measured on synthetic data.
+
+    Args:
+        batches: of the calibration.
+        evaluate: the user's function; None to measure no metric.
+        data: to test with; None for those of the calibration.
+    """
+    if batches.way and evaluate is not None and data is None:
         raise UsageError(
             "evaluate() needs real data: metrics on synthetic data mean nothing",
             help="give data to test with, or leave out evaluate",

@@ -30,7 +30,9 @@ have values such as 0 to 1, -2 to 2 or 0 to 255.
 _SAMPLES_TO_SCALE = 2
 
 
-def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
+def trained_batch_norms(
+    module: nn.Module,
+) -> list[_BatchNorm]:
     """Return the batch norms with statistics that training has changed.
 
     Before training, means are 0 and variances 1.
@@ -52,16 +54,25 @@ class Scaling:
     gain: float
     offset: float
 
-    def of(self, noise: Tensor) -> Tensor:
+    def of(
+        self,
+        noise: Tensor,
+    ) -> Tensor:
         """Return the first inputs, in float32."""
         return (noise.float() + self.offset) * self.gain
 
-    def cast(self, noise: Tensor) -> Tensor:
+    def cast(
+        self,
+        noise: Tensor,
+    ) -> Tensor:
         """Return the first inputs, in the dtype of the noise."""
         return _channels_last(self.of(noise)).to(noise.dtype)
 
 
-def best_scaling(module: nn.Module, noise: Batch) -> Scaling:
+def best_scaling(
+    module: nn.Module,
+    noise: Batch,
+) -> Scaling:
     """Return the scaling of noise that comes nearest to the statistics of batch norms.
 
     Args:
@@ -80,7 +91,11 @@ def best_scaling(module: nn.Module, noise: Batch) -> Scaling:
         return _nearest(module, noise, shifted)
 
 
-def _nearest(module: nn.Module, noise: Batch, scalings: list[Scaling]) -> Scaling:
+def _nearest(
+    module: nn.Module,
+    noise: Batch,
+    scalings: list[Scaling],
+) -> Scaling:
     """Return the scaling of noise with the least distance; the first if none is finite."""
     least = math.inf
     best = scalings[0]
@@ -92,7 +107,11 @@ def _nearest(module: nn.Module, noise: Batch, scalings: list[Scaling]) -> Scalin
     return best
 
 
-def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batch:
+def match_batch_norms(
+    module: nn.Module,
+    noise: Batch,
+    scaling: Scaling,
+) -> Batch:
     """Return inputs that give the statistics of the module's batch norms, found from noise by
     gradient descent on the inputs.
 
@@ -132,7 +151,8 @@ def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batc
                     help="give real data with --data",
                 )
             adam.zero_grad()
-            distance.backward()  # type: ignore[no-untyped-call]
+            with user_errors("the gradient of the model's batch norms", DataError):
+                distance.backward()  # type: ignore[no-untyped-call]
             adam.step()
     for value in values:
         if not value.isfinite().all():
@@ -144,7 +164,9 @@ def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batc
     return _filled(noise, values).detached().to("cpu")
 
 
-def _channels_last(images: Tensor) -> Tensor:
+def _channels_last(
+    images: Tensor,
+) -> Tensor:
     """Return images with their channels last, on which convolutions of a CPU are up to three
     times as fast. Other tensors stay as they are.
     """
@@ -153,13 +175,19 @@ def _channels_last(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def _filled(noise: Batch, values: list[Tensor]) -> Batch:
+def _filled(
+    noise: Batch,
+    values: list[Tensor],
+) -> Batch:
     """Return a batch with these values, in the dtypes of the noise."""
     remaining = iter(values)
     return noise.with_inputs(lambda tensor: next(remaining).to(tensor.dtype))
 
 
-def batch_norm_distance(module: nn.Module, batch: Batch) -> float:
+def batch_norm_distance(
+    module: nn.Module,
+    batch: Batch,
+) -> float:
     """Return the mean distance of a batch from the statistics of batch norms, in nats.
 
     Args:
@@ -173,7 +201,10 @@ def batch_norm_distance(module: nn.Module, batch: Batch) -> float:
         return float(_distance_on(module, batch.to(_device_of(module))))
 
 
-def _distance_on(module: nn.Module, batch: Batch) -> Tensor:
+def _distance_on(
+    module: nn.Module,
+    batch: Batch,
+) -> Tensor:
     """Return the mean distance over the batch norms that a call of the module runs.
 
     Raises:
@@ -181,7 +212,10 @@ def _distance_on(module: nn.Module, batch: Batch) -> Tensor:
     """
     distances: list[Tensor] = []
 
-    def measure(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def measure(
+        layer: nn.Module,
+        args: tuple[Tensor, ...],
+    ) -> None:
         distances.append(_distance(layer, args[0]))
 
     handles = []
@@ -208,14 +242,22 @@ class _Moments(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean and the variance, [channels] each."""
         axes = [axis for axis in range(values.dim()) if axis != 1]
         variance, mean = torch.var_mean(values, axes, correction=0)
         ctx.save_for_backward(values, mean)
         return mean, variance
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(
+        ctx: Any,
+        *gradients: Tensor,
+    ) -> Tensor:
+        """Return the gradient of the tensor, from those of the mean and of the variance."""
         values, mean = ctx.saved_tensors
         of_mean, of_variance = gradients
         count = values.numel() / len(mean)
@@ -225,7 +267,10 @@ class _Moments(torch.autograd.Function):
         return torch.addcmul(constant.view(shape), values, slope.view(shape))
 
 
-def _distance(layer: nn.Module, values: Tensor) -> Tensor:
+def _distance(
+    layer: nn.Module,
+    values: Tensor,
+) -> Tensor:
     """Return the mean divergence of channels from the statistics of a batch norm, in nats.
 
     Args:
@@ -235,28 +280,34 @@ def _distance(layer: nn.Module, values: Tensor) -> Tensor:
     assert isinstance(layer, _BatchNorm)
     assert layer.running_mean is not None
     assert layer.running_var is not None
-    mean, variance = _Moments.apply(values.float())
+    mean, variance = _Moments.apply(values.float())  # type: ignore[no-untyped-call]
     # The layer's own epsilon keeps dead channels from having an infinite distance
     variance = variance + layer.eps
     stored = layer.running_var.float() + layer.eps
     shift = (mean - layer.running_mean.float()).square() / stored
     ratio = variance / stored
-    divergence = (ratio + shift - 1 - ratio.log()) / 2
+    divergence: Tensor = (ratio + shift - 1 - ratio.log()) / 2
     return divergence.mean()
 
 
-def _cosine(progress: float) -> float:
+def _cosine(
+    progress: float,
+) -> float:
     """Return the share of the learning rate, from 1 at progress 0 to 0 at progress 1."""
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def _device_of(
+    module: nn.Module,
+) -> torch.device:
     parameter = next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 
 @contextmanager
-def _without_parameter_gradients(module: nn.Module) -> Iterator[None]:
+def _without_parameter_gradients(
+    module: nn.Module,
+) -> Iterator[None]:
     """Put a module into evaluation mode, and compute gradients of inputs only."""
     parameters = [entry for entry in module.parameters() if entry.requires_grad]
     deterministic = torch.backends.cudnn.flags(benchmark=False, deterministic=True)

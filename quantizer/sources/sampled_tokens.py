@@ -76,7 +76,7 @@ def first_tokens(count: int, vocabulary: int, seed: int) -> Tensor:
 
 
 def sample_tokens(
-    module: nn.Module, fill: Fill, first: Tensor, length: int, seed: int
+    module: nn.Module, fill: Fill, first: Tensor, length: int, *, seed: int
 ) -> Tensor:
     """Return sequences of token ids [n, length] that the model continues from their first
     token: greedily for a few tokens, then drawn from its distribution at temperature 1.

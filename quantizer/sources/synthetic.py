@@ -5,7 +5,7 @@ statistics of batch norms, or sequences sampled from a language model.
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -72,10 +72,9 @@ def synthetic_batches(
         UsageError: the spec is not one of these, or `seq_len` does not fit it.
         DataError: no data can be made for this model, or their shape is not known.
     """
-    samples = wanted.samples
     if spec != SYNTHETIC:
         count, shape = shape_of_spec(spec)
-        samples = min(count, samples or count)
+        wanted = replace(wanted, samples=min(count, wanted.samples or count))
         example = _example_of_shape(module, shape)
     if example is None:
         raise DataError("the shape of synthetic data is not known", help=_NO_SHAPE)
@@ -86,9 +85,9 @@ def synthetic_batches(
                 "--seq_len is for texts, but the input of the model is floating-point",
                 help="leave out the option",
             )
-        return _input_batches(spec, module, example, wanted, samples or DEFAULT_SAMPLES)
+        return _input_batches(spec, module, example, wanted)
     if kinds == {False}:
-        return _token_batches(spec, module, example, wanted, samples or DEFAULT_SEQUENCES)
+        return _token_batches(spec, module, example, wanted)
     raise DataError(
         f"no synthetic data can be made for {type(module).__name__}, which takes integers "
         "and floating-point inputs",
@@ -115,9 +114,7 @@ def _example_of_shape(module: nn.Module, shape: list[int]) -> Batch:
     return Batch.of(tensor)
 
 
-def _input_batches(
-    spec: str, module: nn.Module, example: Batch, wanted: Wanted, samples: int
-) -> Batches:
+def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted) -> Batches:
     """Return batches of inputs from the statistics of batch norms."""
     layers = trained_batch_norms(module)
     if not layers:
@@ -127,6 +124,7 @@ def _input_batches(
             "statistics of training, and its input is not token ids",
             help="give real data with --data",
         )
+    samples = wanted.samples or DEFAULT_SAMPLES
     size = wanted.batch_size or DEFAULT_BATCH_SIZE
     way = (
         f"{counted(samples, 'input')} from the statistics of "
@@ -168,9 +166,7 @@ def _input_batches(
     )
 
 
-def _token_batches(
-    spec: str, module: nn.Module, example: Batch, wanted: Wanted, samples: int
-) -> Batches:
+def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted) -> Batches:
     """Return batches of sequences sampled from the model."""
     shapes = [list(tensor.shape) for _, tensor in example.tensors()]
     if len(shapes) != 1 or len(shapes[0]) != 2:
@@ -189,6 +185,7 @@ def _token_batches(
         )
     fill = partial(_filled, example)
     vocabulary = vocabulary_of(module, example)
+    samples = wanted.samples or DEFAULT_SEQUENCES
     size = wanted.batch_size or 1
     way = f"{counted(samples, 'sequence')} of {length} tokens sampled from the model"
 
@@ -200,7 +197,7 @@ def _token_batches(
     def make() -> list[Batch]:
         _logger.info("making %s", way)
         first = first_tokens(samples, vocabulary, wanted.seed)
-        ids = sample_tokens(module, fill, first, length, wanted.seed)
+        ids = sample_tokens(module, fill, first, length, seed=wanted.seed)
         return [fill(part.clone()) for part in torch.split(ids, size)]
 
     make_once = call_once_if_list(make)

@@ -148,10 +148,10 @@ def test_a_shape_takes_the_place_of_an_example(normalized: nn.Module) -> None:
 def test_a_window_continues_its_first_token_and_then_draws() -> None:
     fill = Batch.of
     first = torch.tensor([[4]] * 40)
-    ids = sampled_tokens.sample_tokens(NextToken(), fill, first, WINDOW, 0)
+    ids = sampled_tokens.sample_tokens(NextToken(), fill, first, WINDOW, seed=0)
     assert ids.shape == (40, WINDOW)
     assert ids[:, :3].tolist() == [[4, 5, 6]] * 40, "greedy: the first of two equal tokens"
-    ids = sampled_tokens.sample_tokens(NextToken(), fill, first * 0, WINDOW, 0)
+    ids = sampled_tokens.sample_tokens(NextToken(), fill, first * 0, WINDOW, seed=0)
     assert ids[:, :6].tolist() == [[0, 1, 2, 3, 4, 5]] * 40
     drawn = ids[:, 6]
     assert set(drawn.tolist()) == {6, 9}, "drawn from the model's own distribution"
