@@ -120,8 +120,7 @@ def quantize(
         model: as in `calibrate`.
         data: as in `calibrate`; None for a model of transformers if `to` needs no data.
         to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
-            "w4", "w8a8", "fp8" or "gguf". None for "w4" if the model generates text, and "onnx"
-            otherwise.
+            "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
             written from a preset if it is not there.
