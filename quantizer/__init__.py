@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         ScaleType,
     )
 
-__version__ = "0.11.0"
+__version__ = "0.12.0"
 __all__ = [
     "AWQConfig",
     "AlgoConfig",

@@ -63,7 +63,7 @@ def filled_model(
     module.tie_weights()  # type: ignore[operator]
     if not _fits(module, stored):
         return None
-    tune_for_large_tensors()
+    tune_for_large_tensors(sum(tensor.nbytes for tensor in stored.values()))
     parameters = {name: stored[name] for name, _ in module.named_parameters()}
     replace_parameters(module, parameters)
     read_generation_settings(module, folder)

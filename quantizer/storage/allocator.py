@@ -15,6 +15,7 @@ _MAPPED_BLOCK_BYTES = 1 << 20
 _KEPT_AT_THE_END = 64 << 20
 """Bytes of free memory at the end of the heap that are not returned to the system."""
 _MUCH_MEMORY = 16 << 30
+_LARGE_MODEL = 2 << 30
 """Holes in the heap take half a gigabyte with matrices of 50 MB, and two with GPTQ."""
 _least_resident = process_memory.resident_bytes() or 0
 _is_tuned = False
@@ -43,24 +44,27 @@ def trim_heap(beyond: int = 0) -> None:
         _least_resident = process_memory.resident_bytes() or 0
 
 
-def tune_for_large_tensors() -> None:
+def tune_for_large_tensors(model_bytes: int) -> None:
     """Decide once how glibc allocates the memory of large tensors.
 
-    If the machine and the control group of this process have much memory, all blocks are in
-    the heap, where the next tensor uses them again. The system clears new memory page by page,
-    which takes a third of the time of round-to-nearest.
+    For a large model, if the machine and the control group of this process have much memory,
+    all blocks are in the heap, where the next tensor uses them again. The system clears new
+    memory page by page, which takes a third of the time of round-to-nearest.
 
-    With less memory, each block above a megabyte is in a memory map of its own, which is
+    Otherwise, each block above a megabyte is in a memory map of its own, which is
     returned to the system when the block is freed. By default, glibc raises this limit up to
     32 MB when it frees larger blocks. It takes smaller blocks from its heap, and small blocks
     behind them keep the heap from shrinking.
+
+    Args:
+        model_bytes: of all tensors of the model.
     """
     global _is_tuned, _keeps_freed_blocks
     tune = _c_function("mallopt")
     if tune is None or _is_tuned:
         return
     total = process_memory.total_bytes() or 0
-    if total >= _MUCH_MEMORY:
+    if total >= _MUCH_MEMORY and model_bytes >= _LARGE_MODEL:
         tune(_M_MMAP_MAX, 0)
         tune(_M_TRIM_THRESHOLD, _KEPT_AT_THE_END)
         _keeps_freed_blocks = True

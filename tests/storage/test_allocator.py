@@ -1,4 +1,4 @@
-"""How large tensors are allocated, by the memory of the machine."""
+"""How large tensors are allocated, by the memory of the machine and the size of the model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 
 
 @pytest.mark.parametrize(
-    ("total", "parameters"),
+    ("total", "model", "parameters"),
     [
-        (64 << 30, [M_MMAP_MAX, M_TRIM_THRESHOLD]),
-        (16 << 30, [M_MMAP_MAX, M_TRIM_THRESHOLD]),
-        ((16 << 30) - 1, [M_MMAP_THRESHOLD]),
-        (None, [M_MMAP_THRESHOLD]),
+        (64 << 30, 6 << 30, [M_MMAP_MAX, M_TRIM_THRESHOLD]),
+        (16 << 30, 2 << 30, [M_MMAP_MAX, M_TRIM_THRESHOLD]),
+        ((16 << 30) - 1, 2 << 30, [M_MMAP_THRESHOLD]),
+        (16 << 30, (2 << 30) - 1, [M_MMAP_THRESHOLD]),
+        (None, 6 << 30, [M_MMAP_THRESHOLD]),
     ],
 )
-def test_memory_is_kept_only_where_there_is_much(
-    total: int | None, parameters: list[int], monkeypatch: pytest.MonkeyPatch
+def test_memory_is_kept_for_large_models_where_there_is_much(
+    total: int | None, model: int, parameters: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned: list[int] = []
 
@@ -38,8 +39,8 @@ def test_memory_is_kept_only_where_there_is_much(
     monkeypatch.setattr(allocator, "_is_tuned", False)
     monkeypatch.setattr(allocator, "_keeps_freed_blocks", False)
     monkeypatch.setattr(process_memory, "total_bytes", lambda: total)
-    allocator.tune_for_large_tensors()
+    allocator.tune_for_large_tensors(model)
     # Blocks that exist cannot be allocated anew, so only the first call counts
-    allocator.tune_for_large_tensors()
+    allocator.tune_for_large_tensors(model)
     assert tuned == parameters
     assert allocator.keeps_freed_blocks() == (M_MMAP_MAX in parameters)
