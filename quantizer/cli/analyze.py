@@ -105,7 +105,17 @@ BUDGETS = ("budget", "size", "max_mb")
 @command()
 @takes(
     *("metric", *BUDGETS, "choices", "passes", "tensors", "apply", "report"),
-    *(*TABLE, *LOOK, "eval_data", "evaluate", "subset_len", "seed", "device", "memory"),
+    *(
+        *TABLE,
+        *LOOK,
+        "eval_data",
+        "evaluate",
+        "subset_len",
+        "skip_len",
+        "seed",
+        "device",
+        "memory",
+    ),
     kind=AnalyzeOptions,
 )
 def analyze(options: AnalyzeOptions) -> None:
@@ -168,7 +178,9 @@ def _require_consistent(options: AnalyzeOptions, budget: Budget | None) -> None:
             "--metric measures each tensor, and chooses no widths",
         )
     else:
-        refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
+        refuse_typed(
+            ["eval_data", "evaluate", "skip_len"], "they are for the test runs of --metric"
+        )
 
 
 @dataclass(frozen=True)

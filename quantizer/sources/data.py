@@ -69,6 +69,8 @@ class Batches:
         open_pass: starts a pass.
         label: names the data in messages.
         subset_len: the number of samples to use, or None for all. The last batch is cut.
+        skip_len: the number of samples to leave out, or None for none; `subset_len` counts from
+            there.
         stamp: what reports must say about the data ("random data").
         fingerprint: of the batches, once a pass is complete.
         length: batches in a pass, if known.
@@ -85,6 +87,7 @@ class Batches:
     open_pass: Callable[[], Iterator[Batch]]
     label: str
     subset_len: int | None = None
+    skip_len: int | None = None
     stamp: str | None = None
     fingerprint: Mapping[str, Any] | None = None
     length: int | None = None
@@ -109,7 +112,8 @@ class Batches:
             return int(self.fingerprint["batches"])
         counts: list[int] = []
         if self.length is not None:
-            counts.append(self.length)
+            skipped = (self.skip_len or 0) // (self.first_size or 1)
+            counts.append(max(self.length - skipped, 1))
         if self.subset_len and self.first_size:
             counts.append(math.ceil(self.subset_len / self.first_size))
         return min(counts, default=None)
@@ -166,6 +170,8 @@ class Batches:
             trim_heap(TRIM_AFTER_GROWTH)
         if seen.batches == 0:
             remedy = "give at least one batch, a tensor whose dimension 0 counts the samples"
+            if self.skip_len:
+                remedy = f"give more data: --skip_len {self.skip_len} leaves out all of it"
             if self._first is not None:
                 remedy = "return a new iterator in each call: the first one is used up"
             raise DataError(f"{self.label} gives no batch", help=remedy)
@@ -197,16 +203,29 @@ class Batches:
     def _subset(self) -> Iterator[Batch]:
         """Yield the batches of a pass, up to the number of samples to use."""
         if self.subset_len is None:
-            yield from self.open_pass()
+            yield from self._not_skipped()
             return
         remaining = self.subset_len
-        for batch in self.open_pass():
+        for batch in self._not_skipped():
             if batch.size > remaining:
                 batch = batch.first(remaining)
             yield batch
             remaining -= batch.size
             if remaining <= 0:
                 return
+
+    def _not_skipped(self) -> Iterator[Batch]:
+        """Yield the batches of a pass after the samples to leave out."""
+        remaining = self.skip_len or 0
+        for batch in self.open_pass():
+            size = batch.size
+            if remaining >= size:
+                remaining -= size
+                continue
+            if remaining:
+                batch = batch.last(size - remaining)
+                remaining = 0
+            yield batch
 
 
 def load_batches(
