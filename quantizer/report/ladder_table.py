@@ -46,15 +46,24 @@ def result_lines(climb: Climb, data: str, config: str) -> Iterator[str]:
     """
     for change in climb.changes:
         yield f"{KEPT}: {change}"
-    for row in climb.rows:
-        if row.result == NOT_TRIED:
-            reason = "; ".join(row.reasons) or "the form has no word for it"
-            if len(reason) > _MAX_REASON:
-                reason = f"{reason[:_MAX_REASON]}…"
-            yield f"{NOT_TRIED}: {row.step}: {reason}"
+    for reason, steps in _not_tried(climb.rows).items():
+        yield f"{NOT_TRIED}: {', '.join(steps)}: {reason}"
     if data:
         yield f"data: {data}"
     yield f"config: {config}"
+
+
+def _not_tried(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the steps that were not tried, by their reason."""
+    steps_by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.result != NOT_TRIED:
+            continue
+        reason = "; ".join(row.reasons)
+        if len(reason) > _MAX_REASON:
+            reason = f"{reason[:_MAX_REASON]}…"
+        steps_by_reason.setdefault(reason, []).append(row.step)
+    return steps_by_reason
 
 
 def climb_json(climb: Climb, gates: Sequence[str]) -> JsonObject:

@@ -95,12 +95,13 @@ def layers_in_float(standing: Standing) -> Iterator[Trial]:
     If the time ends before, this is the best one that was tried until then.
 
     Raises:
-        GateError: the gates do not hold even with all layers in float, or only so.
+        GateError: the gates do not hold even with all layers in float, or only without a
+            quantized weight.
     """
     calibrated, plan = standing.ground.calibrate(standing.rung)
     ablation = ablate_calibrated(calibrated, _few_batches(standing, len(plan.tensors)))
     parts = float_parts(plan, ablation)
-    search = _FloatSearch(standing, len(parts))
+    search = _FloatSearch(standing)
     try:
         cheapest_parts(parts, search.holds)
     except OutOfTimeError:
@@ -109,8 +110,8 @@ def layers_in_float(standing: Standing) -> Iterator[Trial]:
         raise
     if search.best is None:
         reason = "the gates do not hold even with all layers in float"
-        if search.is_met_by_all:
-            reason = "the gates hold only with all layers in float"
+        if search.is_met_in_float:
+            reason = "the gates hold only with all weights in float"
         raise GateError(reason)
     yield search.trial()
 
@@ -125,29 +126,28 @@ class _FloatSearch:
 
     Args:
         standing: where the search starts.
-        count: of all parts that may stay in float.
 
     Attributes:
-        best: the last parts with which the gates held, besides all; None if there are none.
-        is_met_by_all: whether the gates hold with all parts in float.
+        best: the last parts with which the gates held and weights were quantized; None if
+            there are none.
+        is_met_in_float: whether the gates held without a quantized weight.
     """
 
-    def __init__(self, standing: Standing, count: int) -> None:
+    def __init__(self, standing: Standing) -> None:
         self.best: Sequence[FloatPart] | None = None
-        self.is_met_by_all = False
+        self.is_met_in_float = False
         self._standing = standing
-        self._count = count
 
     def holds(self, parts: Sequence[FloatPart]) -> bool:
         """Return whether the gates hold with these parts in float."""
         if not parts:
             return False
-        judged = self._standing.attempt(self._rung(_layers(parts)))
-        is_all = len(parts) == self._count
-        if judged.is_met and is_all:
-            self.is_met_by_all = True
-        elif judged.is_met:
+        layers = _layers(parts)
+        judged = self._standing.attempt(self._rung(layers))
+        if judged.is_met and _has_weights(self._plan(layers)):
             self.best = parts
+        elif judged.is_met:
+            self.is_met_in_float = True
         return judged.is_met
 
     def trial(self) -> Trial:
@@ -169,6 +169,11 @@ class _FloatSearch:
         config = replace(rung, document=with_float(rung.document, layers)).config
         original = self._standing.ground.original
         return resolve_plan(config, run_passes(original, config.settings), original)
+
+
+def _has_weights(plan: Plan) -> bool:
+    """Return whether a weight is quantized."""
+    return any(base_role(role) == "weights" for _, role in plan.tensors)
 
 
 def _layers(parts: Sequence[FloatPart]) -> tuple[str, ...]:
