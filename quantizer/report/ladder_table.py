@@ -44,6 +44,8 @@ def result_lines(climb: Climb, data: str, config: str) -> Iterator[str]:
         data: a sentence on the data; empty if there is nothing to say.
         config: the path of the written config.
     """
+    if climb.judged.is_met and not climb.changes:
+        yield "all gates hold with the config as it is"
     for change in climb.changes:
         yield f"{KEPT}: {change}"
     for reason, steps in _not_tried(climb.rows).items():
