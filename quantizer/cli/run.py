@@ -14,15 +14,15 @@ from quantizer.cli import session, torchrun
 from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.climbing import (
     TUNED_CONFIG,
-    GateJudge,
     Tuning,
-    divide_data,
     minutes_option,
     run_tuned,
     with_remark,
 )
+from quantizer.cli.divided_data import divide_data
 from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import one_display
+from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (
     MEASURED,
     Gate,

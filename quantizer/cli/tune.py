@@ -13,15 +13,15 @@ import click
 from quantizer.cli import session, torchrun
 from quantizer.cli.climbing import (
     TUNED_CONFIG,
-    GateJudge,
     TunedRun,
     Tuning,
-    divide_data,
     minutes_option,
     run_tuned,
 )
+from quantizer.cli.divided_data import divide_data
 from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import one_display
+from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (
     MEASURED,
     Gate,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.runs import ROOT
 
-from quantizer.cli import climbing
+from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.main import run_command
 from quantizer.evaluation.ladder.rungs import Judged, Rung
 
@@ -158,7 +158,9 @@ def test_a_gate_that_nothing_meets_ends_with_the_best_config_and_exit_1(
     content = tune_json()
     assert not content["met"] and not content["out_of_time"]
     assert [row["step"] for row in content["steps"]][-1] == "float layers"
-    figures = {row["result"]: row["metrics"]["sqnr_db"] for row in content["steps"] if "metrics" in row}
+    figures = {
+        row["result"]: row["metrics"]["sqnr_db"] for row in content["steps"] if "metrics" in row
+    }
     assert figures["kept"] > figures["start"]
 
 
@@ -187,16 +189,16 @@ def test_an_interrupted_climb_leaves_the_folder_as_it_was(
     model = net(MODEL + APART)
     assert tuned(model, "--gate", "sqnr_db>=10") == 0
     before = contents("quantize_result")
-    judge = climbing.GateJudge.judge
+    judge = GateJudge.judge
     measured: list[Rung] = []
 
-    def interrupted(self: climbing.GateJudge, rung: Rung) -> Judged:
+    def interrupted(self: GateJudge, rung: Rung) -> Judged:
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(rung)
         return judge(self, rung)
 
-    monkeypatch.setattr(climbing.GateJudge, "judge", interrupted)
+    monkeypatch.setattr(GateJudge, "judge", interrupted)
     assert tuned(model, "--gate", "sqnr_db>=25") == 130
     assert contents("quantize_result") == before
 
@@ -246,9 +248,13 @@ def test_a_device_leaves_out_what_it_has_no_place_for(
     assert rows["equalization"]["result"] != "not tried"
 
 
-def test_a_target_leaves_out_what_its_file_cannot_hold(net: Callable[[str], str]) -> None:
-    asked = ["--gate", "sqnr_db>=26", "--for", "executorch"]
-    assert tuned(net(MODEL + APART), *asked) in (0, 1, 2)
+def test_a_config_that_the_target_cannot_hold_is_refused_at_once(
+    net: Callable[[str], str], capsys: Capture
+) -> None:
+    asked = ["--gate", "sqnr_db>=22", "--for", "compressed-tensors"]
+    assert tuned(net(MODEL + APART), *asked) == 2
+    assert "checkpoints have no place for that" in capsys.readouterr().err
+    assert not Path("quantize_result").exists()
 
 
 @pytest.mark.parametrize(
@@ -256,8 +262,12 @@ def test_a_target_leaves_out_what_its_file_cannot_hold(net: Callable[[str], str]
     [
         (["--config_file", "w4.json"], "Missing option '--gate'"),
         (["--gate", "sqnr_db>=20"], "Missing option '--config_file'"),
+        (["--gate", "sqnr_db>=20", "--minutes", "nan"], "is not a number of minutes"),
         (["--config_file", "w4.json", "--gate", "sqnr_bd>=20"], "there is no metric"),
-        (["--config_file", "w4.json", "--gate", "sqnr_db>=20", "--skip_len", "99"], "leaves out all"),
+        (
+            ["--config_file", "w4.json", "--gate", "sqnr_db>=20", "--skip_len", "99"],
+            "leaves out all",
+        ),
     ],
 )
 def test_what_is_missing_is_named_before_anything_is_written(

@@ -113,7 +113,7 @@ def test_a_step_that_gains_nothing_is_taken_back() -> None:
 def test_the_outputs_decide_between_equal_gates() -> None:
     """A class may stay the same until several changes together turn it."""
     steps = [step("a", 4), step("b", 5)]
-    results = {8: judged(0.5, 20.0), 4: judged(0.5, 20.05), 5: judged(0.5, 23.0)}
+    results = {8: judged(0.5, 20.0), 4: judged(0.499, 20.05), 5: judged(0.5, 23.0)}
     result, _ = climb(steps, dict(results))
     assert results_of(result) == [TAKEN_BACK, KEPT]
 

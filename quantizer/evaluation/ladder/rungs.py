@@ -19,8 +19,10 @@ from quantizer.plan.model import Plan
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 
+LEAST_GAIN = 0.01
+"""The share of the distance from the gates that counts as a gain; less is chance."""
 TIE_DB = 0.1
-"""If the gates fall short by the same, a higher SQNR of the outputs decides, by so many dB."""
+"""If the gates gain less, a higher SQNR of the outputs decides, by so many dB."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,15 @@ class Judged:
         return self.metrics.get("sqnr_db")
 
     def is_better_than(self, other: Judged) -> bool:
-        """Return whether no gate falls shorter than before, and one less; or all the same, with
-        a higher SQNR.
+        """Return whether no gate falls shorter than before, and together they come nearer to
+        their bounds; or they are as near, with a higher SQNR.
         """
         pairs = zip(self.shortfalls, other.shortfalls, strict=True)
         # NaN is worse than any number
         if not all(after <= before for after, before in pairs):
             return False
-        if math.fsum(self.shortfalls) < math.fsum(other.shortfalls):
+        distance = math.fsum(other.shortfalls)
+        if math.fsum(self.shortfalls) < distance * (1 - LEAST_GAIN):
             return True
         before_db = other.sqnr_db
         after_db = self.sqnr_db

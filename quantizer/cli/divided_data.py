@@ -1,0 +1,75 @@
+"""Divides the data of a run into samples that calibrate and samples that judge."""
+
+from dataclasses import dataclass, replace
+
+from quantizer.cli import session
+from quantizer.cli.options import Options
+from quantizer.cli.session import OpenedRun
+from quantizer.config.wording import counted
+from quantizer.errors import UsageError
+from quantizer.sources.data import Batches
+from quantizer.sources.models import LoadedModel
+
+_SHARE_HELD_BACK = 4
+"""One of so many batches judges, if there is no other evaluation data."""
+
+
+@dataclass(frozen=True)
+class DividedData:
+    """The samples that calibrate, and the others, which judge.
+
+    Attributes:
+        calibration: the batches of calibrations.
+        evaluation: the batches of tests.
+        calib_options, test_options: those of the run, with the samples of each.
+        sentence: says what was held back; empty if the data were apart already.
+    """
+
+    calibration: Batches
+    evaluation: Batches
+    calib_options: Options
+    test_options: Options
+    sentence: str = ""
+
+
+def divide_data(options: Options, opened: OpenedRun) -> DividedData:
+    """Return the data of calibration and of tests. Without evaluation data, the last quarter of
+    the calibration data is held back.
+
+    Raises:
+        UsageError: there is one batch only.
+    """
+    loaded = opened.loaded
+    if _has_evaluation_data(options, loaded):
+        evaluation = session.open_data(options, loaded, evaluation=True)
+        return DividedData(opened.batches, evaluation, options, options)
+    sizes = [batch.size for batch in opened.batches]
+    if len(sizes) < 2:
+        raise UsageError(
+            f"{opened.batches.label} has one batch, and there is no other evaluation data",
+            help="give --eval_data, add evaluation_data() to the model's file, or give more "
+            "batches: a config is judged on data that calibration does not use",
+        )
+    count = max(1, len(sizes) // _SHARE_HELD_BACK)
+    first = sum(sizes[:-count])
+    others = sum(sizes[-count:])
+    calib_options = replace(options, subset_len=first)
+    limit = None if options.subset_len is None else others
+    test_options = replace(options, skip_len=first, subset_len=limit)
+    return DividedData(
+        session.open_data(calib_options, loaded),
+        session.open_data(test_options, loaded, evaluation=True),
+        calib_options,
+        test_options,
+        f"the last {counted(others, 'sample')} of {first + others} judge each config, and do "
+        f"not calibrate: --subset_len {first} for calib, --skip_len {first} for test",
+    )
+
+
+def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:
+    """Return whether tests have other data than calibration."""
+    if options.skip_len:
+        return True
+    if options.eval_data:
+        return options.eval_data != options.data
+    return options.data is None and loaded.evaluation_data is not loaded.calibration_data
