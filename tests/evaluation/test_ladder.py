@@ -19,6 +19,7 @@ from quantizer.evaluation.ladder.climb import (
     KEPT,
     NOT_TRIED,
     OUT_OF_TIME,
+    REPLACED,
     TAKEN_BACK,
     Climb,
     Climber,
@@ -125,6 +126,16 @@ def test_no_gate_may_get_worse_for_another() -> None:
     assert result.changes == ["a: 5 bits"]
     result, _ = climb([step("a", 4)], dict(results))
     assert results_of(result) == [TAKEN_BACK]
+
+
+def test_a_change_that_a_later_one_undoes_is_not_listed() -> None:
+    def trials(standing: Standing) -> Iterator[Trial]:
+        yield Trial("4 bits", with_bits(4), undoes="a")
+
+    steps = [step("a", 5), LadderStep("b", "", trials)]
+    result, _ = climb(steps, {8: judged(0.5), 5: judged(0.4), 4: judged(0.3)})
+    assert results_of(result) == [REPLACED, KEPT]
+    assert result.changes == ["b: 4 bits"]
 
 
 def test_undefined_figures_are_never_better() -> None:

@@ -23,6 +23,7 @@ from quantizer.evaluation.ladder.steps import LADDER, LadderStep
 START = "start"
 KEPT = "kept"
 TAKEN_BACK = "taken back"
+REPLACED = "replaced"
 NOT_TRIED = "not tried"
 OUT_OF_TIME = "the time was up"
 
@@ -36,6 +37,7 @@ class Row:
         cost: what it costs, and why.
         result: one of the words above.
         change: of the best trial; empty without one.
+        undoes: the name of the step that this change replaces, if it is kept.
         judged: what was measured on it; None without one.
         reasons: why trials were not measured.
         tests: how many configs were calibrated and tested.
@@ -46,6 +48,7 @@ class Row:
     cost: str = ""
     result: str = NOT_TRIED
     change: str = ""
+    undoes: str = ""
     judged: Judged | None = None
     reasons: list[str] = field(default_factory=list)
     tests: int = 0
@@ -125,6 +128,7 @@ class Climber:
             if row.judged is not None and row.result == KEPT:
                 best = rung
                 judged = row.judged
+                _mark_replaced(rows, row.undoes)
         return Climb(best, judged, rows)
 
     def _step(
@@ -157,6 +161,7 @@ class Climber:
                 if _is_preferred(result, row.judged, judged):
                     row.judged = result
                     row.change = trial.change
+                    row.undoes = trial.undoes
                     chosen = rung
                 if result.is_met:
                     break
@@ -167,6 +172,13 @@ class Climber:
         row.tests = len(self._measured) - tested_before
         row.seconds = self.clock() - began
         return row, chosen
+
+
+def _mark_replaced(rows: Sequence[Row], step: str) -> None:
+    """Mark the row of a step whose change a later one has undone."""
+    for row in rows:
+        if row.step == step and row.result == KEPT:
+            row.result = REPLACED
 
 
 def _trials(step: LadderStep, standing: Standing, row: Row) -> Iterator[Trial]:

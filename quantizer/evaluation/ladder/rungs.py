@@ -64,10 +64,12 @@ class Trial:
         change: what it does to the config, as part of a sentence.
         apply: returns the changed rung; it may raise `UsageError` if the form has no word for
             it.
+        undoes: the name of the step whose change does not last; empty if all do.
     """
 
     change: str
     apply: Callable[[Rung], Rung]
+    undoes: str = ""
 
 
 @dataclass(frozen=True)

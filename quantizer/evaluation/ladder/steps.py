@@ -29,6 +29,7 @@ from quantizer.numerics.codes import bits_of
 _ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 _METHODS = ("auto", "percentile", "mse", "maxmin")
 _WEIGHT_METHODS = ("mse", "group_mse")
+_FINETUNING = "finetuning"
 _FEW_BITS = 4
 _SMALLEST_GROUP = 32
 """The smallest groups that all engines for integers have."""
@@ -105,10 +106,11 @@ def _rounding(standing: Standing) -> Iterator[Trial]:
     if _least_bits(standing) <= _FEW_BITS:
         settings = {"scale_search": True, "sweeps": 4}
     for name in ("gptq", "qronos"):
-        yield Trial(name, partial(_rounded_by, {"name": name}))
+        yield Trial(name, partial(_rounded_by, {"name": name}), undoes=_FINETUNING)
     if settings:
         entry = {"name": "qronos", **settings}
-        yield Trial("qronos with searched scales", partial(_rounded_by, entry))
+        change = "qronos with searched scales"
+        yield Trial(change, partial(_rounded_by, entry), undoes=_FINETUNING)
 
 
 def _rounded_by(entry: JsonMapping, rung: Rung) -> Rung:
@@ -144,7 +146,7 @@ LADDER: tuple[LadderStep, ...] = (
     LadderStep("bias correction", "a second pass over the data", _bias_correction),
     LadderStep("equalization", "a calibration; nothing at run time", _equalization),
     LadderStep("smoothing", "a pass over the data, with alpha auto several", _smoothing),
-    LadderStep("finetuning", "two networks in step, and a solution per layer", _finetuning),
+    LadderStep(_FINETUNING, "two networks in step, and a solution per layer", _finetuning),
     LadderStep("rounding", "a Hessian for each layer, column after column", _rounding),
     LadderStep("smaller groups", "more scales in the file", _smaller_groups),
     LadderStep(
