@@ -68,7 +68,7 @@ class GateJudge:
         return self._subject.read
 
     def climb(self, minutes: float, fast_finetune: str | None, judged: Judged | None) -> Climb:
-        """Climb the ladder.
+        """Change the config step by step until the gates hold.
 
         Args:
             minutes: after which no step begins.

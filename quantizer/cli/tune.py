@@ -119,7 +119,7 @@ def _require_usable(options: TuneOptions, gates: Sequence[Gate]) -> None:
 
 
 def _tune(options: TuneOptions, gates: Sequence[Gate]) -> tuple[TunedRun, Tuning]:
-    """Climb the ladder, and calibrate and test the best config."""
+    """Change the config step by step, and calibrate and test the best config."""
     seed_everything(options.seed)
     opened = session.open_run(options)
     if opened.batches.stands_in:

@@ -38,7 +38,7 @@ def minutes(text: str) -> float:
     """Return the value of `--minutes`.
 
     Raises:
-        BadParameter: it is no number, or below 0.
+        BadParameter: it is not a number, or below 0.
     """
     try:
         value = float(text)

@@ -12,7 +12,10 @@ _MAX_REASON = 150
 """Characters of a reason; tune.json has all of it."""
 
 
-def ladder_table(climb: Climb, metrics: Sequence[str]) -> Listing:
+def ladder_table(
+    climb: Climb,
+    metrics: Sequence[str],
+) -> Listing:
     """Return a table with a row for each step that was measured.
 
     Args:
@@ -36,7 +39,11 @@ def ladder_table(climb: Climb, metrics: Sequence[str]) -> Listing:
     return Listing(titles, lines, frozenset(titles[1:-1]), layouts)
 
 
-def result_lines(climb: Climb, data: str, config: str) -> Iterator[str]:
+def result_lines(
+    climb: Climb,
+    data: str,
+    config: str,
+) -> Iterator[str]:
     """Yield lines about what was changed, what was not tried and why, and the time.
 
     Args:
@@ -55,7 +62,9 @@ def result_lines(climb: Climb, data: str, config: str) -> Iterator[str]:
     yield f"config: {config}"
 
 
-def _not_tried(rows: Sequence[Row]) -> dict[str, list[str]]:
+def _not_tried(
+    rows: Sequence[Row],
+) -> dict[str, list[str]]:
     """Return the steps that were not tried, by their reason."""
     steps_by_reason: dict[str, list[str]] = {}
     for row in rows:
@@ -68,7 +77,10 @@ def _not_tried(rows: Sequence[Row]) -> dict[str, list[str]]:
     return steps_by_reason
 
 
-def climb_json(climb: Climb, gates: Sequence[str]) -> JsonObject:
+def climb_json(
+    climb: Climb,
+    gates: Sequence[str],
+) -> JsonObject:
     """Return a climb for programs."""
     return {
         "gates": list(gates),
@@ -80,7 +92,9 @@ def climb_json(climb: Climb, gates: Sequence[str]) -> JsonObject:
     }
 
 
-def _row_json(row: Row) -> JsonObject:
+def _row_json(
+    row: Row,
+) -> JsonObject:
     content: JsonObject = {
         "step": row.step,
         "cost": row.cost,

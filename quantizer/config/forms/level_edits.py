@@ -20,7 +20,11 @@ _EQUALIZATION = "cle"
 _PER_CHANNEL_OBSERVER = "PerChannelMinMaxObserver"
 
 
-def with_method(document: JsonMapping, roles: Collection[Role], method: str) -> JsonObject:
+def with_method(
+    document: JsonMapping,
+    roles: Collection[Role],
+    method: str,
+) -> JsonObject:
     """Return the document in which some roles find their ranges with another method.
 
     Levels where the tensors have no range, such as those in float, stay as they are.
@@ -46,9 +50,11 @@ def with_method(document: JsonMapping, roles: Collection[Role], method: str) -> 
     return changed
 
 
-def with_channels(document: JsonMapping) -> JsonObject:
-    """Return the document in which weights have a scale per output channel wherever all their
-    values shared one.
+def with_channels(
+    document: JsonMapping,
+) -> JsonObject:
+    """Return the document in which weights have a scale per output channel, if all their values
+    shared one.
     """
     changed = copy.deepcopy(dict(document))
     if form_of(changed) == "layered":
@@ -63,7 +69,9 @@ def with_channels(document: JsonMapping) -> JsonObject:
     return changed
 
 
-def group_sizes(document: JsonMapping) -> list[int]:
+def group_sizes(
+    document: JsonMapping,
+) -> list[int]:
     """Return the sizes of groups of weights that a document states, the largest first."""
     if form_of(document) == "layered":
         return []
@@ -75,7 +83,10 @@ def group_sizes(document: JsonMapping) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-def with_group_size(document: JsonMapping, largest: int) -> JsonObject:
+def with_group_size(
+    document: JsonMapping,
+    largest: int,
+) -> JsonObject:
     """Return the document in which no group of weights is larger than `largest`."""
     changed = copy.deepcopy(dict(document))
     for spec in _stated_specs(changed, _WEIGHTS):
@@ -85,7 +96,9 @@ def with_group_size(document: JsonMapping, largest: int) -> JsonObject:
     return changed
 
 
-def with_bias_correction(document: JsonMapping) -> JsonObject:
+def with_bias_correction(
+    document: JsonMapping,
+) -> JsonObject:
     """Return the document with corrected biases.
 
     Raises:
@@ -96,7 +109,9 @@ def with_bias_correction(document: JsonMapping) -> JsonObject:
     return {**copy.deepcopy(dict(document)), "include_bias_corr": True}
 
 
-def with_equalization(document: JsonMapping) -> JsonObject:
+def with_equalization(
+    document: JsonMapping,
+) -> JsonObject:
     """Return the document with cross-layer equalization."""
     changed = copy.deepcopy(dict(document))
     if form_of(changed) == "layered":
@@ -109,9 +124,12 @@ def with_equalization(document: JsonMapping) -> JsonObject:
     return changed
 
 
-def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
-    """Return the document with an algorithm, in the place of those that it excludes: one of its
-    name, and for one that rounds weights any other that does.
+def with_algorithm(
+    document: JsonMapping,
+    entry: JsonMapping,
+) -> JsonObject:
+    """Return the document with an algorithm, in the place of another one of its name. Of the
+    algorithms that round weights there is one only.
     """
     changed = copy.deepcopy(dict(document))
     kind = ALGORITHMS[entry["name"]]
@@ -135,13 +153,20 @@ def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
     return changed
 
 
-def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
+def _entries(
+    document: JsonMapping,
+    key: str,
+) -> list[JsonObject]:
     """Return the algorithms of a list, which may be a single one."""
     entries: Any = document.get(key) or []
     return [entries] if isinstance(entries, dict) else list(entries)
 
 
-def _set_entries(document: JsonObject, key: str, entries: list[JsonObject]) -> None:
+def _set_entries(
+    document: JsonObject,
+    key: str,
+    entries: list[JsonObject],
+) -> None:
     """Set the algorithms of a list; a single one is written as the presets have it."""
     is_single = len(entries) == 1 and key != "algorithms"
     document[key] = entries
@@ -150,7 +175,8 @@ def _set_entries(document: JsonObject, key: str, entries: list[JsonObject]) -> N
 
 
 def _layered_blocks(
-    document: JsonObject, roles: Collection[Role]
+    document: JsonObject,
+    roles: Collection[Role],
 ) -> Iterator[tuple[JsonObject, Role]]:
     """Yield the levels that quantize these roles as integers, each with the role."""
     for level in (document, *(document.get("layer_quantize_config") or ())):
@@ -162,15 +188,24 @@ def _layered_blocks(
                 yield level, role
 
 
-def _layered_value(level: JsonMapping, role: Role, word: str) -> Any:
+def _layered_value(
+    level: JsonMapping,
+    role: Role,
+    word: str,
+) -> Any:
     """Return what a level states of a role, in its own block or in the overall one."""
     tensors = level.get("tensor_quantize_config") or {}
     overall = level.get("overall_quantize_config") or {}
     return (tensors.get(role) or {}).get(word, overall.get(word))
 
 
-def _set_layered(level: JsonObject, role: Role, word: str, value: Any) -> bool:
-    """State a word of a role, and return whether it had another value before."""
+def _set_layered(
+    level: JsonObject,
+    role: Role,
+    word: str,
+    value: Any,
+) -> bool:
+    """Set a word of a role, and return whether it had another value before."""
     if _layered_value(level, role, word) == value:
         return False
     blocks = level.get("tensor_quantize_config") or {}
@@ -179,7 +214,10 @@ def _set_layered(level: JsonObject, role: Role, word: str, value: Any) -> bool:
     return True
 
 
-def _stated_specs(document: JsonMapping, roles: Collection[Role]) -> Iterator[JsonObject]:
+def _stated_specs(
+    document: JsonMapping,
+    roles: Collection[Role],
+) -> Iterator[JsonObject]:
     """Yield the specs of these roles that decide a granularity, at all levels."""
     words = [KEY_OF[role] for role in roles]
     for level in _hierarchical_levels(document):
@@ -189,14 +227,18 @@ def _stated_specs(document: JsonMapping, roles: Collection[Role]) -> Iterator[Js
                 yield spec
 
 
-def _hierarchical_levels(document: JsonMapping) -> Iterator[Mapping[str, Any]]:
+def _hierarchical_levels(
+    document: JsonMapping,
+) -> Iterator[Mapping[str, Any]]:
     yield document.get("global_quant_config") or {}
     for block in ("layer_type_quant_config", "layer_quant_config"):
         for level in (document.get(block) or {}).values():
             yield level or {}
 
 
-def _scheme(spec: JsonMapping) -> str | None:
+def _scheme(
+    spec: JsonMapping,
+) -> str | None:
     """Return the granularity that a spec states or its observer implies; None if neither
     does, or if its ranges are not calibrated.
     """
@@ -211,7 +253,10 @@ def _scheme(spec: JsonMapping) -> str | None:
     return scheme
 
 
-def _observer(method: str, scheme: str | None) -> str | None:
+def _observer(
+    method: str,
+    scheme: str | None,
+) -> str | None:
     """Return the observer of a method for a granularity; None if there is none."""
     for name, (other, schemes) in OBSERVER_METHODS.items():
         if other == method and scheme in schemes:

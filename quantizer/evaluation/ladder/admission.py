@@ -69,7 +69,9 @@ class Admission:
                 raise UsageError(reason)
 
 
-def reason_of(error: QuantizerError) -> str:
+def reason_of(
+    error: QuantizerError,
+) -> str:
     """Return what an error says, without the place in a config."""
     if isinstance(error, ConfigError):
         for finding in error.diagnostics:
@@ -78,12 +80,19 @@ def reason_of(error: QuantizerError) -> str:
     return error.message
 
 
-def _plan(ground: Ground, config: Config) -> Plan:
+def _plan(
+    ground: Ground,
+    config: Config,
+) -> Plan:
     graph = run_passes(ground.original, config.settings)
     return resolve_plan(config, graph, ground.original)
 
 
-def _effect(rung: Rung, config: Config, plan: Plan) -> tuple[Any, ...]:
+def _effect(
+    rung: Rung,
+    config: Config,
+    plan: Plan,
+) -> tuple[Any, ...]:
     """Return all that a rung does to a model. Rungs with the same effect have the same
     results.
     """

@@ -85,7 +85,7 @@ class Climber:
     """Climbs one ladder.
 
     Args:
-        ground: what all rungs stand on.
+        ground: what all rungs share.
         seconds: after which no trial begins.
         steps: of the ladder.
         after_row: called with each row.
@@ -100,7 +100,7 @@ class Climber:
     _measured: dict[str, Judged] = field(default_factory=dict)
 
     def climb(self, start: Rung, judged: Judged | None = None) -> Climb:
-        """Climb from a rung until all gates hold.
+        """Change a rung step by step until all gates hold.
 
         Args:
             start: the config as it is.

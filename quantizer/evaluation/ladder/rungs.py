@@ -116,7 +116,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Ground:
-    """What all rungs of a ladder stand on.
+    """What all rungs of a ladder share.
 
     Attributes:
         original: the model as traced.

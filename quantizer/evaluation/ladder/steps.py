@@ -50,40 +50,59 @@ class LadderStep:
     trials: Callable[[Standing], Iterator[Trial]]
 
 
-def _edited(edit: Callable[[JsonMapping], JsonObject], rung: Rung) -> Rung:
+def _edited(
+    edit: Callable[[JsonMapping], JsonObject],
+    rung: Rung,
+) -> Rung:
     return replace(rung, document=edit(rung.document))
 
 
-def _trial(change: str, edit: Callable[..., JsonObject], **arguments: Any) -> Trial:
+def _trial(
+    change: str,
+    edit: Callable[..., JsonObject],
+    **arguments: Any,
+) -> Trial:
     """Return the trial of an edit of the config."""
     return Trial(change, partial(_edited, partial(edit, **arguments)))
 
 
-def _activation_ranges(standing: Standing) -> Iterator[Trial]:
+def _activation_ranges(
+    standing: Standing,
+) -> Iterator[Trial]:
     for method in _METHODS:
         change = f"activations: method {method}"
         yield _trial(change, with_method, roles=_ACTIVATIONS, method=method)
 
 
-def _weight_ranges(standing: Standing) -> Iterator[Trial]:
+def _weight_ranges(
+    standing: Standing,
+) -> Iterator[Trial]:
     for method in _WEIGHT_METHODS:
         change = f"weights: method {method}"
         yield _trial(change, with_method, roles=("weights",), method=method)
 
 
-def _channels(standing: Standing) -> Iterator[Trial]:
+def _channels(
+    standing: Standing,
+) -> Iterator[Trial]:
     yield _trial("weights: a scale per output channel", with_channels)
 
 
-def _bias_correction(standing: Standing) -> Iterator[Trial]:
+def _bias_correction(
+    standing: Standing,
+) -> Iterator[Trial]:
     yield _trial("biases corrected", with_bias_correction)
 
 
-def _equalization(standing: Standing) -> Iterator[Trial]:
+def _equalization(
+    standing: Standing,
+) -> Iterator[Trial]:
     yield _trial("neighbouring layers equalized", with_equalization)
 
 
-def _smoothing(standing: Standing) -> Iterator[Trial]:
+def _smoothing(
+    standing: Standing,
+) -> Iterator[Trial]:
     """Yield SmoothQuant where activations are quantized, and AWQ where weights alone are."""
     if not any(base_role(role) in _ACTIVATIONS for _, role in standing.plan.tensors):
         awq: JsonObject = {"name": "awq", "online": False}
@@ -95,12 +114,16 @@ def _smoothing(standing: Standing) -> Iterator[Trial]:
     yield _trial("SmoothQuant, alpha auto", with_algorithm, entry=searched)
 
 
-def _finetuning(standing: Standing) -> Iterator[Trial]:
+def _finetuning(
+    standing: Standing,
+) -> Iterator[Trial]:
     for mode in ("adaround", "adaquant"):
         yield Trial(f"--fast_finetune {mode}", partial(replace, fast_finetune=mode))
 
 
-def _rounding(standing: Standing) -> Iterator[Trial]:
+def _rounding(
+    standing: Standing,
+) -> Iterator[Trial]:
     """Yield the algorithms that round weights one column after another."""
     settings: JsonObject = {}
     if _least_bits(standing) <= _FEW_BITS:
@@ -113,12 +136,17 @@ def _rounding(standing: Standing) -> Iterator[Trial]:
         yield Trial(change, partial(_rounded_by, entry), undoes=_FINETUNING)
 
 
-def _rounded_by(entry: JsonMapping, rung: Rung) -> Rung:
+def _rounded_by(
+    entry: JsonMapping,
+    rung: Rung,
+) -> Rung:
     """Return the rung with an algorithm that rounds weights, which excludes finetuning."""
     return Rung(with_algorithm(rung.document, entry))
 
 
-def _least_bits(standing: Standing) -> int:
+def _least_bits(
+    standing: Standing,
+) -> int:
     widths = []
     for (_, role), tensor in standing.plan.tensors.items():
         if base_role(role) == "weights":
@@ -126,7 +154,9 @@ def _least_bits(standing: Standing) -> int:
     return min(widths, default=32)
 
 
-def _smaller_groups(standing: Standing) -> Iterator[Trial]:
+def _smaller_groups(
+    standing: Standing,
+) -> Iterator[Trial]:
     document = standing.rung.document
     sizes = group_sizes(document)
     if not sizes:
