@@ -77,8 +77,7 @@ def tune(options: TuneOptions) -> None:
     and cost. The exit code is 1 if a gate does not hold in the end.
 
     \b
-    quantizer tune --config_file net.json --model my_model.py --gate 'top1_drop<=0.005'
-    quantizer tune --config net.json --model my_model.py --gate 'sqnr_db>=30' --for onnx
+    quantizer tune --config net.json --model my_model.py --gate 'sqnr_db>=30'
     """
     gates = [parse_gate(text) for text in options.gate]
     _require_usable(options, gates)
