@@ -92,7 +92,6 @@ def run_tuned(
     """
     write_config(path, judge.read, climb)
     data = judge.data
-    gates = tuple(gate.text for gate in judge.gates)
     calib_options = replace(
         data.calib_options,
         quant_mode="calib",
@@ -106,7 +105,6 @@ def run_tuned(
         config_file=str(path),
         fast_finetune=None,
         overwrite=False,
-        gate=gates,
         for_=(),
         deploy=tuple(deploy),
     )

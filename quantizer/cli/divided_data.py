@@ -1,5 +1,6 @@
 """Divides the data of a run into samples that calibrate and samples that judge."""
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 from quantizer.cli import session
@@ -7,6 +8,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.session import OpenedRun
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
+from quantizer.sources.batches import Fingerprint
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
 
@@ -37,11 +39,17 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
     the calibration data is held back.
 
     Raises:
-        UsageError: there is one batch only.
+        UsageError: there is one batch only, or all evaluation data are calibration data.
     """
     loaded = opened.loaded
     if _has_evaluation_data(options, loaded):
         evaluation = session.open_data(options, loaded, evaluation=True)
+        if _are_same(opened.batches, evaluation):
+            raise UsageError(
+                "the evaluation data are the calibration data",
+                help="give other --eval_data, or leave it out: then a part of the calibration "
+                "data is held back",
+            )
         return DividedData(opened.batches, evaluation, options, options)
     sizes = [batch.size for batch in opened.batches]
     if len(sizes) < 2:
@@ -64,6 +72,24 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
         f"the last {counted(others, 'sample')} of {first + others} judge each config, and do "
         f"not calibrate: --subset_len {first} for calib, --skip_len {first} for test",
     )
+
+
+def _are_same(calibration: Batches, evaluation: Batches) -> bool:
+    """Return whether both are the same batches. They are read only if the first ones are
+    alike.
+    """
+    prints = []
+    for batches in (calibration, evaluation):
+        first = Fingerprint()
+        first.update(batches.first())
+        prints.append(first.to_json())
+    if prints[0] != prints[1]:
+        return False
+    for batches in (calibration, evaluation):
+        if batches.fingerprint is None:
+            # The end of a pass completes the fingerprint
+            deque(batches, maxlen=0)
+    return calibration.fingerprint == evaluation.fingerprint
 
 
 def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:

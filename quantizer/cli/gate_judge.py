@@ -106,7 +106,6 @@ class GateJudge:
                 self._options.target_choices,
             )
             scores = self._scores(calibrated.with_solution(run_as))
-        self._require_other_data()
         return self.judged(scores.gated, plan, is_valid=scores.fault is None)
 
     def judged(
@@ -143,16 +142,6 @@ class GateJudge:
         directions = BY_NAME if self._evaluator is None else self._evaluator.directions
         names = names_in_test(metrics, self._options, directions)
         require_known(about_all(self.gates), names)
-
-    def _require_other_data(self) -> None:
-        """Raise `UsageError` if tests read the batches of calibration."""
-        used = self.data.calibration.fingerprint
-        if used is not None and used == self.data.evaluation.fingerprint:
-            raise UsageError(
-                "the evaluation data are the calibration data",
-                help="give other --eval_data, or leave it out: then a part of the calibration "
-                "data is held back",
-            )
 
     def _refusal(self, plan: Plan) -> str:
         """Return why the targets cannot hold a plan; empty if they can."""
