@@ -60,6 +60,8 @@ def result_lines(
     if data:
         yield f"data: {data}"
     yield f"config: {config}"
+    if climb.rung.fast_finetune is not None:
+        yield f"calibrate with --fast_finetune {climb.rung.fast_finetune}, too: it is an option"
 
 
 def _not_tried(
