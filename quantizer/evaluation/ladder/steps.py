@@ -69,9 +69,23 @@ def _trial(
 def _activation_ranges(
     standing: Standing,
 ) -> Iterator[Trial]:
+    """Yield other methods for all ranges that are calibrated.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if not _has_activations(standing):
+        raise UsageError("no activations are quantized")
     for method in _METHODS:
-        change = f"activations: method {method}"
+        change = f"inputs and activations: method {method}"
         yield _trial(change, with_method, roles=_ACTIVATIONS, method=method)
+
+
+def _has_activations(
+    standing: Standing,
+) -> bool:
+    """Return whether an activation is quantized."""
+    return any(base_role(role) in _ACTIVATIONS for _, role in standing.plan.tensors)
 
 
 def _weight_ranges(
@@ -104,7 +118,7 @@ def _smoothing(
     standing: Standing,
 ) -> Iterator[Trial]:
     """Yield SmoothQuant where activations are quantized, and AWQ where weights alone are."""
-    if not any(base_role(role) in _ACTIVATIONS for _, role in standing.plan.tensors):
+    if not _has_activations(standing):
         awq: JsonObject = {"name": "awq", "online": False}
         yield _trial("AWQ", with_algorithm, entry=awq)
         return
