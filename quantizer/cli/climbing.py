@@ -153,9 +153,9 @@ class Tuning:
         with locked_as_opened(info.files):
             write_json(folder / TUNE_FILE, info.with_checksum(self.content))
 
-    def show(self, *, stderr: bool = False) -> None:
+    def show(self) -> None:
         """Print the table of the steps, and what was changed."""
-        console = session.console(stderr=stderr)
+        console = session.console()
         metrics = [gate.metric for gate in self.judge.gates]
         console.print(ladder_table(self.climb, metrics))
         for line in result_lines(self.climb, self.judge.data.sentence, self.config):

@@ -62,15 +62,18 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
     first = sum(sizes[:-count])
     others = sum(sizes[-count:])
     calib_options = replace(options, subset_len=first)
-    limit = None if options.subset_len is None else others
-    test_options = replace(options, skip_len=first, subset_len=limit)
+    test_options = replace(options, skip_len=first)
+    words = f"--skip_len {first}"
+    if options.subset_len is not None:
+        test_options = replace(test_options, subset_len=others)
+        words += f" --subset_len {others}"
     return DividedData(
         session.open_data(calib_options, loaded),
         session.open_data(test_options, loaded, evaluation=True),
         calib_options,
         test_options,
         f"the last {counted(others, 'sample')} of {first + others} judge each config, and do "
-        f"not calibrate: --subset_len {first} for calib, --skip_len {first} for test",
+        f"not calibrate: --subset_len {first} for calib, {words} for test",
     )
 
 
