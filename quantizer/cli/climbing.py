@@ -18,7 +18,7 @@ from quantizer.cli.values import minutes
 from quantizer.config.forms.tuned import with_tuning_comments
 from quantizer.evaluation.ladder.climb import Climb
 from quantizer.report.ladder_table import climb_json, ladder_table, result_lines
-from quantizer.results.folder import read_info
+from quantizer.results.folder import TUNE_FILE, read_info
 from quantizer.results.result_set import locked_as_opened
 from quantizer.seeding import seed_everything
 from quantizer.storage.atomic_write import replace_file
@@ -26,7 +26,6 @@ from quantizer.storage.files import cannot_use, write_json
 
 TUNED_CONFIG = "tuned_config.json"
 """The config of a climb that started from a file of the user."""
-TUNE_FILE = "tune.json"
 
 
 def minutes_option(text: str) -> Any:

@@ -220,6 +220,7 @@ def test_run_climbs_if_a_gate_does_not_hold_and_the_next_run_need_not(
     results = contents("quantize_result")
     assert run_command([*run, "--minutes", "0"]) == 0
     assert contents("quantize_result") == results
+    assert not Path("quantize_result/tune.json").exists(), "it was of the calibration before"
 
 
 def test_run_leaves_a_file_of_the_user_as_it_is(net: Callable[[str], str]) -> None:
