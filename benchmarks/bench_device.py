@@ -63,6 +63,14 @@ INT4 = {
     "group_size": 128,
     "symmetric": True,
 }
+SEARCHED = {
+    "name": "gptaq",
+    "alpha": 0.5,
+    "damp_percent": 0.2,
+    "scale_search": True,
+    "sweeps": 4,
+}
+"""The algorithm called `searched`: scales and codes are adjusted after rounding."""
 DATA = f"""
 import torch
 
@@ -368,7 +376,9 @@ def calibration_command(
     """
     config: dict[str, Any] = {"global_quant_config": {"weight": INT4}}
     config["exclude"] = ["kind:embedding", "kind:head"]
-    if algorithm != "rtn":
+    if algorithm == "searched":
+        config["algo_config"] = SEARCHED
+    elif algorithm != "rtn":
         config["algo_config"] = {"name": algorithm}
     arguments = ["--device", device, "--output_dir", str(work / device), "--quiet"]
     if Path(what).is_dir():

@@ -98,6 +98,7 @@ def parts(models: Path) -> list[Part]:
         Part("peer 3b", [*BENCH, "peer", big], 180),
         Part("awq 3b", [*BENCH, "calibrate", big, "awq"], 180),
         Part("qronos 3b", [*BENCH, "calibrate", big, "qronos"], 180),
+        Part("searched 3b", [*BENCH, "calibrate", big, "searched"], 180),
         Part("codes of resnet50", [*BENCH, "same", "resnet50"], 60),
         Part("make slice", [*BENCH, "models", "slice", str(models)], 30),
         Part("codes of a llama", [*BENCH, "same", str(models / "slice")], 60),

@@ -40,8 +40,10 @@ from quantizer.results.result_set import locked
 from quantizer.results.same_calibration import check_plan
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.data import SYNTHETIC, Batches, is_synthetic, load_batches
+from quantizer.sources.hugging_face import example_input, without_cache
+from quantizer.sources.synthetic import Wanted, synthetic_batches
+from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 from quantizer.storage.process_memory import parse_size
@@ -224,7 +226,15 @@ def _result(
             run=header,
         )
 
-    return Result(model, calibrated, state.plan, request.batches, events=events, write=write)
+    return Result(
+        model,
+        calibrated,
+        state.plan,
+        request.batches,
+        events=events,
+        write=write,
+        calibration_stamp=request.data_stamp(state.plan),
+    )
 
 
 def _budget(memory: int | str | None) -> int | None:
@@ -276,7 +286,15 @@ def load(
         calibrated = reopen_calibration(model, batch, original, info)
     rules = stored_config(info)
     plan = check_plan(info, rules, resolve_plan(rules, calibrated.graph, original))
-    return Result(model, calibrated, plan, batches, events=follower(), opened=info)
+    return Result(
+        model,
+        calibrated,
+        plan,
+        batches,
+        events=follower(),
+        opened=info,
+        calibration_stamp=info.header.get("stamp"),
+    )
 
 
 def open_batches(
@@ -292,6 +310,8 @@ def open_batches(
             "data is None",
             help="give a list of batches, a DataLoader, or a function that returns one",
         )
+    if is_synthetic(data):
+        return _synthetic_data(str(data), model, settings)
     return load_batches(
         data,
         module=model,
@@ -300,6 +320,16 @@ def open_batches(
         seed=settings.seed,
         label="data",
     )
+
+
+def _synthetic_data(spec: str, model: nn.Module, settings: CalibrationSettings) -> Batches:
+    """Return data that are made from the model. One of transformers states their shape."""
+    example: Batch | None = None
+    if spec == SYNTHETIC and hasattr(model, "main_input_name"):
+        item = example_input(model, DEFAULT_SEQ_LEN)
+        example = load_batches([item], module=model).first()
+    wanted = Wanted(settings.subset_len, settings.batch_size, seed=settings.seed)
+    return synthetic_batches(spec, model, example, wanted)
 
 
 def _example_batches(info: QuantInfo) -> Batches:

@@ -19,8 +19,9 @@ from quantizer.api.calibrate import (
     open_batches,
     trace_compared,
 )
+from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of
-from quantizer.api.result import Comparison, Result, result_for_file
+from quantizer.api.result import Result, require_real, result_for_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
@@ -119,8 +120,7 @@ def quantize(
         model: as in `calibrate`.
         data: as in `calibrate`; None for a model of transformers if `to` needs no data.
         to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
-            "w4", "w8a8", "fp8" or "gguf". None for "w4" if the model generates text, and "onnx"
-            otherwise.
+            "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
             written from a preset if it is not there.
@@ -146,6 +146,7 @@ def quantize(
     checked = checked_target(target, choices)
     settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
     batches = _batches(model, data, settings)
+    require_real(batches, evaluate, evaluation_data)
     graph = _trace(model, batches, choices)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)

@@ -13,14 +13,15 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.api.comparison import Comparison
 from quantizer.api.config import path_of
 from quantizer.api.notebook import html_table
 from quantizer.api.report import Report
 from quantizer.calibration.events import Events
 from quantizer.calibration.module_target import evaluating
-from quantizer.config.wording import closest_word, counted, first_names
-from quantizer.errors import DataError, GateError, ModelError, UsageError
-from quantizer.evaluation.scores import DROP, RATIO, Scores, score
+from quantizer.config.wording import counted
+from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.evaluation.scores import score
 from quantizer.export import (
     EXPORTERS,
     checked_target,
@@ -33,7 +34,6 @@ from quantizer.export.choices import checked_choices, chooses_layers
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
-from quantizer.graph.module_names import path_names
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import weight_bytes
@@ -49,11 +49,6 @@ from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate, checked_measure
 from quantizer.sources.user_code import user_exits
-
-_SHOWN_METRICS = 8
-"""Metrics that a comparison shows."""
-_SHOWN_LAYERS = 3
-"""Layers that a comparison shows."""
 
 
 class PlanView:
@@ -78,128 +73,6 @@ class PlanView:
         return rules + html_table(tables.plan_table(self.plan, TableView()))
 
 
-class Comparison:
-    """Holds the figures of a test.
-
-    Attributes:
-        metrics: the figures by name. `sqnr_db` and `cosine` are those of the worst output or
-            part, `sqnr_db_pooled` is that of all together. For a metric X of the task,
-            `X_float` is the value of the float network. If it is known whether more or less of
-            X is better, `X_drop` is the loss of quality.
-        outputs: a row of figures for each output, and for each part of an output that is joined
-            from several.
-        warnings: the warnings about outputs that lose much more than the others, with the
-            causes.
-        layers: a row for each quantized tensor, the most damaged first, with local and
-            accumulated SQNR in dB.
-        passes: the losses by passes that change the model's function and by quantization, on
-            one batch; None if there are no such passes.
-    """
-
-    def __init__(
-        self, scores: Scores, calibrated: Calibrated, stamp: str | None = None
-    ) -> None:
-        specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
-        self.metrics: Mapping[str, float] = scores.metrics
-        self.outputs = tables.output_rows(scores.comparison.outputs)
-        self.warnings = [warning.to_json() for warning in scores.warnings]
-        self.layers = tables.layer_rows(scores.comparison, specs)
-        self.passes = scores.passes
-        self._scores = scores
-        self._stamp = stamp
-        self._paths = path_names(calibrated.graph)
-
-    def require(self, **bounds: float) -> Comparison:
-        """Raise `GateError` if metrics are worse than their bounds. Otherwise return this
-        comparison.
-
-        A bound is a minimum, or a maximum for metrics of which less is better:
-        `require(sqnr_db=20, top1_drop=0.01)`. The metric of one output or part is written
-        `require(**{"sqnr_db[0.scores]": 30})`.
-
-        Args:
-            bounds: the bound of each metric, by its name.
-
-        Raises:
-            GateError: metrics are worse than their bounds. The message names these bounds.
-            UsageError: there is no such metric, or it is not known whether less is better.
-        """
-        metrics = self._scores.gated
-        failed = []
-        for name, bound in bounds.items():
-            self._require_known(name)
-            if self._is_bounded_above(name):
-                if not metrics[name] <= bound:
-                    failed.append(f"{name}<={bound:g}")
-            elif not metrics[name] >= bound:
-                failed.append(f"{name}>={bound:g}")
-        if failed:
-            raise GateError(
-                f"not met: {', '.join(failed)}",
-                help="see which layers lose most in `layers`, the worst first",
-            )
-        return self
-
-    def _require_known(self, name: str) -> None:
-        """Raise `UsageError` if there is no such metric. Its help names the known ones, or says
-        how to declare a direction.
-        """
-        if name in self._scores.gated:
-            return
-        base = name.removesuffix(DROP)
-        if name.endswith(DROP) and base in self._scores.pairs:
-            remedy = (
-                f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
-            )
-            raise UsageError(
-                f"whether less or more of {base!r} is better is not known", help=remedy
-            )
-        remedy = f"known here: {', '.join(sorted(self.metrics))}"
-        near = closest_word(name, list(self._scores.gated))
-        if near is not None:
-            remedy = f"did you mean {near}?"
-        raise UsageError(f"there is no metric {name!r}", help=remedy)
-
-    def _is_bounded_above(self, name: str) -> bool:
-        """Return whether a larger value of a metric is worse."""
-        for base in self._scores.pairs:
-            if name == f"{base}_float":
-                return self._scores.directions.lower_is_better(base) is True
-            if name in (f"{base}{DROP}", f"{base}{RATIO}"):
-                return True
-        return self._scores.directions.of_figure(name, self._scores.pairs) is True
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the part of report.json about the test."""
-        return tables.report_values(self._scores, self.layers, self._stamp)
-
-    def _title(self) -> str:
-        metrics = [f"{name}={value:.6g}" for name, value in self.metrics.items()]
-        return f"Comparison({first_names(metrics, _SHOWN_METRICS)})"
-
-    def __repr__(self) -> str:
-        lines = [self._title()]
-        worst = []
-        for row in self.layers[:_SHOWN_LAYERS]:
-            layer = self._paths.get(row["layer"], row["layer"])
-            worst.append(f"{row['local_sqnr_db']:.1f} dB {layer} {row['tensor']}")
-        if worst:
-            lines.append(f"  lowest local SQNR: {', '.join(worst)}")
-        if self.warnings:
-            lines.append(f"  {counted(len(self.warnings), 'warning')}: see .warnings")
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        html = str(element("p", self._title()))
-        if self.passes is not None:
-            html += element("p", self.passes.line)
-        if self._scores.pairs:
-            html += html_table(tables.metric_table(self._scores.pairs))
-        if len(self.outputs) > 1:
-            html += html_table(tables.output_table(self.outputs, TableView()))
-        return html + html_table(tables.damage_table(self.layers, TableView()))
-
-
 class Result:
     """Holds a calibrated model, to test, save and export.
 
@@ -218,6 +91,7 @@ class Result:
         write: Callable[[Path], None] | None = None,
         opened: OpenedResults | None = None,
         layer_choice: LayerChoice | None = None,
+        calibration_stamp: str | None = None,
     ) -> None:
         self.plan = PlanView(plan)
         self._model = model
@@ -227,6 +101,7 @@ class Result:
         self._write = write
         self._opened = opened
         self._layer_choice = layer_choice
+        self._calibration_stamp = calibration_stamp
 
     @cached_property
     def network(self) -> nn.Module:
@@ -263,6 +138,7 @@ class Result:
         if evaluate is not None:
             function = Evaluate(checked_measure(evaluate, "evaluate"), directions)
         batches = self._batches_of(data)
+        require_real(batches, evaluate)
         with evaluating(self._model):
             scores = score(
                 self._calibrated,
@@ -272,7 +148,12 @@ class Result:
                 function=function,
                 explained=True,
             )
-        return Comparison(scores, self._calibrated, batches.stamp)
+        return Comparison(
+            scores,
+            self._calibrated,
+            batches.stamp,
+            calibration_stamp=self._calibration_stamp,
+        )
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the result folder.
@@ -403,6 +284,21 @@ class Result:
         return element("p", self._title()) + self.plan._repr_html_()
 
 
+def require_real(batches: Batches, evaluate: Any, data: Any = None) -> None:
+    """Raise `UsageError` if metrics of the task would be measured on synthetic data.
+
+    Args:
+        batches: of the calibration.
+        evaluate: the user's function; None to measure no metric.
+        data: to test with; None for those of the calibration.
+    """
+    if batches.way and evaluate is not None and data is None:
+        raise UsageError(
+            "evaluate() needs real data: metrics on synthetic data mean nothing",
+            help="give data to test with, or leave out evaluate",
+        )
+
+
 def result_for_file(
     result: Result, data: Any, *, target: str, file: Path, choices: Mapping[str, str]
 ) -> Result:
@@ -433,6 +329,7 @@ def result_for_file(
         result._batches,
         events=result._events,
         layer_choice=choice,
+        calibration_stamp=result._calibration_stamp,
     )
 
 

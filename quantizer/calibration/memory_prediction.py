@@ -19,7 +19,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 from quantizer.storage import process_memory
-from quantizer.storage.allocator import trim_heap
+from quantizer.storage.allocator import keeps_freed_blocks, trim_heap
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def calibration_bytes(
     if finetuned or plan.corrected:
         peak = max(peak, _layer_by_layer_bytes(graph, data, both=finetuned))
     if graph.is_deferred:
-        return peak
+        return _with_holes(peak)
     # Codes of one byte, and another float weight for each algorithm that changes it
     copies = len(algorithms) + finetuned
     return peak + _parameter_count(graph, layers) * (1 + 4 * copies)
@@ -128,7 +128,8 @@ def comparison_bytes(
         peak = max(peak, running, comparing)
     if graph.is_deferred:
         others = min(batches, MOST_BATCHES_IN_STEP) - 1
-        return peak + min(others * bytes_in_step(graph, size), MOST_BYTES_IN_STEP)
+        peak += min(others * bytes_in_step(graph, size), MOST_BYTES_IN_STEP)
+        return _with_holes(peak)
     # Codes, and the values that they stand for
     return peak + 5 * _parameter_count(graph, layers)
 
@@ -354,6 +355,13 @@ def _read_bytes(graph: Graph, node: Node) -> int:
         if isinstance(tensor, DeferredTensor):
             total += tensor.nbytes
     return total
+
+
+def _with_holes(used: int) -> int:
+    """Return how many bytes are resident for `used` bytes of a model with weights in files."""
+    if keeps_freed_blocks():
+        return int(HOLES * used)
+    return used
 
 
 def _resident(

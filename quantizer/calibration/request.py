@@ -136,6 +136,10 @@ class CalibrationRequest:
         """Return whether all batches are read, and not only the first one for its shape."""
         return plan.needs_data or self.fast_finetune is not None or self.algorithms_need_data
 
+    def data_stamp(self, plan: Plan) -> str | None:
+        """Return what reports say of the data that decided anything; None if it is real."""
+        return self.batches.stamp if self.needs_data(plan) else None
+
     def header(self, state: CalibrationState) -> dict[str, Any]:
         """Return what results record of the run: model, seed, data, and finetuning."""
         needs_data = self.needs_data(state.plan)
@@ -143,7 +147,7 @@ class CalibrationRequest:
             **self.model_digests,
             "seed": self.seed,
             "data": self.batches.fingerprint if needs_data else None,
-            "stamp": self.batches.stamp if needs_data else None,
+            "stamp": self.data_stamp(state.plan),
             "fast_finetune": self.fast_finetune if state.is_finetuned else None,
             "dpu_accuracy": self.dpu_accuracy,
         }

@@ -134,6 +134,8 @@ def analyze(options: AnalyzeOptions) -> None:
             result = _search_floats(subject, options.metric)
         else:
             result = _analyze_widths(options, subject, widths, budget)
+    if subject.batches.stamp:
+        result.content["stamp"] = subject.batches.stamp
     file = options.config_file if options.apply else options.file
     if file:
         write_output(file, result.text, encoding=subject.read.encoding)
@@ -207,6 +209,8 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
     if result.analysis is not None:
         console.print(sensitivity.analysis_table(result.analysis, result.choice, view))
         lines += sensitivity.unanalysed_lines(result.analysis, view)
+    if "stamp" in result.content:
+        lines.append(f"note: these figures are of {result.content['stamp']}")
     for line in (*lines, *result.lines):
         session.print_line(line, console)
 

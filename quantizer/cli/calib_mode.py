@@ -55,6 +55,7 @@ def run_calib(
     with _locked_folder(folder, options, ranks) as noted:
         original = opened.graph
         noted["data"] = batches.filled and batches.filled.to_json()
+        noted["stamp"] = batches.stamp
         if ranks.is_first:
             check_owner(folder, original.model, overwrite=options.overwrite)
         checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
@@ -196,4 +197,8 @@ def _outcome(
     line += f"; results: {folder}"
     content["rules"] = plan.to_json()["rules"]
     shown: list[RenderableType] = [tables.rule_table(plan, view), line, share_left(left)]
+    stamp = request.data_stamp(plan)
+    if stamp:
+        content["calibration_stamp"] = stamp
+        shown.append(f"note: calibrated on {stamp}")
     return Outcome({}, content, shown, plan=plan)

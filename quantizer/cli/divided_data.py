@@ -39,9 +39,14 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
     the calibration data is held back.
 
     Raises:
-        UsageError: there is one batch only, or all evaluation data are calibration data.
+        UsageError: there is one batch only, evaluation data are synthetic, or they are the
+            calibration data.
     """
     loaded = opened.loaded
+    if session.evaluates_on_synthetic(options, loaded):
+        raise UsageError(
+            "synthetic data cannot judge a config", help="give real data with --eval_data"
+        )
     if _has_evaluation_data(options, loaded):
         evaluation = session.open_data(options, loaded, evaluation=True)
         if _are_same(opened.batches, evaluation):
@@ -99,6 +104,7 @@ def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:
     """Return whether tests have other data than calibration."""
     if options.skip_len:
         return True
-    if options.eval_data:
-        return options.eval_data != options.data
-    return options.data is None and loaded.evaluation_data is not loaded.calibration_data
+    option = session.evaluation_option(options, loaded)
+    if option is None and options.data is None:
+        return loaded.evaluation_data is not loaded.calibration_data
+    return option != options.data

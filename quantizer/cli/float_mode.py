@@ -56,9 +56,19 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
 
 
 def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:
-    """Return the user's `evaluate`, from --evaluate or the model's file; None if there is
-    none.
+    """Return the user's `evaluate`, from --evaluate or the model's file; None if there is none,
+    or if the data are synthetic.
+
+    Raises:
+        UsageError: `--evaluate` is given for synthetic data.
     """
+    if session.evaluates_on_synthetic(options, loaded):
+        if options.evaluate:
+            raise UsageError(
+                "--evaluate needs real data: metrics on synthetic data mean nothing",
+                help="give --eval_data, or evaluation_data() in the model's file",
+            )
+        return None
     if options.evaluate:
         return load_evaluate(options.evaluate, loaded.directions)
     return loaded.evaluate

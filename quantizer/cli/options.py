@@ -230,7 +230,7 @@ class Options:
         group="Model",
     )
     data: str | None = _file(
-        "Calibration data: a factory, a folder, files, texts or random:NxCxHxW.  "
+        "Calibration data: a factory, a folder, files, texts, random:NxCxHxW or synthetic.  "
         "[default: calibration_data() in the model's file]",
         group="Data",
         metavar="DATA",
@@ -259,7 +259,7 @@ class Options:
         metavar="SIZE",
         group="Data",
     )
-    subset_len: int | None = _count("Use only the first N samples of the data.", group="Data")
+    subset_len: int | None = _count("Use (or make) only N samples of the data.", group="Data")
     skip_len: int | None = _count("Test without the first N samples of the data.", group="Data")
     batch_size: int | None = _count(
         "Samples per batch.  [default: 32; for texts 1]", group="Data"

@@ -83,6 +83,8 @@ def plan(options: Options) -> None:
         refused[target] = [asdict(refusal) for refusal in refusals[target]]
     if refused:
         content["refused"] = refused
+    if traced.way:
+        content["synthetic_data"] = traced.way
     if options.file:
         write_json(Path(options.file), content)
     if options.json:
@@ -161,6 +163,8 @@ def _show(
         f"{after / _MB:.2f} MB"
     )
     click.echo(share_left(content["float_parameters"]))
+    if "synthetic_data" in content:
+        click.echo(f"calibration first makes {content['synthetic_data']}")
     if algorithms:
         names = ", then ".join(algorithm.name for algorithm in algorithms)
         line = f"calibration runs {names}"

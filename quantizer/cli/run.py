@@ -33,6 +33,7 @@ from quantizer.cli.gates import (
     parse_gate,
     require_known,
     require_known_parts,
+    require_measured,
 )
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import require_met
@@ -45,6 +46,7 @@ from quantizer.cli.test_mode import run_test
 from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UsageError
+from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.export import require_extras
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
@@ -205,6 +207,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     """
     seed_everything(options.seed)
     opened = session.open_run(options)
+    if opened.batches.way:
+        say_note(f"making {opened.batches.way}")
     model = opened.loaded.module
     name = options.to or default_destination(model)
     destination = DESTINATIONS[name]
@@ -219,6 +223,9 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     if evaluator_of(options, opened.loaded) is None:
         with_target = replace(options, deploy=(target,))
         require_known(about_all(gates), names_in_test(MEASURED, with_target))
+    if session.evaluates_on_synthetic(options, opened.loaded):
+        example = opened.batches.for_shapes().first()
+        require_measured(gates, not_measured_by_targets(example))
     require_known_parts(gates, output_parts(opened.graph))
     require_fitting_names(options.target_choices, model, opened.graph)
     has_file = options.config_file is not None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +41,16 @@ from quantizer.printable import json_text, one_line
 from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, load_batches
+from quantizer.sources.data import (
+    DEFAULT_BATCH_SIZE,
+    SYNTHETIC,
+    Batches,
+    is_synthetic,
+    load_batches,
+)
 from quantizer.sources.models import LoadedModel, load_model
+from quantizer.sources.synthetic import Wanted, synthetic_batches
+from quantizer.sources.text import Windows
 from quantizer.storage import process_memory
 
 _logger = logging.getLogger(__name__)
@@ -223,16 +232,21 @@ def open_data(
 
     Raises:
         UsageError: there is no data, or options do not fit it.
-        DataError: it cannot be read.
+        DataError: it cannot be read, or synthetic data cannot be made.
     """
     option = options.data
     source: Any = loaded.calibration_data
     if evaluation:
-        option = options.eval_data or options.data
+        option = evaluation_option(options, loaded)
         source = loaded.evaluation_data
     if option is not None:
         source = option
     windows = read_windows(options, loaded, option, seq_len)
+    if is_synthetic(option):
+        synthetic = _synthetic_data(str(option), options, loaded, windows)
+        if evaluation:
+            synthetic.skip_len = options.skip_len
+        return synthetic
     if source is None:
         if loaded.example is None or evaluation:
             raise missing_data()
@@ -254,6 +268,49 @@ def open_data(
     return batches
 
 
+def evaluation_option(options: Options, loaded: LoadedModel) -> str | None:
+    """Return the value of `--eval_data`, or of `--data` if that is also for evaluation; None
+    for the data of the model's file.
+
+    Synthetic data are for calibration, so the file's own data are preferred.
+    """
+    if options.eval_data is not None:
+        return options.eval_data
+    if is_synthetic(options.data) and loaded.evaluation_data is not None:
+        return None
+    return options.data
+
+
+def evaluates_on_synthetic(options: Options, loaded: LoadedModel) -> bool:
+    """Return whether test mode runs on synthetic data. They have no labels."""
+    return is_synthetic(evaluation_option(options, loaded))
+
+
+def _synthetic_data(
+    spec: str, options: Options, loaded: LoadedModel, windows: Windows
+) -> Batches:
+    """Return data that are made from the model, in the shapes of its example input or of its
+    own data.
+    """
+    if Path(spec).exists():
+        _logger.warning(
+            "--data %s makes data from the model; ./%s is the file or folder", spec, spec
+        )
+    if options.preprocess and not options.eval_data:
+        raise UsageError(
+            "--preprocess is for images, but the data are synthetic",
+            help="leave it out: the inputs that are made have the model's own range",
+        )
+    source: Any = loaded.calibration_data
+    if loaded.example is not None:
+        source = [loaded.example(windows.seq_len)]
+    example: Batch | None = None
+    if source is not None and spec == SYNTHETIC:
+        example = load_batches(source, module=loaded.module).first()
+    wanted = Wanted(options.subset_len, options.batch_size, options.seq_len, options.seed)
+    return synthetic_batches(spec, loaded.module, example, wanted)
+
+
 def batch_size(options: Options, batches: Batches) -> int:
     """Return the samples per batch, known once the first batch was read."""
     return options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
@@ -262,9 +319,10 @@ def batch_size(options: Options, batches: Batches) -> int:
 def missing_data() -> UsageError:
     """Return the error about missing data."""
     remedy = (
-        "give --data, or add calibration_data() to the model's file. A config without static "
-        "activations and without algorithms needs only the shape of an input: --data "
-        "random:1x3x224x224, or example_input() in the model's file"
+        "give --data, or add calibration_data() to the model's file; --data synthetic makes "
+        "data from the model itself. A config without static activations and without "
+        "algorithms needs only the shape of an input: --data random:1x3x224x224, or "
+        "example_input() in the model's file"
     )
     return UsageError("Missing option '--data'", help=remedy)
 

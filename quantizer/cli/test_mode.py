@@ -1,5 +1,6 @@
 """Runs `--quant_mode test`: compares the calibrated network with the float one."""
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
 
+_logger = logging.getLogger(__name__)
 _FAULT_HELP = "give that layer and those before it more bits or a wider range, or float"
 
 
@@ -86,15 +88,23 @@ def run_test(
     gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
         require_known(about_all(gates), names_in_test(MEASURED, options))
+        if loaded.evaluate is not None:
+            _logger.warning(
+                "evaluate() is not called: the data are synthetic. Give --eval_data, or "
+                "evaluation_data() in the model's file, to measure the loss of the task"
+            )
     seq_len = window_length(info.header["inputs"])
     if opened is not None and opened.batches.stands_in and not options.eval_data:
         batches = replace(opened.batches, stamp=EXAMPLE_STAMP)
+    elif opened is not None and session.evaluates_on_synthetic(options, loaded):
+        batches = opened.batches
     else:
         batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
     with report_place(info, options, ranks) as (place, noted):
         original = session.recall_graph(options, loaded, batches, info)
         require_known_parts(gates, output_parts(original))
         noted["data"] = batches.filled and batches.filled.to_json()
+        noted["stamp"] = batches.stamp
         if not ranks.is_alone:
             _require_alike(ranks, info, original)
         first = batches.first().to(session.device_of(options))
@@ -311,8 +321,8 @@ def _report(
     compared = scores.comparison
     specs = {key: tensor.spec for key, tensor in info.solution.tensors.items()}
     rows = tables.layer_rows(compared, specs)
-    stamp = stamp or info.header.get("stamp")
-    report = tables.report_values(scores, rows, stamp)
+    calibration_stamp = info.header.get("stamp")
+    report = tables.report_values(scores, rows, stamp, calibration_stamp)
     if gates:
         report["gates"] = gates
     if improvement:
@@ -324,8 +334,10 @@ def _report(
         values = write_report(info, report, place, commands=commands)
         write_text(place / "layers.csv", tables.as_csv(rows))
         shown.append(f"results: {place}")
+    if calibration_stamp:
+        shown.append(f"note: calibrated on {calibration_stamp}")
     if stamp:
-        shown.append(f"note: {stamp}")
+        shown.append(f"note: these figures are of {stamp}")
     if scores.pairs:
         shown.append(tables.metric_table(scores.pairs))
     metrics = compared.metrics()

@@ -4,7 +4,7 @@ from functools import partial
 
 from quantizer.cli.options import Options
 from quantizer.errors import UsageError
-from quantizer.sources.data import TEXTS, find_files
+from quantizer.sources.data import TEXTS, find_files, is_synthetic
 from quantizer.sources.models import LoadedModel
 from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
 from quantizer.sources.tokenizer import load_tokenizer
@@ -32,9 +32,13 @@ def read_windows(
     """
     names = [name for name in _OF_TEXTS if getattr(options, name)]
     has_example = loaded.calibration_data is None and loaded.example is not None
-    if data is None and has_example and "seq_len" in names:
-        # It sets the length of the example input.
+    is_example = data is None and has_example
+    if (is_example or is_synthetic(data)) and "seq_len" in names:
+        # It sets the length of the example input, and of sequences that the model samples.
         names.remove("seq_len")
+    if is_synthetic(data) and options.eval_data:
+        # They are for the texts of --eval_data.
+        names.clear()
     if names and (data is None or find_files(data)[0] != TEXTS):
         raise UsageError(
             f"--{names[0]} is for texts, but the data is not text",

@@ -23,6 +23,7 @@ class TracedModel:
         tested: samples in a batch of test mode, None if it was not asked for.
         base: memory of the process that traced.
         filled: the arguments of `forward` that batches fill, as JSON.
+        way: how calibration would make synthetic data; empty for other data.
     """
 
     graph: Graph
@@ -31,6 +32,7 @@ class TracedModel:
     tested: int | None
     base: ProcessMemory
     filled: Mapping[str, Any]
+    way: str = ""
 
 
 def traced_model(options: Options, *, tested: bool = False) -> TracedModel:
@@ -42,7 +44,7 @@ def traced_model(options: Options, *, tested: bool = False) -> TracedModel:
         UsageError, ModelError, DataError: as `open_model`, `open_data` and `trace_model`.
     """
     loaded = session.open_model(options)
-    batches = session.open_data(options, loaded)
+    batches = session.open_data(options, loaded).for_shapes()
     return traced_from(options, loaded, batches, tested=tested)
 
 
@@ -65,6 +67,7 @@ def traced_from(
         tested=tested_size,
         base=ProcessMemory.now(),
         filled=filled,
+        way=batches.way,
     )
 
 
@@ -75,6 +78,6 @@ def _tested_size(options: Options, loaded: LoadedModel, size: int) -> int:
     """
     if options.data or loaded.evaluation_data in (None, loaded.calibration_data):
         return size
-    batches = session.open_data(options, loaded, evaluation=True)
+    batches = session.open_data(options, loaded, evaluation=True).for_shapes()
     batches.first()
     return session.batch_size(options, batches)

@@ -176,5 +176,6 @@ def preset_for(name: str, *, has_data: bool) -> str:
     raise UsageError(
         f"--to {name} needs calibration data, and there is none",
         help="give --data, or add calibration_data() to the model's file (in Python the "
-        f"argument `data`); these need no data: {', '.join(others)}",
+        "argument `data`); --data synthetic makes data from the model itself; these need no "
+        f"data: {', '.join(others)}",
     )

@@ -278,7 +278,7 @@ class Graph:
         nodes = tuple(node.on(device) for node in self.nodes)
         return self.replaced(nodes=nodes, tensors=tensors)
 
-    @property
+    @cached_property
     def is_deferred(self) -> bool:
         """Return whether some tensors are read only when they are needed."""
         return any(isinstance(tensor, DeferredTensor) for tensor in self.tensors.values())

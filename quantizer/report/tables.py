@@ -70,6 +70,7 @@ def report_values(
     scores: Scores,
     rows: Iterable[JsonMapping],
     stamp: str | None,
+    calibration_stamp: str | None = None,
 ) -> JsonObject:
     """Return the figures of a test as report.json has them. JSON has no infinity: infinite
     figures are None.
@@ -77,7 +78,8 @@ def report_values(
     Args:
         scores: of the quantized network compared with the float one.
         rows: what `layer_rows` returns.
-        stamp: a text that reports must show, such as "random data", or None.
+        stamp: what the figures are of, such as "random data"; None if the data are real.
+        calibration_stamp: the same of the data of the calibration.
     """
     values: JsonObject = {"metrics": finite_row(scores.metrics)}
     if scores.pairs:
@@ -92,6 +94,8 @@ def report_values(
     values["layers"] = [finite_row(row) for row in rows]
     if stamp:
         values["stamp"] = stamp
+    if calibration_stamp:
+        values["calibration_stamp"] = calibration_stamp
     return values
 
 

@@ -180,6 +180,8 @@ def measured_lines(tested: JsonMapping) -> Iterator[str]:
     yield from _outputs(tested)
     if tested.get("stamp"):
         yield f"These figures are of {tested['stamp']}."
+    if tested.get("calibration_stamp"):
+        yield f"The network was calibrated on {tested['calibration_stamp']}."
 
 
 def _made(facts: VerdictFacts) -> str:

@@ -83,6 +83,14 @@ class Batch:
         are_copies = all(after[name] is not before[name] for name in before)
         return replace(moved, is_stable=self.is_stable or are_copies)
 
+    def with_inputs(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return a batch without a target, with each input tensor replaced, in the order of
+        `tensors`.
+        """
+        args = _map_tensors(function, self.args)
+        kwargs = _map_tensors(function, self.kwargs)
+        return Batch(args, kwargs, None, kwargs or args[0])
+
     def stable(self) -> Batch:
         """Return a batch whose tensors no loader overwrites: this one, or a copy."""
         if self.is_stable:

@@ -1,5 +1,7 @@
 """Load calibration and evaluation data, from `--data` or from the model's file, as batches."""
 
+from __future__ import annotations
+
 import contextlib
 import glob
 import logging
@@ -8,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ from quantizer.sources.user_data import call_once_if_list, load_python_source, u
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
 TEXTS = "texts"
+SYNTHETIC = "synthetic"
+"""The value of `--data` for data that are made from the model itself."""
 EXAMPLE_STAMP = "an example input, not of real data"
 """What reports say if an example input takes the place of data."""
 DEFAULT_BATCH_SIZE = 32
@@ -54,8 +58,8 @@ _SUFFIXES = {
 }
 _FORMS = (
     "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
-    ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, or "
-    "random:NxCxHxW"
+    ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, "
+    "random:NxCxHxW or synthetic"
 )
 _END: Any = object()
 _logger = logging.getLogger(__name__)
@@ -77,6 +81,9 @@ class Batches:
         first_size: samples in the first batch, once it was read.
         stands_in: whether they are an example input, which has the shapes of the data but not
             its values.
+        way: how synthetic data are made from the model; empty for other data.
+        open_shapes: starts a pass over batches of the same shapes, before synthetic data are
+            made. None for other data.
         arguments: of the model's `forward`.
         filled: the arguments that batches fill, once the first batch was read.
 
@@ -93,6 +100,8 @@ class Batches:
     length: int | None = None
     first_size: int | None = None
     stands_in: bool = False
+    way: str = ""
+    open_shapes: Callable[[], Iterator[Batch]] | None = None
     arguments: Arguments = UNKNOWN_ARGUMENTS
     filled: FilledArguments | None = None
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
@@ -127,6 +136,12 @@ class Batches:
         if self._first is None:
             self._first = next(iter(self)).stable()
         return self._first
+
+    def for_shapes(self) -> Batches:
+        """Return batches of the same shapes whose values need not be made first."""
+        if self.open_shapes is None:
+            return self
+        return replace(self, open_pass=self.open_shapes)
 
     def require_same(self, ranks: Ranks) -> None:
         """Check, after a complete pass, that all ranks have read the batches of rank 0.
@@ -262,6 +277,11 @@ def load_batches(
     """
     _require_positive("batch size", batch_size)
     _require_positive("subset length", subset_len)
+    if is_synthetic(source):
+        raise UsageError(
+            f"{source!r} asks for data to calibrate with, and there is nothing to calibrate",
+            help="give real data, or leave them out to test with the data of the calibration",
+        )
     size = batch_size or DEFAULT_BATCH_SIZE
     arguments = arguments_of(module)
     kind = ""
@@ -331,20 +351,40 @@ def _user_data(
     return batches
 
 
+def shape_of_spec(spec: str) -> tuple[int, list[int]]:
+    """Return the number of samples of `random:NxCxHxW` or `synthetic:NxCxHxW`, and the shape of
+    one.
+
+    Raises:
+        UsageError: the text is not of this form, or a sample is too large.
+    """
+    kind, _, size = spec.partition(":")
+    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})+", size):
+        raise UsageError(
+            f"{spec!r} is not {kind}:NxCxHxW", help=f"for example {kind}:32x3x224x224"
+        )
+    samples, *shape = map(int, size.split("x"))
+    values = math.prod(shape)
+    if values > 2**31:
+        raise UsageError(f"one sample of {spec} has {values} values, more than 2^31")
+    return samples, shape
+
+
+def is_synthetic(spec: Any) -> bool:
+    """Return whether a value of `--data` asks for synthetic data.
+
+    >>> is_synthetic("synthetic"), is_synthetic("synthetic:8x512"), is_synthetic("./synthetic")
+    (True, True, False)
+    """
+    return isinstance(spec, str) and spec.partition(":")[0] == SYNTHETIC
+
+
 def _random_data(
     spec: str,
     size: int,
     seed: int,
 ) -> Batches:
-    if not re.fullmatch(r"random:[1-9]\d{0,8}(x[1-9]\d{0,8})+", spec):
-        raise UsageError(
-            f"{spec!r} is not random:NxCxHxW", help="for example random:32x3x224x224"
-        )
-    numbers = spec.removeprefix("random:").split("x")
-    samples, *shape = map(int, numbers)
-    values = math.prod(shape)
-    if values > 2**31:
-        raise UsageError(f"one sample of {spec} has {values} values, more than 2^31")
+    samples, shape = shape_of_spec(spec)
 
     def open_pass() -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(seed)
@@ -366,7 +406,7 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
         DataError: there are no such files, or files of no kind or of several.
     """
     path = Path(spec)
-    if path.suffix == ".py" or spec.startswith("random:"):
+    if path.suffix == ".py" or spec.startswith("random:") or is_synthetic(spec):
         return "", []
     if path.is_dir():
         files = sorted(path.iterdir())

@@ -10,7 +10,7 @@ from torch import nn
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
 from quantizer.sources.tensor_files import read_deferred
-from quantizer.storage.allocator import map_large_blocks
+from quantizer.storage.allocator import tune_for_large_tensors
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 CHECKPOINT_FILE = "model.safetensors"
@@ -63,7 +63,7 @@ def filled_model(
     module.tie_weights()  # type: ignore[operator]
     if not _fits(module, stored):
         return None
-    map_large_blocks()
+    tune_for_large_tensors()
     parameters = {name: stored[name] for name, _ in module.named_parameters()}
     replace_parameters(module, parameters)
     read_generation_settings(module, folder)

@@ -9,11 +9,16 @@ TRIM_AFTER_GROWTH = 128 << 20
 """By how many bytes the process has to grow until `trim_heap` is worth its time after a batch
 or a step.
 """
-_M_MMAP_THRESHOLD = -3
-"""The number of this parameter of `mallopt` in malloc.h."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+"""The numbers of these parameters of `mallopt` in malloc.h."""
 _MAPPED_BLOCK_BYTES = 1 << 20
+_KEPT_AT_THE_END = 64 << 20
+"""Bytes of free memory at the end of the heap that are not returned to the system."""
+_MUCH_MEMORY = 16 << 30
+"""Holes in the heap take half a gigabyte with matrices of 50 MB, and two with GPTQ."""
 _least_resident = process_memory.resident_bytes() or 0
-_is_mapping_large_blocks = False
+_is_tuned = False
+_keeps_freed_blocks = False
 
 
 def trim_heap(beyond: int = 0) -> None:
@@ -38,18 +43,37 @@ def trim_heap(beyond: int = 0) -> None:
         _least_resident = process_memory.resident_bytes() or 0
 
 
-def map_large_blocks() -> None:
-    """Make glibc allocate each block above a megabyte in a memory map of its own, which is
-    returned to the system when the block is freed.
+def tune_for_large_tensors() -> None:
+    """Decide once how glibc allocates the memory of large tensors.
 
-    By default, glibc raises this limit up to 32 MB when it frees larger blocks. It takes
-    smaller blocks from its heap, and small blocks behind them keep the heap from shrinking.
+    If the machine and the control group of this process have much memory, all blocks are in
+    the heap, where the next tensor uses them again. The system clears new memory page by page,
+    which takes a third of the time of round-to-nearest.
+
+    With less memory, each block above a megabyte is in a memory map of its own, which is
+    returned to the system when the block is freed. By default, glibc raises this limit up to
+    32 MB when it frees larger blocks. It takes smaller blocks from its heap, and small blocks
+    behind them keep the heap from shrinking.
     """
-    global _is_mapping_large_blocks
+    global _is_tuned, _keeps_freed_blocks
     tune = _c_function("mallopt")
-    if tune is not None and not _is_mapping_large_blocks:
+    if tune is None or _is_tuned:
+        return
+    total = process_memory.total_bytes() or 0
+    if total >= _MUCH_MEMORY:
+        tune(_M_MMAP_MAX, 0)
+        tune(_M_TRIM_THRESHOLD, _KEPT_AT_THE_END)
+        _keeps_freed_blocks = True
+    else:
         tune(_M_MMAP_THRESHOLD, _MAPPED_BLOCK_BYTES)
-        _is_mapping_large_blocks = True
+    _is_tuned = True
+
+
+def keeps_freed_blocks() -> bool:
+    """Return whether `tune_for_large_tensors` chose the heap, so that freed blocks stay
+    resident until `trim_heap`.
+    """
+    return _keeps_freed_blocks
 
 
 def _c_function(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ from quantizer.config.model import Config
 from quantizer.graph.trace import trace
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import working_bytes
-from quantizer.storage import process_memory
+from quantizer.storage import allocator, process_memory
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 WEIGHT, BIAS = 100 * 40, 40
@@ -35,7 +36,7 @@ def configured(**more: object) -> Config:
     ).require()
 
 
-def test_a_layer_in_memory_and_out_of_it() -> None:
+def test_a_layer_in_memory_and_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace(nn.Sequential(nn.Linear(100, 40)), (torch.zeros(2, 100),))
     config = configured()
     plan, data = resolve_plan(config, graph, graph), BatchSizes(8, 3)
@@ -51,8 +52,12 @@ def test_a_layer_in_memory_and_out_of_it() -> None:
         for path, t in graph.tensors.items()
     }
     outside = graph.replaced(tensors=deferred)
-    assert calibration_bytes(replace(plan, graph=outside), config, data) == COPIES
-    assert comparison_bytes(outside, specs, 1000) == 1000 * 4 * (2 * 40 + 3 * 40)
+    values = 1000 * 4 * (2 * 40 + 3 * 40)
+    for keeps_freed_blocks, ratio in ((False, 1), (True, HOLES)):
+        monkeypatch.setattr(allocator, "_keeps_freed_blocks", keeps_freed_blocks)
+        in_calibration = calibration_bytes(replace(plan, graph=outside), config, data)
+        assert in_calibration == int(ratio * COPIES)
+        assert comparison_bytes(outside, specs, 1000) == int(ratio * values)
 
 
 def test_an_algorithm_adds_matrices_and_values_of_all_batches_within_the_budget() -> None:

@@ -115,7 +115,9 @@ def test_random_data_give_the_shape_and_no_stamp(
         )
         capsys.readouterr()
         assert run("test", "--data", "x.pt", "--json", model="dense.py") == 0
-        assert ("stamp" in json.loads(capsys.readouterr().out)) == stamped
+        content = json.loads(capsys.readouterr().out)
+        assert ("calibration_stamp" in content) == stamped
+        assert "stamp" not in content, "the figures are of x.pt"
 
 
 @pytest.mark.parametrize(

@@ -269,10 +269,14 @@ def test_piped_output_has_no_control_characters(
 
 def test_random_data_is_stamped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate(tmp_path / "out", "--data", "random:8x1x8x8") == 0
-    capsys.readouterr()
+    assert "note: calibrated on random data" in capsys.readouterr().out
     assert check(tmp_path / "out") == 0
-    assert "random data" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["stamp"] == "random data"
+    printed = capsys.readouterr().out
+    assert "note: calibrated on random data" in printed
+    assert "these figures are of random data" not in printed
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["calibration_stamp"] == "random data"
+    assert report["stamp"] is None, "the figures are of the file's own data"
 
 
 def test_inspect_prints_the_layers_before_the_run(

@@ -71,11 +71,12 @@ class BlockRounder:
     """Rounds the blocks of a weight.
 
     Args:
-        columns: the scales. They may be changed in place between two blocks.
+        columns: the scales. Call `reread_scales` after a change in place.
     """
 
     def __init__(self, columns: ColumnScales) -> None:
         self._columns = columns
+        self.reread_scales()
 
     @cached_property
     def _index(self) -> list[int]:
@@ -95,7 +96,6 @@ class BlockRounder:
             values: of the block's columns. The errors of earlier blocks are in `current`.
             M: of the block, [columns, columns].
         """
-        self._read_scales()
         count = len(values.current)
         for start in range(0, count, INNER_COLUMNS):
             inner = slice(start, start + INNER_COLUMNS)
@@ -106,7 +106,8 @@ class BlockRounder:
             M_rows = M[inner, inner].T.contiguous()
             self._round_part(first + start, part, M_rows)
 
-    def _read_scales(self) -> None:
+    def reread_scales(self) -> None:
+        """Take the scales as they are now."""
         columns = self._columns
         zero_points: Sequence[Tensor | int] = columns.zero_point.unbind()
         # Without zero points there is less to do; on a GPU, asking costs more than that
@@ -142,7 +143,7 @@ class ReplayedRounder(BlockRounder):
         current, W, Q, E = columns.scale.new_zeros(4, *shape)
         self._values = ColumnValues(current, W, Q, E)
 
-    def _read_scales(self) -> None:
+    def reread_scales(self) -> None:
         """Leave the scales, which are read when columns are rounded."""
 
     def _round_part(self, first: int, values: ColumnValues, M_rows: Tensor) -> None:

@@ -97,6 +97,7 @@ def round_columns(
         if begin is not None:
             updated = _updated_by_paper(W[block], current, M_block)
             begin(start, updated)
+            rounder.reread_scales()
         if first is not None and start == 0:
             current[0] = first
         values = ColumnValues(current, W[block], Q[block], E[block])

@@ -60,7 +60,8 @@ class Hessian:
 
     def permuted(self, columns: Tensor) -> Tensor:
         """Return columns [depth, …] in the order of rounding."""
-        return columns.index_select(0, self.order)
+        # From a transposed view, values would be gathered one by one: three times as long
+        return columns.contiguous().index_select(0, self.order)
 
     def restored(self, columns: Tensor) -> Tensor:
         """Return permuted columns in the order of the weight."""

@@ -1,0 +1,160 @@
+"""Defines `Comparison`, the figures of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quantizer.api.notebook import html_table
+from quantizer.config.wording import closest_word, counted, first_names
+from quantizer.errors import GateError, UsageError
+from quantizer.evaluation.scores import DROP, RATIO, Scores
+from quantizer.graph.module_names import path_names
+from quantizer.report import tables
+from quantizer.report.page.html import element
+from quantizer.report.view import TableView
+from quantizer.results.calibrated import Calibrated
+
+_SHOWN_METRICS = 8
+"""Metrics that a comparison shows."""
+_SHOWN_LAYERS = 3
+"""Layers that a comparison shows."""
+
+
+class Comparison:
+    """Holds the figures of a test.
+
+    Attributes:
+        metrics: the figures by name. `sqnr_db` and `cosine` are those of the worst output or
+            part, `sqnr_db_pooled` is that of all together. For a metric X of the task,
+            `X_float` is the value of the float network. If it is known whether more or less of
+            X is better, `X_drop` is the loss of quality.
+        outputs: a row of figures for each output, and for each part of an output that is joined
+            from several.
+        warnings: the warnings about outputs that lose much more than the others, with the
+            causes.
+        layers: a row for each quantized tensor, the most damaged first, with local and
+            accumulated SQNR in dB.
+        passes: the losses by passes that change the model's function and by quantization, on
+            one batch; None if there are no such passes.
+    """
+
+    def __init__(
+        self,
+        scores: Scores,
+        calibrated: Calibrated,
+        stamp: str | None = None,
+        *,
+        calibration_stamp: str | None = None,
+    ) -> None:
+        specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
+        self.metrics: Mapping[str, float] = scores.metrics
+        self.outputs = tables.output_rows(scores.comparison.outputs)
+        self.warnings = [warning.to_json() for warning in scores.warnings]
+        self.layers = tables.layer_rows(scores.comparison, specs)
+        self.passes = scores.passes
+        self._scores = scores
+        self._stamp = stamp
+        self._calibration_stamp = calibration_stamp
+        self._paths = path_names(calibrated.graph)
+
+    def require(self, **bounds: float) -> Comparison:
+        """Raise `GateError` if metrics are worse than their bounds. Otherwise return this
+        comparison.
+
+        A bound is a minimum, or a maximum for metrics of which less is better:
+        `require(sqnr_db=20, top1_drop=0.01)`. The metric of one output or part is written
+        `require(**{"sqnr_db[0.scores]": 30})`.
+
+        Args:
+            bounds: the bound of each metric, by its name.
+
+        Raises:
+            GateError: metrics are worse than their bounds. The message names these bounds.
+            UsageError: there is no such metric, or it is not known whether less is better.
+        """
+        metrics = self._scores.gated
+        failed = []
+        for name, bound in bounds.items():
+            self._require_known(name)
+            if self._is_bounded_above(name):
+                if not metrics[name] <= bound:
+                    failed.append(f"{name}<={bound:g}")
+            elif not metrics[name] >= bound:
+                failed.append(f"{name}>={bound:g}")
+        if failed:
+            raise GateError(
+                f"not met: {', '.join(failed)}",
+                help="see which layers lose most in `layers`, the worst first",
+            )
+        return self
+
+    def _require_known(self, name: str) -> None:
+        """Raise `UsageError` if there is no such metric. Its help names the known ones, or says
+        how to declare a direction.
+        """
+        if name in self._scores.gated:
+            return
+        base = name.removesuffix(DROP)
+        if name.endswith(DROP) and base in self._scores.pairs:
+            remedy = (
+                f"give test() lower_is_better={{{base!r}}} or higher_is_better={{{base!r}}}"
+            )
+            raise UsageError(
+                f"whether less or more of {base!r} is better is not known", help=remedy
+            )
+        remedy = f"known here: {', '.join(sorted(self.metrics))}"
+        near = closest_word(name, list(self._scores.gated))
+        if near is not None:
+            remedy = f"did you mean {near}?"
+        raise UsageError(f"there is no metric {name!r}", help=remedy)
+
+    def _is_bounded_above(self, name: str) -> bool:
+        """Return whether a larger value of a metric is worse."""
+        for base in self._scores.pairs:
+            if name == f"{base}_float":
+                return self._scores.directions.lower_is_better(base) is True
+            if name in (f"{base}{DROP}", f"{base}{RATIO}"):
+                return True
+        return self._scores.directions.of_figure(name, self._scores.pairs) is True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the part of report.json about the test."""
+        return tables.report_values(
+            self._scores, self.layers, self._stamp, self._calibration_stamp
+        )
+
+    def _stamps(self) -> Iterator[str]:
+        """Yield a line for data that are not real."""
+        if self._stamp:
+            yield f"  these figures are of {self._stamp}"
+        if self._calibration_stamp:
+            yield f"  calibrated on {self._calibration_stamp}"
+
+    def _title(self) -> str:
+        metrics = [f"{name}={value:.6g}" for name, value in self.metrics.items()]
+        return f"Comparison({first_names(metrics, _SHOWN_METRICS)})"
+
+    def __repr__(self) -> str:
+        lines = [self._title(), *self._stamps()]
+        worst = []
+        for row in self.layers[:_SHOWN_LAYERS]:
+            layer = self._paths.get(row["layer"], row["layer"])
+            worst.append(f"{row['local_sqnr_db']:.1f} dB {layer} {row['tensor']}")
+        if worst:
+            lines.append(f"  lowest local SQNR: {', '.join(worst)}")
+        if self.warnings:
+            lines.append(f"  {counted(len(self.warnings), 'warning')}: see .warnings")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        html = str(element("p", self._title()))
+        for line in self._stamps():
+            html += element("p", line.strip())
+        if self.passes is not None:
+            html += element("p", self.passes.line)
+        if self._scores.pairs:
+            html += html_table(tables.metric_table(self._scores.pairs))
+        if len(self.outputs) > 1:
+            html += html_table(tables.output_table(self.outputs, TableView()))
+        return html + html_table(tables.damage_table(self.layers, TableView()))

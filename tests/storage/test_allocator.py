@@ -1,0 +1,45 @@
+"""How large tensors are allocated, by the memory of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from quantizer.storage import allocator, process_memory
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+"""The numbers in glibc's malloc.h."""
+
+
+@pytest.mark.parametrize(
+    ("total", "parameters"),
+    [
+        (64 << 30, [M_MMAP_MAX, M_TRIM_THRESHOLD]),
+        (16 << 30, [M_MMAP_MAX, M_TRIM_THRESHOLD]),
+        ((16 << 30) - 1, [M_MMAP_THRESHOLD]),
+        (None, [M_MMAP_THRESHOLD]),
+    ],
+)
+def test_memory_is_kept_only_where_there_is_much(
+    total: int | None, parameters: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned: list[int] = []
+
+    def mallopt(parameter: int, value: int) -> int:
+        tuned.append(parameter)
+        return 1
+
+    def c_function(name: str) -> Callable[[int, int], int]:
+        assert name == "mallopt"
+        return mallopt
+
+    monkeypatch.setattr(allocator, "_c_function", c_function)
+    monkeypatch.setattr(allocator, "_is_tuned", False)
+    monkeypatch.setattr(allocator, "_keeps_freed_blocks", False)
+    monkeypatch.setattr(process_memory, "total_bytes", lambda: total)
+    allocator.tune_for_large_tensors()
+    # Blocks that exist cannot be allocated anew, so only the first call counts
+    allocator.tune_for_large_tensors()
+    assert tuned == parameters
+    assert allocator.keeps_freed_blocks() == (M_MMAP_MAX in parameters)
