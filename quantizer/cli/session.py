@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quantizer.calibration.finetuning import with_finetuning
+from quantizer.cli.line_breaks import starts_of_lines
 from quantizer.cli.options import Options
 from quantizer.cli.outcome import Outcome as Outcome
 from quantizer.cli.render import print_diagnostics, say_note
@@ -444,18 +444,7 @@ def print_line(line: str | Text, stream: Console) -> None:
         line = Text(one_line(line))
     starts = []
     if stream.is_terminal:
-        starts = _starts_of_lines(line.plain, stream.width)
+        starts = starts_of_lines(line.plain, stream.width)
     for part in line.divide(starts):
         part.rstrip()
         stream.print(part, soft_wrap=True)
-
-
-def _starts_of_lines(text: str, width: int) -> list[int]:
-    """Return the positions of words that begin another line, where lines have this width."""
-    starts = []
-    line_start = 0
-    for word in re.finditer(r"\S+", text):
-        if word.end() - line_start > width and word.start() > line_start:
-            line_start = word.start()
-            starts.append(line_start)
-    return starts

@@ -7,9 +7,7 @@ import glob
 import logging
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +33,7 @@ from quantizer.sources.images import (
     image_batches,
     parse_preprocess,
 )
+from quantizer.sources.prefetch import prefetched
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import require_callable, split_spec
@@ -61,7 +60,6 @@ _FORMS = (
     ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, "
     "random:NxCxHxW or synthetic"
 )
-_END: Any = object()
 _logger = logging.getLogger(__name__)
 
 
@@ -295,7 +293,7 @@ def load_batches(
         batches = _image_data(label, paths, preprocess, size, seed=seed)
     elif kind == _TENSORS:
         read = partial(tensor_batches, paths, size, arguments, max_unpacked)
-        batches = Batches(partial(_prefetched, read), label)
+        batches = Batches(partial(prefetched, read), label)
     elif kind == TEXTS:
         text = TextData(paths, label, windows or Windows(), module)
         batches = Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), label)
@@ -327,7 +325,7 @@ def _image_data(
     settings = parse_preprocess(preprocess)
     read = partial(image_batches, images, settings, size, seed)
     length = math.ceil(len(images) / size)
-    return Batches(partial(_prefetched, read), label, length=length)
+    return Batches(partial(prefetched, read), label, length=length)
 
 
 def _user_data(
@@ -436,26 +434,6 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
             help=f"name one kind, for example {pattern}",
         )
     return kind, matching
-
-
-def _prefetched(read: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    """Yield batches that a thread reads up to two batches ahead.
-
-    If reading a batch raises an error, it is raised here instead of that batch. The thread
-    ends when the iterator is exhausted or closed.
-    """
-    batches = read()
-    thread = ThreadPoolExecutor(1, "prefetch")
-    try:
-        ahead = deque(thread.submit(next, batches, _END) for _ in range(2))
-        while True:
-            batch = ahead.popleft().result()
-            if batch is _END:
-                return
-            ahead.append(thread.submit(next, batches, _END))
-            yield batch
-    finally:
-        thread.shutdown(cancel_futures=True)
 
 
 def _require_positive(name: str, value: int | None) -> None:
