@@ -100,12 +100,14 @@ class AnalyzeOptions(Options):
 
 BUDGETS = ("budget", "size", "max_mb")
 """The options that limit the size. At most one may be given."""
+TESTS = ("eval_data", "evaluate", "skip_len")
+"""The options of the test runs of --metric."""
 
 
 @command()
 @takes(
     *("metric", *BUDGETS, "choices", "passes", "tensors", "apply", "report"),
-    *(*TABLE, *LOOK, "eval_data", "evaluate", "subset_len", "seed", "device", "memory"),
+    *(*TABLE, *LOOK, *TESTS, "subset_len", "seed", "device", "memory"),
     kind=AnalyzeOptions,
 )
 def analyze(options: AnalyzeOptions) -> None:
@@ -170,7 +172,7 @@ def _require_consistent(options: AnalyzeOptions, budget: Budget | None) -> None:
             "--metric measures each tensor, and chooses no widths",
         )
     else:
-        refuse_typed(["eval_data", "evaluate"], "they are for the test runs of --metric")
+        refuse_typed(TESTS, "they are for the test runs of --metric")
 
 
 @dataclass(frozen=True)

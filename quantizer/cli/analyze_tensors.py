@@ -6,9 +6,10 @@ from typing import Any
 
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage
-from quantizer.calibration.request import CalibrationRequest
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
+from quantizer.cli.calib_mode import require_calibration_room
 from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import OneBar, progress, run_display
 from quantizer.cli.gates import (
@@ -28,19 +29,24 @@ from quantizer.cli.session import ReadConfig
 from quantizer.config.document.document import Document
 from quantizer.config.forms.left_float import with_float
 from quantizer.config.load import check_document
-from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.model import Config
 from quantizer.config.wording import counted
 from quantizer.errors import GateError
-from quantizer.evaluation.ablation import Ablation, ablate
+from quantizer.evaluation.ablation import Ablation, ablate_calibrated
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
-from quantizer.evaluation.cheapest import FloatPart, cheapest_parts, float_parts, most_trials
+from quantizer.evaluation.cheapest import (
+    FloatPart,
+    cheapest_parts,
+    float_parts,
+    most_trials,
+    needed_layers,
+)
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import score
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.graph.passes import run_passes
-from quantizer.nn.network import Network
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.report.tables import finite_row
 from quantizer.results.calibrated import Calibrated
@@ -61,12 +67,27 @@ class Subject:
     original: Graph
 
     def calibrated(
-        self, config: Config, events: Events | None = None
+        self,
+        config: Config,
+        events: Events | None = None,
+        fast_finetune: str | None = None,
     ) -> tuple[Calibrated, Plan]:
         """Return the model calibrated with a config, in memory, and the plan.
 
-        `events` gets the progress and the messages, which are logged if it is None.
+        Args:
+            config: of the calibration.
+            events: gets the progress and the messages, which are logged if it is None.
+            fast_finetune: how weights are finetuned, if they are.
+
+        Raises:
+            OutOfMemoryError: there is not enough memory.
+            ConfigError, ModelError, DataError: as `run_calibration`.
         """
+
+        def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+            require_calibration_room(self.options, request, state.plan)
+            return state
+
         request = CalibrationRequest(
             target=TracedTarget(self.original),
             config=config,
@@ -74,6 +95,8 @@ class Subject:
             events=events or run_display(self.read.sources, quiet=True),
             seed=self.options.seed,
             memory=self.options.memory,
+            fast_finetune=fast_finetune,
+            confirm=confirm,
         )
         state = steps.run_calibration(request)
         calibrated = Calibrated(self.original, config.settings, state.solution)
@@ -87,18 +110,15 @@ def measured_tensors(subject: Subject, events: Events | None = None) -> tuple[Ab
     """
     options = subject.options
     calibrated, plan = subject.calibrated(subject.read.config, events)
-    quantized = calibrated.network()
     batches = min(subject.batches.total or NOISE_BATCHES, NOISE_BATCHES)
-    total = batches * len(list(quantized.quantizers()))
-    user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
+    total = batches * len(calibrated.solution.tensors)
     follower = events or progress(quiet=options.json)
     with RunStage(follower, "analyze tensors", total, "tensors") as stage:
-        ablation = ablate(
-            Network(calibrated.float_graph),
-            quantized,
+        ablation = ablate_calibrated(
+            calibrated,
             few(lambda: session.on_device(options, subject.batches)),
             after_tensor=stage.advance,
-            user=user,
+            is_alone_measured=True,
         )
     return ablation, plan
 
@@ -187,20 +207,8 @@ class _Trials:
         return with_float(self._subject.read.config.document, list(layers))
 
     def needed_document(self, layers: Sequence[str]) -> dict[str, Any]:
-        """Return the shortest config with these layers in float.
-
-        A layer whose tensors are quantized together with those of another one needs no entry.
-        """
-        needed = list(layers)
-        plan = self._plan(needed)
-        specs = _specs(plan)
-        for rule in plan.rules:
-            if not rule.leaves_float or rule.took_effect:
-                continue
-            fewer = [name for name in needed if name not in rule.layers]
-            if _specs(self._plan(fewer)) == specs:
-                needed = fewer
-        return self.document(needed)
+        """Return the shortest config with these layers in float."""
+        return self.document(needed_layers(layers, self._plan))
 
     def _plan(self, layers: Sequence[str]) -> Plan:
         config = self._config(layers)
@@ -240,10 +248,6 @@ class _Trials:
         directions = BY_NAME if self._evaluator is None else self._evaluator.directions
         names = names_in_test(metrics, self._subject.options, directions)
         require_known(about_all([self._gate]), names)
-
-
-def _specs(plan: Plan) -> dict[Key, QuantizationSpec]:
-    return {key: tensor.spec for key, tensor in plan.tensors.items()}
 
 
 def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablation]:

@@ -151,13 +151,7 @@ def _confirm(
         refuse(checked.words, planned_refusals(checked, plan))
     if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()
-    size = session.batch_size(options, request.batches)
-    data = memory_prediction.BatchSizes(size, request.batches.total or 1, options.memory)
-    needed = memory_prediction.calibration_bytes(
-        plan, request.config, data, finetuned=bool(request.fast_finetune)
-    )
-    remedies = memory_prediction.remedies(plan.graph)
-    memory_prediction.require_room("calibration", needed, remedies)
+    require_calibration_room(options, request, plan)
     if options.resume and checkpoints:
         check_checkpoint(checkpoints, request.fast_finetune)
         if not request.needs_data(plan):
@@ -170,6 +164,17 @@ def _confirm(
                 "there is no checkpoint in %s: calibration starts with the first batch",
                 options.output_dir,
             )
+
+
+def require_calibration_room(options: Options, request: CalibrationRequest, plan: Plan) -> None:
+    """Raise `OutOfMemoryError` if there is not enough memory for a calibration."""
+    size = session.batch_size(options, request.batches)
+    data = memory_prediction.BatchSizes(size, request.batches.total or 1, options.memory)
+    needed = memory_prediction.calibration_bytes(
+        plan, request.config, data, finetuned=bool(request.fast_finetune)
+    )
+    remedies = memory_prediction.remedies(plan.graph)
+    memory_prediction.require_room("calibration", needed, remedies)
 
 
 def _outcome(

@@ -1,7 +1,9 @@
 """Parses and checks gates such as `--gate 'sqnr_db>=20'`, which decide the exit code."""
 
+import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -89,6 +91,21 @@ class Gate:
         """
         require_known([self], metrics)
         return _COMPARE[self.comparison](metrics[self.metric], self.bound)
+
+    def shortfall(self, metrics: Mapping[str, float]) -> float:
+        """Return how far the metric is from the bound, relative to the bound: 0 if the gate
+        holds, infinity without a figure.
+
+        >>> parse_gate("sqnr_db>=20").shortfall({"sqnr_db": 15.0})
+        0.25
+        """
+        value = metrics.get(self.metric, math.nan)
+        if math.isnan(value):
+            return math.inf
+        if self.holds(metrics):
+            return 0.0
+        distance = abs(value - self.bound) / (abs(self.bound) or 1.0)
+        return max(distance, sys.float_info.min)
 
 
 def parse_gate(text: str, option: str = "--gate") -> Gate:

@@ -92,6 +92,10 @@ SUBCOMMANDS = {
         "quantizer.cli.analyze:analyze",
         "Measure how few bits each layer tolerates, and choose widths.",
     ),
+    "tune": (
+        "quantizer.cli.tune:tune",
+        "Change a config until gates hold, from cheap to dear.",
+    ),
     "retune": (
         "quantizer.cli.retune:retune",
         "Recompute scales from the statistics of a calibration.",

@@ -33,6 +33,7 @@ _COMPARED_OPTIONS = (
     "quant_mode",
     "batch_size",
     "subset_len",
+    "skip_len",
     "seq_len",
     "stride",
     "shuffle",
@@ -96,6 +97,8 @@ def _require_mode(options: Options) -> None:
     mode = options.quant_mode
     if options.gate and mode == "calib":
         raise UsageError("--gate needs test or float mode: calibration measures no metrics")
+    if options.skip_len and mode == "calib":
+        raise UsageError("--skip_len needs test or float mode: it leaves out calibration data")
     for name, refusal in _ONLY_IN_TEST.items():
         if getattr(options, name) and mode != "test":
             raise UsageError(refusal)

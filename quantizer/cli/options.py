@@ -260,6 +260,7 @@ class Options:
         group="Data",
     )
     subset_len: int | None = _count("Use (or make) only N samples of the data.", group="Data")
+    skip_len: int | None = _count("Test without the first N samples of the data.", group="Data")
     batch_size: int | None = _count(
         "Samples per batch.  [default: 32; for texts 1]", group="Data"
     )

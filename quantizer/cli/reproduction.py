@@ -37,7 +37,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """Options that do not change results, and the mode, which comes first in a command."""
 ONLY_CHECKED = {
-    "calib": frozenset(["eval_data", "evaluate"]),
+    "calib": frozenset(["eval_data", "evaluate", "skip_len"]),
     "test": frozenset(["config_file", "fast_finetune", "dpu_accuracy"]),
 }
 """Options that a mode ignores, or only compares with the results."""

@@ -12,8 +12,17 @@ import click
 
 from quantizer.cli import session, torchrun
 from quantizer.cli.calib_mode import run_calib
+from quantizer.cli.climbing import (
+    TUNED_CONFIG,
+    Tuning,
+    minutes_option,
+    run_tuned,
+    with_remark,
+)
+from quantizer.cli.divided_data import divide_data
 from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import one_display
+from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (
     MEASURED,
     Gate,
@@ -78,6 +87,10 @@ class RunOptions(Options):
         type=PathType(),
         metavar="FILE",
     )
+    minutes: float = minutes_option(
+        "With --gate: if a gate does not hold, look for a better config for so many minutes; "
+        "0 looks for none."
+    )
     output_dir: str = option(
         "The folder of config, results and files.",
         "-o",
@@ -103,11 +116,13 @@ class RunOptions(Options):
     "preprocess",
     "max_unpacked",
     "subset_len",
+    "skip_len",
     "batch_size",
     "tokenizer",
     "seq_len",
     "stride",
     "shuffle",
+    "fast_finetune",
     "memory",
     "seed",
     "output_dir",
@@ -123,6 +138,7 @@ class RunOptions(Options):
     "output_names",
     "gguf_template",
     "gate",
+    "minutes",
     "json",
     "debug",
     kind=RunOptions,
@@ -172,6 +188,7 @@ class _Finished:
         opened: the model and its data.
         calibrated, tested: the results of both modes.
         plan: of the calibration.
+        tuning: the ladder, if it was climbed.
     """
 
     test_options: Options
@@ -179,6 +196,7 @@ class _Finished:
     calibrated: Outcome
     tested: Outcome
     plan: Plan
+    tuning: Tuning | None = None
 
 
 def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
@@ -210,18 +228,60 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         require_measured(gates, not_measured_by_targets(example))
     require_known_parts(gates, output_parts(opened.graph))
     require_fitting_names(options.target_choices, model, opened.graph)
+    has_file = options.config_file is not None
     config_file = options.config_file or _config_file(options, name, opened)
+    options = replace(options, config_file=config_file)
     test_options = replace(
-        options, quant_mode="test", config_file=config_file, deploy=(target,), overwrite=False
+        options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
     )
-    calib_options = replace(
-        options, quant_mode="calib", config_file=config_file, for_=(target,), gate=()
-    )
+    calib_options = replace(options, quant_mode="calib", for_=(target,), gate=())
     calibrated = run_calib(calib_options, opened=opened)
     seed_everything(options.seed)
     tested = run_test(test_options, opened=opened)
     assert calibrated.plan is not None
-    return _Finished(test_options, opened, calibrated, tested, calibrated.plan)
+    finished = _Finished(test_options, opened, calibrated, tested, calibrated.plan)
+    if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
+        return finished
+    return _climbed(finished, options, gates, has_file=has_file)
+
+
+def _climbed(
+    finished: _Finished, options: RunOptions, gates: Sequence[Gate], *, has_file: bool
+) -> _Finished:
+    """Return the run with the config that a ladder ends with.
+
+    Args:
+        finished: the run with the first config, for which a gate does not hold.
+        options: of the run.
+        gates: of the run.
+        has_file: whether the config is a file of the user, which stays as it is.
+    """
+    opened = finished.opened
+    targets = finished.test_options.deploy
+    measured = [gate for gate in gates if gate.metric in finished.tested.metrics]
+    try:
+        if opened.batches.stands_in:
+            raise session.missing_data()
+        data = divide_data(options, opened)
+    except UsageError as error:
+        say_note(f"note: no better config is looked for: {error.message}")
+        return finished
+    judge = GateJudge(opened, data, measured, targets=targets, run_as=targets)
+    start = None
+    if not data.sentence:
+        start = judge.judged(finished.tested.metrics, finished.plan)
+    climb = judge.climb(options.minutes, options.fast_finetune, start)
+    folder = Path(options.output_dir)
+    path = folder / TUNED_CONFIG if has_file else Path(options.config_file or "")
+    if not climb.judged.is_met:
+        opened = with_remark(opened, climb)
+    run = run_tuned(judge, climb, path, opened, deploy=targets)
+    tuning = Tuning(climb, judge, options.minutes, str(path))
+    tuning.write(folder)
+    assert run.calibrated.plan is not None
+    return _Finished(
+        run.test_options, opened, run.calibrated, run.tested, run.calibrated.plan, tuning
+    )
 
 
 def _config_file(options: RunOptions, name: str, opened: OpenedRun) -> str:
@@ -282,8 +342,12 @@ def _show(finished: _Finished, lines: Sequence[str], *, as_json: bool) -> None:
             "calibration": finished.calibrated.content,
             "test": finished.tested.content,
         }
+        if finished.tuning is not None:
+            content["tune"] = finished.tuning.content
         print(json_text(content))
         return
+    if finished.tuning is not None:
+        finished.tuning.show()
     console = session.console()
     for line in lines:
         session.print_line(line, console)

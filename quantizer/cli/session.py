@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from quantizer.calibration.finetuning import with_finetuning
+from quantizer.cli.line_breaks import starts_of_lines
 from quantizer.cli.options import Options
 from quantizer.cli.outcome import Outcome as Outcome
 from quantizer.cli.render import print_diagnostics, say_note
@@ -142,6 +142,20 @@ class OpenedRun:
         """
         return trace_model(self.options, self.loaded, self.batches, compared=True)
 
+    def with_batches(self, batches: Batches) -> "OpenedRun":
+        """Return the same run with a part of its calibration data, and the same trace."""
+        return self._with(batches=batches)
+
+    def with_improvement(self, text: str) -> "OpenedRun":
+        """Return the same run with a sentence on what would lose less."""
+        return self._with(improvement=text)
+
+    def _with(self, **changes: Any) -> "OpenedRun":
+        other = replace(self, **changes)
+        # Tracing again would take longer than all else
+        vars(other)["graph"] = self.graph
+        return other
+
 
 def open_run(options: Options) -> OpenedRun:
     """Open the model and its calibration data.
@@ -229,14 +243,17 @@ def open_data(
         source = option
     windows = read_windows(options, loaded, option, seq_len)
     if is_synthetic(option):
-        return _synthetic_data(str(option), options, loaded, windows)
+        synthetic = _synthetic_data(str(option), options, loaded, windows)
+        if evaluation:
+            synthetic.skip_len = options.skip_len
+        return synthetic
     if source is None:
         if loaded.example is None or evaluation:
             raise missing_data()
         item = partial(loaded.example, windows.seq_len)
         example = load_batches(lambda: [item()], module=loaded.module)
         return replace(example, label="the example input", stands_in=True)
-    return load_batches(
+    batches = load_batches(
         source,
         module=loaded.module,
         batch_size=options.batch_size,
@@ -246,6 +263,9 @@ def open_data(
         windows=windows,
         max_unpacked=options.max_unpacked,
     )
+    if evaluation:
+        batches.skip_len = options.skip_len
+    return batches
 
 
 def evaluation_option(options: Options, loaded: LoadedModel) -> str | None:
@@ -424,18 +444,7 @@ def print_line(line: str | Text, stream: Console) -> None:
         line = Text(one_line(line))
     starts = []
     if stream.is_terminal:
-        starts = _starts_of_lines(line.plain, stream.width)
+        starts = starts_of_lines(line.plain, stream.width)
     for part in line.divide(starts):
         part.rstrip()
         stream.print(part, soft_wrap=True)
-
-
-def _starts_of_lines(text: str, width: int) -> list[int]:
-    """Return the positions of words that begin another line, where lines have this width."""
-    starts = []
-    line_start = 0
-    for word in re.finditer(r"\S+", text):
-        if word.end() - line_start > width and word.start() > line_start:
-            line_start = word.start()
-            starts.append(line_start)
-    return starts

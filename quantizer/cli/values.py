@@ -1,5 +1,7 @@
 """Parses values of options for which click has no type."""
 
+import math
+
 import click
 
 from quantizer.storage.process_memory import parse_size
@@ -30,3 +32,18 @@ def memory_size(text: str) -> int:
         raise click.BadParameter(
             f"{text!r} is not a size of memory; write 8GB or 512MB, for example."
         ) from None
+
+
+def minutes(text: str) -> float:
+    """Return the value of `--minutes`.
+
+    Raises:
+        BadParameter: it is not a number, or below 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise click.BadParameter(f"{text!r} is not a number of minutes; write 10 or 0.5.")
+    return value

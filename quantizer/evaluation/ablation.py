@@ -22,6 +22,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.segments import finish_together
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Key
+from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch, prefix_batch_errors
 
 _MOST_BRANCHES = 8
@@ -102,6 +103,31 @@ class Ablation:
 
 def _ratio_db(signal: Sequence[float], noise: Sequence[float]) -> float:
     return decibel(math.fsum(signal), math.fsum(noise))
+
+
+def ablate_calibrated(
+    calibrated: Calibrated,
+    batches: Iterable[Batch],
+    *,
+    after_tensor: Callable[[], None] = lambda: None,
+    is_alone_measured: bool = False,
+) -> Ablation:
+    """Measure the effect of each tensor of a calibrated network.
+
+    Args:
+        calibrated: the model and its calibration.
+        batches: on the model's device.
+        after_tensor, is_alone_measured: as for `ablate`.
+    """
+    user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
+    return ablate(
+        Network(calibrated.float_graph),
+        calibrated.network(),
+        batches,
+        after_tensor=after_tensor,
+        user=user,
+        is_alone_measured=is_alone_measured,
+    )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.evaluation.ablation import Ablation
 from quantizer.graph.fused import fused_layers
@@ -147,6 +148,36 @@ def cheapest_parts(
         if holds(without):
             chosen = without
     return chosen
+
+
+def needed_layers(
+    layers: Sequence[str],
+    plan_of: Callable[[Sequence[str]], Plan],
+) -> list[str]:
+    """Return the layers that a config has to name so that all of `layers` stay in float.
+
+    A layer whose tensors are quantized together with those of another one needs no entry.
+
+    Args:
+        layers: the layers in float.
+        plan_of: returns the plan of the config that names some layers.
+    """
+    needed = list(layers)
+    plan = plan_of(needed)
+    specs = _specs(plan)
+    for rule in plan.rules:
+        if not rule.leaves_float or rule.took_effect:
+            continue
+        fewer = [name for name in needed if name not in rule.layers]
+        if _specs(plan_of(fewer)) == specs:
+            needed = fewer
+    return needed
+
+
+def _specs(
+    plan: Plan,
+) -> dict[Key, QuantizationSpec]:
+    return {key: tensor.spec for key, tensor in plan.tensors.items()}
 
 
 def _extra_bytes(

@@ -172,6 +172,7 @@ def score(
     check: Callable[[Collection[str]], None] = lambda metrics: None,
     ranks: Ranks = ALONE,
     explained: bool = False,
+    before: Mapping[str, float] | None = None,
 ) -> Scores:
     """Run both networks on all batches.
 
@@ -186,6 +187,7 @@ def score(
             may raise.
         ranks: who share the batches.
         explained: whether warnings explain a low SQNR, which takes some runs of one batch.
+        before: the user's metrics of the float model; None to measure them.
 
     Raises:
         DataError: no batch, or an output that is not finite.
@@ -201,7 +203,7 @@ def score(
         calibrated.original.device,
         calibrated.outputs,
     )
-    test = _Test(calibrated, module, networks, events, ranks)
+    test = _Test(calibrated, module, networks, events, ranks, before)
     if not ranks.is_first:
         function = None
     with keep_on_device(networks.all):
@@ -217,6 +219,7 @@ class _Test:
     networks: Networks
     events: Events
     ranks: Ranks
+    before: Mapping[str, float] | None
 
     def scores(
         self,
@@ -230,7 +233,7 @@ class _Test:
         quantized = self.networks.quantized
         before: Mapping[str, float] = {}
         if function is not None:
-            before = self._measured(self.module, "evaluate float", function)
+            before = self._float_metrics(function)
             check(before.keys())
             _warn_of_unknown(function.directions, before)
         recorded = None if function is None else RecordedOutputs(quantized)
@@ -256,6 +259,12 @@ class _Test:
         if not explained or not self.ranks.is_first:
             return scores
         return replace(scores, warnings=_explained(scores, self.networks))
+
+    def _float_metrics(self, function: Evaluate) -> Mapping[str, float]:
+        """Return the user's metrics of the float model, measured if they are not known."""
+        if self.before is not None:
+            return self.before
+        return self._measured(self.module, "evaluate float", function)
 
     def _measured(self, model: nn.Module, label: str, function: Evaluate) -> dict[str, float]:
         """Return the user's metrics of one model."""

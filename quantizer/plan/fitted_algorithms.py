@@ -21,6 +21,7 @@ from quantizer.graph.structure import (
 )
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.fitting import Fitting
+from quantizer.plan.model import Plan
 from quantizer.plan.sensitive_layers import behind_norms
 
 _SMOOTHED_BITS = 8
@@ -40,7 +41,7 @@ def smooth_normalized_inputs(fitting: Fitting) -> None:
         return
     layers = []
     for layer in behind_norms(fitting.graph):
-        spec = _input_spec(fitting, layer)
+        spec = _input_spec(fitting.plan, layer)
         if spec is not None and _has_one_static_scale(spec):
             layers.append(layer)
     if not layers or not _can_smooth(find_structure(fitting.graph), layers):
@@ -81,17 +82,17 @@ def _with_smoothquant(
 
 
 def _input_spec(
-    fitting: Fitting,
+    plan: Plan,
     layer: str,
 ) -> QuantizationSpec | None:
     """Return how the value that a layer reads is quantized: at the layer, or where it is
     made.
     """
-    tensors = fitting.plan.tensors
+    tensors = plan.tensors
     tensor = tensors.get((layer, "input"))
-    node = fitting.graph.by_name[layer]
+    node = plan.graph.by_name[layer]
     while tensor is None:
-        source = fitting.graph.source(node)
+        source = plan.graph.source(node)
         if source is None:
             return None
         tensor = tensors.get((source.name, "activation"))
@@ -127,28 +128,28 @@ def leave_out_idle_algorithms(fitting: Fitting) -> None:
     """
     # From the last, as an index counts those before it
     for algorithm in reversed(fitting.config.algorithms):
-        reason = _why_idle(fitting, algorithm)
+        reason = why_algorithm_is_idle(algorithm, fitting.plan)
         if reason is not None:
             sentence = f"{algorithm.name} left out of {algorithm.path[0]}: {reason}"
             fitting.remove(algorithm.path, sentence)
 
 
-def _why_idle(
-    fitting: Fitting,
+def why_algorithm_is_idle(
     algorithm: Algorithm,
+    plan: Plan,
 ) -> str | None:
     """Return why an algorithm does nothing for the model, or cannot run; None if it can."""
     try:
-        structure = find_structure(fitting.graph, algorithm.names)
+        structure = find_structure(plan.graph, algorithm.names)
     except ConfigError as error:
         return error.diagnostics[0].message
     for group in structure.groups:
         if algorithm.kind.eases_activations and not _can_rescale(group):
             continue
         for layer in group.layers:
-            weights = fitting.plan.tensors.get((layer, "weights"))
+            weights = plan.tensors.get((layer, "weights"))
             if weights is not None and weights.spec.is_scaled:
                 return None
-            if algorithm.kind.eases_activations and _input_spec(fitting, layer):
+            if algorithm.kind.eases_activations and _input_spec(plan, layer):
                 return None
     return "the model has no linear or convolution layer that it may change"

@@ -30,6 +30,7 @@ DATA_OPTIONS = (
     "shuffle",
     "max_unpacked",
     "subset_len",
+    "skip_len",
     "seed",
     "device",
 )
@@ -76,6 +77,8 @@ class NextFacts:
 
 def next_step(facts: NextFacts) -> NextStep:
     """Return what to do after a test."""
+    if facts.improvement:
+        return NextStep(facts.improvement)
     missed = facts.not_met[0] if facts.not_met else _lost_metric(facts.tested)
     if missed is not None:
         gate = shlex.quote(missed)
@@ -84,8 +87,6 @@ def next_step(facts: NextFacts) -> NextStep:
             command += " --apply"
         text = f"`{command}` finds the layers that have to stay in float."
         return NextStep(text, (command,))
-    if facts.improvement:
-        return NextStep(facts.improvement)
     if _is_far_from_float(facts):
         command = f"quantizer analyze --tensors {facts.options}"
         text = (

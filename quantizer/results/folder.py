@@ -54,11 +54,14 @@ FINDINGS_FILES = (REPORT_FILE, ANALYSIS_FILE)
 """The findings of test mode and of `analyze`. Each has a checksum, and the sha256 of the
 calibration that it is about: see `OpenedResults.read_findings`.
 """
+TUNE_FILE = "tune.json"
+"""What each step of `quantizer tune` gained, with the same two sums."""
 RUN_FILE = "run.json"
 COMMANDS_KEY = "commands"
 """The key of run.json that has the commands that made the results. Only this key is read."""
 FILES_OF_TESTS = (
     *FINDINGS_FILES,
+    TUNE_FILE,
     "report.html",
     "layers.csv",
     "exact.json",

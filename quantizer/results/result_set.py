@@ -36,7 +36,7 @@ REPLACEABLE_NAME = re.compile(
     r"(weights|bias_corr|qparams|rescaled|statistics|model|graph)"
     r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     r"|(quant_info|checksums|plan|config\.resolved|algorithms|quantizer|graph)\.json"
-    r"|(report|analysis|exact|export/verify)\.json|report\.html|layers\.csv"
+    r"|(report|analysis|tune|exact|export/verify)\.json|report\.html|layers\.csv"
 )
 """Matches the names of files that a replacement adds or removes, except for `CODE_NAME`."""
 CODE_NAME = re.compile(r"\w+\.py")

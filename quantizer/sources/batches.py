@@ -112,6 +112,17 @@ class Batch:
 
         return self._map(cut)
 
+    def last(self, count: int) -> Batch:
+        """Return the last `count` samples."""
+        size = self.size
+
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.dim() and tensor.shape[0] == size:
+                return tensor[size - count :]
+            return tensor
+
+        return self._map(cut)
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with each tensor replaced. A tensor that `args` and `raw` share is
         replaced once.

@@ -7,9 +7,7 @@ import glob
 import logging
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +33,7 @@ from quantizer.sources.images import (
     image_batches,
     parse_preprocess,
 )
+from quantizer.sources.prefetch import prefetched
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import require_callable, split_spec
@@ -61,7 +60,6 @@ _FORMS = (
     ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, "
     "random:NxCxHxW or synthetic"
 )
-_END: Any = object()
 _logger = logging.getLogger(__name__)
 
 
@@ -73,6 +71,8 @@ class Batches:
         open_pass: starts a pass.
         label: names the data in messages.
         subset_len: the number of samples to use, or None for all. The last batch is cut.
+        skip_len: the number of samples to leave out, or None for none; `subset_len` counts from
+            there.
         stamp: what reports must say about the data ("random data").
         fingerprint: of the batches, once a pass is complete.
         length: batches in a pass, if known.
@@ -92,6 +92,7 @@ class Batches:
     open_pass: Callable[[], Iterator[Batch]]
     label: str
     subset_len: int | None = None
+    skip_len: int | None = None
     stamp: str | None = None
     fingerprint: Mapping[str, Any] | None = None
     length: int | None = None
@@ -118,7 +119,8 @@ class Batches:
             return int(self.fingerprint["batches"])
         counts: list[int] = []
         if self.length is not None:
-            counts.append(self.length)
+            skipped = (self.skip_len or 0) // (self.first_size or 1)
+            counts.append(max(self.length - skipped, 1))
         if self.subset_len and self.first_size:
             counts.append(math.ceil(self.subset_len / self.first_size))
         return min(counts, default=None)
@@ -181,6 +183,8 @@ class Batches:
             trim_heap(TRIM_AFTER_GROWTH)
         if seen.batches == 0:
             remedy = "give at least one batch, a tensor whose dimension 0 counts the samples"
+            if self.skip_len:
+                remedy = f"give more data: --skip_len {self.skip_len} leaves out all of it"
             if self._first is not None:
                 remedy = "return a new iterator in each call: the first one is used up"
             raise DataError(f"{self.label} gives no batch", help=remedy)
@@ -212,16 +216,29 @@ class Batches:
     def _subset(self) -> Iterator[Batch]:
         """Yield the batches of a pass, up to the number of samples to use."""
         if self.subset_len is None:
-            yield from self.open_pass()
+            yield from self._not_skipped()
             return
         remaining = self.subset_len
-        for batch in self.open_pass():
+        for batch in self._not_skipped():
             if batch.size > remaining:
                 batch = batch.first(remaining)
             yield batch
             remaining -= batch.size
             if remaining <= 0:
                 return
+
+    def _not_skipped(self) -> Iterator[Batch]:
+        """Yield the batches of a pass after the samples to leave out."""
+        remaining = self.skip_len or 0
+        for batch in self.open_pass():
+            size = batch.size
+            if remaining >= size:
+                remaining -= size
+                continue
+            if remaining:
+                batch = batch.last(size - remaining)
+                remaining = 0
+            yield batch
 
 
 def load_batches(
@@ -276,7 +293,7 @@ def load_batches(
         batches = _image_data(label, paths, preprocess, size, seed=seed)
     elif kind == _TENSORS:
         read = partial(tensor_batches, paths, size, arguments, max_unpacked)
-        batches = Batches(partial(_prefetched, read), label)
+        batches = Batches(partial(prefetched, read), label)
     elif kind == TEXTS:
         text = TextData(paths, label, windows or Windows(), module)
         batches = Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), label)
@@ -308,7 +325,7 @@ def _image_data(
     settings = parse_preprocess(preprocess)
     read = partial(image_batches, images, settings, size, seed)
     length = math.ceil(len(images) / size)
-    return Batches(partial(_prefetched, read), label, length=length)
+    return Batches(partial(prefetched, read), label, length=length)
 
 
 def _user_data(
@@ -417,26 +434,6 @@ def find_files(spec: str) -> tuple[str, list[Path]]:
             help=f"name one kind, for example {pattern}",
         )
     return kind, matching
-
-
-def _prefetched(read: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
-    """Yield batches that a thread reads up to two batches ahead.
-
-    If reading a batch raises an error, it is raised here instead of that batch. The thread
-    ends when the iterator is exhausted or closed.
-    """
-    batches = read()
-    thread = ThreadPoolExecutor(1, "prefetch")
-    try:
-        ahead = deque(thread.submit(next, batches, _END) for _ in range(2))
-        while True:
-            batch = ahead.popleft().result()
-            if batch is _END:
-                return
-            ahead.append(thread.submit(next, batches, _END))
-            yield batch
-    finally:
-        thread.shutdown(cancel_futures=True)
 
 
 def _require_positive(name: str, value: int | None) -> None:

@@ -83,7 +83,7 @@ def test_the_next_command_reads_the_data_of_the_run(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--to", "w8", "--gate", "sqnr_db>=200", "--subset_len", "9", "--seed", "4"]
-    assert run_command(["run", write(MODEL), "-q", *asked]) == 1
+    assert run_command(["run", write(MODEL), "-q", *asked, "--minutes", "0"]) == 1
     told = lines_of(capsys)[-1]
     assert " --subset_len 9 --seed 4 --apply` finds" in told
     report = json.loads(Path("quantize_result/report.json").read_text())
@@ -112,7 +112,8 @@ def test_the_modes_repeat_a_run_byte_for_byte(write: Callable[[str], str]) -> No
 def test_a_gate_that_does_not_hold_is_exit_1_with_what_to_try(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run_command(["run", write(MODEL), "-q", "--to", "w8", "--gate", "sqnr_db>=200"])
+    asked = ["--to", "w8", "--gate", "sqnr_db>=200", "--minutes", "0"]
+    code = run_command(["run", write(MODEL), "-q", *asked])
     printed = capsys.readouterr()
     assert code == 1
     assert "gate sqnr_db>=200: not met (" in printed.out

@@ -22,6 +22,7 @@ ON_DIGITS = [
     "openvino.md",
     "qualcomm.md",
     "tensorrt.md",
+    "tune.md",
 ]
 NEEDS = {"openvino.md": "openvino", "qualcomm.md": "onnxscript"}
 ENGINES = {

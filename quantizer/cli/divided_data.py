@@ -1,0 +1,110 @@
+"""Divides the data of a run into samples that calibrate and samples that judge."""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from quantizer.cli import session
+from quantizer.cli.options import Options
+from quantizer.cli.session import OpenedRun
+from quantizer.config.wording import counted
+from quantizer.errors import UsageError
+from quantizer.sources.batches import Fingerprint
+from quantizer.sources.data import Batches
+from quantizer.sources.models import LoadedModel
+
+_SHARE_HELD_BACK = 4
+"""One of so many batches judges, if there is no other evaluation data."""
+
+
+@dataclass(frozen=True)
+class DividedData:
+    """The samples that calibrate, and the others, which judge.
+
+    Attributes:
+        calibration: the batches of calibrations.
+        evaluation: the batches of tests.
+        calib_options, test_options: those of the run, with the samples of each.
+        sentence: says what was held back; empty if the data were apart already.
+    """
+
+    calibration: Batches
+    evaluation: Batches
+    calib_options: Options
+    test_options: Options
+    sentence: str = ""
+
+
+def divide_data(options: Options, opened: OpenedRun) -> DividedData:
+    """Return the data of calibration and of tests. Without evaluation data, the last quarter of
+    the calibration data is held back.
+
+    Raises:
+        UsageError: there is one batch only, evaluation data are synthetic, or they are the
+            calibration data.
+    """
+    loaded = opened.loaded
+    if session.evaluates_on_synthetic(options, loaded):
+        raise UsageError(
+            "synthetic data cannot judge a config", help="give real data with --eval_data"
+        )
+    if _has_evaluation_data(options, loaded):
+        evaluation = session.open_data(options, loaded, evaluation=True)
+        if _are_same(opened.batches, evaluation):
+            raise UsageError(
+                "the evaluation data are the calibration data",
+                help="give other --eval_data, or leave it out: then a part of the calibration "
+                "data is held back",
+            )
+        return DividedData(opened.batches, evaluation, options, options)
+    sizes = [batch.size for batch in opened.batches]
+    if len(sizes) < 2:
+        raise UsageError(
+            f"{opened.batches.label} has one batch, and there is no other evaluation data",
+            help="give --eval_data, add evaluation_data() to the model's file, or give more "
+            "batches: a config is judged on data that calibration does not use",
+        )
+    count = max(1, len(sizes) // _SHARE_HELD_BACK)
+    first = sum(sizes[:-count])
+    others = sum(sizes[-count:])
+    calib_options = replace(options, subset_len=first)
+    test_options = replace(options, skip_len=first)
+    words = f"--skip_len {first}"
+    if options.subset_len is not None:
+        test_options = replace(test_options, subset_len=others)
+        words += f" --subset_len {others}"
+    return DividedData(
+        session.open_data(calib_options, loaded),
+        session.open_data(test_options, loaded, evaluation=True),
+        calib_options,
+        test_options,
+        f"the last {counted(others, 'sample')} of {first + others} judge each config, and do "
+        f"not calibrate: --subset_len {first} for calib, {words} for test",
+    )
+
+
+def _are_same(calibration: Batches, evaluation: Batches) -> bool:
+    """Return whether both are the same batches. They are read only if the first ones are
+    alike.
+    """
+    prints = []
+    for batches in (calibration, evaluation):
+        first = Fingerprint()
+        first.update(batches.first())
+        prints.append(first.to_json())
+    if prints[0] != prints[1]:
+        return False
+    for batches in (calibration, evaluation):
+        if batches.fingerprint is None:
+            # The end of a pass completes the fingerprint
+            deque(batches, maxlen=0)
+    return calibration.fingerprint == evaluation.fingerprint
+
+
+def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:
+    """Return whether tests have other data than calibration."""
+    if options.skip_len:
+        return True
+    option = session.evaluation_option(options, loaded)
+    if option is None and options.data is None:
+        return loaded.evaluation_data is not loaded.calibration_data
+    return option != options.data

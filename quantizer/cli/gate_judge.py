@@ -1,0 +1,167 @@
+"""Judges the configs of a ladder by gates: calibrates and tests each, in memory."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from quantizer.calibration.events import Events, RunStage
+from quantizer.cli import session
+from quantizer.cli.analyze_tensors import Subject
+from quantizer.cli.divided_data import DividedData
+from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.follow import OneBar, progress
+from quantizer.cli.gates import Gate, about_all, names_in_test, require_known
+from quantizer.cli.render import say_note
+from quantizer.cli.screen import without_notes
+from quantizer.cli.session import OpenedRun, ReadConfig
+from quantizer.errors import UsageError
+from quantizer.evaluation.ladder.admission import Admission
+from quantizer.evaluation.ladder.climb import START, Climb, Climber, Row
+from quantizer.evaluation.ladder.rungs import Ground, Judged, Rung
+from quantizer.evaluation.scores import Scores, score
+from quantizer.export import as_run, checked_target, planned_refusals, refuse
+from quantizer.plan.model import Plan
+from quantizer.plan.size import weight_bytes
+from quantizer.results.calibrated import Calibrated
+from quantizer.seeding import seed_everything
+from quantizer.sources.directions import BY_NAME
+
+
+class GateJudge:
+    """Judges rungs by the gates of a run.
+
+    Args:
+        opened: the model, its trace and its data.
+        data: divided.
+        gates: of the run.
+        targets: that a plan must fit.
+        run_as: the targets whose runtimes the tests imitate.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedRun,
+        data: DividedData,
+        gates: Sequence[Gate],
+        *,
+        targets: Sequence[str],
+        run_as: Sequence[str],
+    ) -> None:
+        self.data = data
+        self.gates = gates
+        self._targets = targets
+        self._run_as = run_as
+        self._options = data.calib_options
+        self._evaluator = evaluator_of(self._options, opened.loaded)
+        self._subject = Subject(
+            self._options,
+            session.read_config_file(self._options.config_file),
+            opened.loaded,
+            data.calibration,
+            opened.graph,
+        )
+        self._float_metrics: Mapping[str, float] | None = None
+        self._events: Events | None = None
+
+    @property
+    def read(self) -> ReadConfig:
+        """Return the config that the ladder starts from."""
+        return self._subject.read
+
+    def climb(self, minutes: float, fast_finetune: str | None, judged: Judged | None) -> Climb:
+        """Change the config step by step until the gates hold.
+
+        Args:
+            minutes: after which no step begins.
+            fast_finetune: the mode of the start.
+            judged: what was measured on the start, if it was.
+
+        Raises:
+            UsageError: a target cannot hold the start.
+            QuantizerError: the start cannot be measured.
+        """
+        ground = Ground(
+            self._subject.original,
+            self.judge,
+            self._calibrate,
+            lambda: session.on_device(self._options, self.data.calibration),
+            self._refusal,
+        )
+        start = Rung(self.read.config.document, fast_finetune)
+        refusal = self._refusal(Admission(ground, start).plan)
+        if refusal:
+            raise UsageError(refusal, help="start from a config that this target can hold")
+        climber = Climber(ground, 60 * minutes, after_row=self._say)
+        with RunStage(progress(quiet=self._options.json), "tune", unit="steps") as whole:
+            self._events = OneBar(whole)
+            return climber.climb(start, judged)
+
+    def judge(self, rung: Rung) -> Judged:
+        """Calibrate and test a rung."""
+        with without_notes():
+            calibrated, plan = self._calibrate(rung)
+            run_as = as_run(
+                self._run_as,
+                calibrated.graph,
+                calibrated.solution,
+                self._options.target_choices,
+            )
+            scores = self._scores(calibrated.with_solution(run_as))
+        return self.judged(scores.gated, plan, is_valid=scores.fault is None)
+
+    def judged(
+        self, metrics: Mapping[str, float], plan: Plan, *, is_valid: bool = True
+    ) -> Judged:
+        """Return what the figures of a test say about the gates."""
+        shortfalls = []
+        for gate in self.gates:
+            shortfall = gate.shortfall(metrics) if is_valid else math.inf
+            shortfalls.append(shortfall)
+        return Judged(metrics, tuple(shortfalls), weight_bytes(plan)[1])
+
+    def _calibrate(self, rung: Rung) -> tuple[Calibrated, Plan]:
+        seed_everything(self._options.seed)
+        return self._subject.calibrated(rung.config, self._events, rung.fast_finetune)
+
+    def _scores(self, calibrated: Calibrated) -> Scores:
+        seed_everything(self._options.seed)
+        scores = score(
+            calibrated,
+            self._subject.loaded.module,
+            self.data.evaluation,
+            self._events or progress(quiet=True),
+            function=self._evaluator,
+            check=self._check,
+            before=self._float_metrics,
+        )
+        if self._evaluator is not None:
+            before = {name: pair["float"] for name, pair in scores.pairs.items()}
+            self._float_metrics = before
+        return scores
+
+    def _check(self, metrics: Collection[str]) -> None:
+        directions = BY_NAME if self._evaluator is None else self._evaluator.directions
+        names = names_in_test(metrics, self._options, directions)
+        require_known(about_all(self.gates), names)
+
+    def _refusal(self, plan: Plan) -> str:
+        """Return why the targets cannot hold a plan; empty if they can."""
+        for target in self._targets:
+            checked = checked_target(target, self._options.target_choices)
+            try:
+                refuse(checked.words, planned_refusals(checked, plan))
+            except UsageError as error:
+                return error.message
+        return ""
+
+    def _say(self, row: Row) -> None:
+        """Print a line about a step that is done."""
+        if row.judged is None:
+            say_note(f"{row.step}: not tried: {'; '.join(row.reasons)}")
+            return
+        figures = []
+        for gate in self.gates:
+            value = row.judged.metrics.get(gate.metric, math.nan)
+            figures.append(f"{gate.metric} {value:.6g}")
+        change = row.change or "the config as it is"
+        result = "" if row.step == START else f": {row.result}"
+        say_note(f"{row.step}: {change}: {', '.join(figures)}{result}")

@@ -1,0 +1,139 @@
+"""`quantizer tune`: changes a config from cheap to dear until gates hold, and calibrates and
+tests what came out.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+
+from quantizer.cli import session, torchrun
+from quantizer.cli.climbing import (
+    TUNED_CONFIG,
+    TunedRun,
+    Tuning,
+    minutes_option,
+    run_tuned,
+)
+from quantizer.cli.divided_data import divide_data
+from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.follow import one_display
+from quantizer.cli.gate_judge import GateJudge
+from quantizer.cli.gates import (
+    MEASURED,
+    Gate,
+    about_all,
+    gate_lines,
+    names_in_test,
+    parse_gate,
+    require_known,
+    require_known_parts,
+)
+from quantizer.cli.job_summary import append_summary
+from quantizer.cli.modes import require_met
+from quantizer.cli.options import MODEL, Options, command, option, takes
+from quantizer.cli.places import PathType
+from quantizer.config.load import load_config
+from quantizer.errors import UsageError
+from quantizer.export import require_extras
+from quantizer.graph.output_parts import output_parts
+from quantizer.printable import json_text
+from quantizer.results.write import check_owner
+from quantizer.seeding import seed_everything
+
+
+@dataclass(frozen=True)
+class TuneOptions(Options):
+    """The options of `quantizer tune`."""
+
+    minutes: float = minutes_option("Begin no test of a config after so many minutes.")
+    output_dir: str = option(
+        "The folder of config and results.",
+        "-o",
+        default="quantize_result",
+        type=PathType(),
+        metavar="DIR",
+        group="Output",
+    )
+
+
+@command()
+@takes(
+    *("config_file", "gate", "for_", *MODEL, "stride", "shuffle", "device"),
+    *("eval_data", "evaluate", "subset_len", "skip_len", "fast_finetune", "memory", "seed"),
+    *("minutes", "output_dir", "overwrite", "json", "debug"),
+    kind=TuneOptions,
+    for_="Leave out changes that --deploy TARGET could not write. May be repeated.",
+    gate="The TEST to meet, e.g. 'top1_drop<=0.005'. May be repeated.",
+)
+def tune(options: TuneOptions) -> None:
+    """Change a config until all gates hold: first what costs little, then what costs more, and
+    layers in float last. No change is kept that gains nothing.
+
+    The folder gets the changed config, its results, and tune.json with what each change gained
+    and cost. The exit code is 1 if a gate does not hold in the end.
+
+    \b
+    quantizer tune --config net.json --model my_model.py --gate 'sqnr_db>=30'
+    """
+    gates = [parse_gate(text) for text in options.gate]
+    _require_usable(options, gates)
+    stdout = sys.stderr if options.json else sys.stdout
+    with session.notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
+        run, tuning = _tune(options, gates)
+    if options.json:
+        click.echo(json_text({"tune": tuning.content, "test": run.tested.content}))
+    else:
+        tuning.show()
+        console = session.console()
+        for line in gate_lines(gates, run.tested.metrics):
+            session.print_line(line, console)
+    append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
+    page = Path(options.output_dir) / "report.html"
+    require_met(run.test_options, gates, run.tested, shown_in=str(page))
+    if run.tested.error:
+        raise run.tested.error
+
+
+def _require_usable(options: TuneOptions, gates: Sequence[Gate]) -> None:
+    """Raise `UsageError` if options are missing, or exclude each other."""
+    if torchrun.is_used():
+        raise UsageError(
+            "`quantizer tune` works in one process", help="run it without torchrun"
+        )
+    if not gates:
+        raise UsageError(
+            "Missing option '--gate'", help="give what has to hold, such as 'top1_drop<=0.005'"
+        )
+    if options.config_file is None:
+        raise UsageError(
+            "Missing option '--config_file'",
+            help="give the config to change, or use `quantizer run MODEL --gate TEST`",
+        )
+    require_extras(options.for_, to_plan=True)
+    load_config(options.config_file).require()
+
+
+def _tune(options: TuneOptions, gates: Sequence[Gate]) -> tuple[TunedRun, Tuning]:
+    """Change the config step by step, and calibrate and test the best config."""
+    seed_everything(options.seed)
+    opened = session.open_run(options)
+    if opened.batches.stands_in:
+        raise session.missing_data()
+    if evaluator_of(options, opened.loaded) is None:
+        require_known(about_all(gates), names_in_test(MEASURED, options))
+    require_known_parts(gates, output_parts(opened.graph))
+    folder = Path(options.output_dir)
+    if folder.exists():
+        check_owner(folder, opened.graph.model, overwrite=options.overwrite)
+    data = divide_data(replace(options, deploy=()), opened)
+    judge = GateJudge(opened, data, gates, targets=options.for_, run_as=())
+    climb = judge.climb(options.minutes, options.fast_finetune, None)
+    path = folder / TUNED_CONFIG
+    run = run_tuned(judge, climb, path, opened)
+    tuning = Tuning(climb, judge, options.minutes, str(path))
+    tuning.write(folder)
+    return run, tuning

@@ -1,0 +1,264 @@
+"""Change one setting of a config's document at every level that states it, in the file's own
+form.
+"""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
+from quantizer.config.forms.aliases import VALUE_ALIASES
+from quantizer.config.forms.form import form_of
+from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, KEY_OF
+from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
+from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.config.model import CAST_ONLY, ROLES, Role
+from quantizer.errors import UsageError
+
+_WEIGHTS: tuple[Role, ...] = ("weights",)
+_EQUALIZATION = "cle"
+_PER_CHANNEL_OBSERVER = "PerChannelMinMaxObserver"
+
+
+def with_method(
+    document: JsonMapping,
+    roles: Collection[Role],
+    method: str,
+) -> JsonObject:
+    """Return the document in which some roles find their ranges with another method.
+
+    Levels where the tensors have no range, such as those in float, stay as they are.
+
+    Raises:
+        UsageError: the form has no word for the method.
+    """
+    changed = copy.deepcopy(dict(document))
+    if form_of(changed) == "layered":
+        for level, role in _layered_blocks(changed, roles):
+            if _set_layered(level, role, "method", method):
+                level["tensor_quantize_config"][role].pop("percentage", None)
+        return changed
+    has_word = False
+    for spec in _stated_specs(changed, roles):
+        observer = _observer(method, _scheme(spec))
+        if observer is not None:
+            has_word = True
+            spec["observer_cls"] = observer
+            spec.pop("percentage", None)
+    if not has_word:
+        raise UsageError(f"the hierarchical form has no observer for {method} here")
+    return changed
+
+
+def with_channels(
+    document: JsonMapping,
+) -> JsonObject:
+    """Return the document in which weights have a scale per output channel, if all their values
+    shared one.
+    """
+    changed = copy.deepcopy(dict(document))
+    if form_of(changed) == "layered":
+        for level, role in _layered_blocks(changed, _WEIGHTS):
+            _set_layered(level, role, "per_channel", True)
+        return changed
+    for spec in _stated_specs(changed, _WEIGHTS):
+        if _scheme(spec) == "per_tensor":
+            spec["qscheme"] = "per_channel"
+            spec["ch_axis"] = 0
+            spec["observer_cls"] = _PER_CHANNEL_OBSERVER
+    return changed
+
+
+def group_sizes(
+    document: JsonMapping,
+) -> list[int]:
+    """Return the sizes of groups of weights that a document states, the largest first."""
+    if form_of(document) == "layered":
+        return []
+    sizes = set()
+    for spec in _stated_specs(document, _WEIGHTS):
+        size = spec.get("group_size")
+        if isinstance(size, int) and size > 0:
+            sizes.add(size)
+    return sorted(sizes, reverse=True)
+
+
+def with_group_size(
+    document: JsonMapping,
+    largest: int,
+) -> JsonObject:
+    """Return the document in which no group of weights is larger than `largest`."""
+    changed = copy.deepcopy(dict(document))
+    for spec in _stated_specs(changed, _WEIGHTS):
+        size = spec.get("group_size")
+        if isinstance(size, int) and size > largest:
+            spec["group_size"] = largest
+    return changed
+
+
+def with_bias_correction(
+    document: JsonMapping,
+) -> JsonObject:
+    """Return the document with corrected biases.
+
+    Raises:
+        UsageError: the form has no word for it.
+    """
+    if form_of(document) == "hierarchical":
+        raise UsageError("the hierarchical form has no bias correction")
+    return {**copy.deepcopy(dict(document)), "include_bias_corr": True}
+
+
+def with_equalization(
+    document: JsonMapping,
+) -> JsonObject:
+    """Return the document with cross-layer equalization."""
+    changed = copy.deepcopy(dict(document))
+    if form_of(changed) == "layered":
+        return {**changed, "include_cle": True}
+    key = ALGORITHM_LISTS[0]
+    entries = _entries(changed, key)
+    names = [entry.get("name") for entry in entries]
+    if _EQUALIZATION not in names:
+        _set_entries(changed, key, [{"name": _EQUALIZATION}, *entries])
+    return changed
+
+
+def with_algorithm(
+    document: JsonMapping,
+    entry: JsonMapping,
+) -> JsonObject:
+    """Return the document with an algorithm, in the place of another one of its name. Of the
+    algorithms that round weights there is one only.
+    """
+    changed = copy.deepcopy(dict(document))
+    kind = ALGORITHMS[entry["name"]]
+    key = "algorithms"
+    if form_of(changed) == "hierarchical":
+        key = ALGORITHM_LISTS[int(finds_codes(kind))]
+    remaining = []
+    for other in _entries(changed, key):
+        other_kind = ALGORITHMS.get(other.get("name", ""))
+        is_replaced = other_kind is kind
+        if other_kind is not None and kind.stage == "round":
+            is_replaced |= other_kind.stage == "round"
+        if not is_replaced:
+            remaining.append(other)
+    new = copy.deepcopy(dict(entry))
+    if kind.stage == "round":
+        remaining.append(new)
+    else:
+        remaining.insert(0, new)
+    _set_entries(changed, key, remaining)
+    return changed
+
+
+def _entries(
+    document: JsonMapping,
+    key: str,
+) -> list[JsonObject]:
+    """Return the algorithms of a list, which may be a single one."""
+    entries: Any = document.get(key) or []
+    return [entries] if isinstance(entries, dict) else list(entries)
+
+
+def _set_entries(
+    document: JsonObject,
+    key: str,
+    entries: list[JsonObject],
+) -> None:
+    """Set the algorithms of a list; a single one is written as the presets have it."""
+    is_single = len(entries) == 1 and key != "algorithms"
+    document[key] = entries
+    if is_single:
+        document[key] = entries[0]
+
+
+def _layered_blocks(
+    document: JsonObject,
+    roles: Collection[Role],
+) -> Iterator[tuple[JsonObject, Role]]:
+    """Yield the levels that quantize these roles as integers, each with the role."""
+    for level in (document, *(document.get("layer_quantize_config") or ())):
+        stated = level.get("quantizable_data_type")
+        quantized = ROLES if stated is None else stated
+        for role in roles:
+            dtype = _layered_value(level, role, "datatype")
+            if role in quantized and dtype not in CAST_ONLY:
+                yield level, role
+
+
+def _layered_value(
+    level: JsonMapping,
+    role: Role,
+    word: str,
+) -> Any:
+    """Return what a level states of a role, in its own block or in the overall one."""
+    tensors = level.get("tensor_quantize_config") or {}
+    overall = level.get("overall_quantize_config") or {}
+    return (tensors.get(role) or {}).get(word, overall.get(word))
+
+
+def _set_layered(
+    level: JsonObject,
+    role: Role,
+    word: str,
+    value: Any,
+) -> bool:
+    """Set a word of a role, and return whether it had another value before."""
+    if _layered_value(level, role, word) == value:
+        return False
+    blocks = level.get("tensor_quantize_config") or {}
+    level["tensor_quantize_config"] = blocks
+    blocks.setdefault(role, {})[word] = value
+    return True
+
+
+def _stated_specs(
+    document: JsonMapping,
+    roles: Collection[Role],
+) -> Iterator[JsonObject]:
+    """Yield the specs of these roles that decide a granularity, at all levels."""
+    words = [KEY_OF[role] for role in roles]
+    for level in _hierarchical_levels(document):
+        for word in words:
+            spec = level.get(word)
+            if isinstance(spec, dict) and _scheme(spec) is not None:
+                yield spec
+
+
+def _hierarchical_levels(
+    document: JsonMapping,
+) -> Iterator[Mapping[str, Any]]:
+    yield document.get("global_quant_config") or {}
+    for block in ("layer_type_quant_config", "layer_quant_config"):
+        for level in (document.get(block) or {}).values():
+            yield level or {}
+
+
+def _scheme(
+    spec: JsonMapping,
+) -> str | None:
+    """Return the granularity that a spec states or its observer implies; None if neither
+    does, or if its ranges are not calibrated.
+    """
+    is_dynamic = spec.get("is_dynamic", spec.get("dynamic"))
+    if is_dynamic or spec.get("dtype") in CAST_ONLY:
+        return None
+    scheme: str | None = spec.get("qscheme")
+    word = spec.get("observer_cls")
+    observer = VALUE_ALIASES["observer_cls"].get(str(word), str(word))
+    if scheme is None and observer in OBSERVER_METHODS:
+        scheme = OBSERVER_METHODS[observer][1][0]
+    return scheme
+
+
+def _observer(
+    method: str,
+    scheme: str | None,
+) -> str | None:
+    """Return the observer of a method for a granularity; None if there is none."""
+    for name, (other, schemes) in OBSERVER_METHODS.items():
+        if other == method and scheme in schemes:
+            return name
+    return None
