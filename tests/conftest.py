@@ -119,6 +119,7 @@ def _shared_exports(_shared_traces: None) -> Iterator[None]:
         return
     from support.shared_exports import (
         measure_single_runs,
+        run_on_one_thread,
         share_exports,
         share_translations,
     )
@@ -129,6 +130,7 @@ def _shared_exports(_shared_traces: None) -> Iterator[None]:
             share_translations(patched)
         if "onnxruntime" in sys.modules:
             measure_single_runs(patched)
+            run_on_one_thread(patched)
         yield
 
 

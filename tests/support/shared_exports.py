@@ -178,3 +178,22 @@ def measure_single_runs(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(speed, "_ROUNDS", speed.MIN_ROUNDS)
     # Its value was bound when the function was defined
     patched.setitem(speed.speeds_in_turns.__kwdefaults__, "shortest", 0.0)
+
+
+def run_on_one_thread(patched: pytest.MonkeyPatch) -> None:
+    """Run sessions without threads of their own: these wait for work in a loop, which takes more
+    time of processors than the small networks of tests.
+    """
+    import onnxruntime
+
+    start = onnxruntime.InferenceSession.__init__
+
+    def start_alone(
+        session: Any, model: Any, sess_options: Any = None, *arguments: Any, **more: Any
+    ) -> None:
+        options = sess_options or onnxruntime.SessionOptions()
+        # 0 stands for as many as the machine has
+        options.intra_op_num_threads = options.intra_op_num_threads or 1
+        start(session, model, options, *arguments, **more)
+
+    patched.setattr(onnxruntime.InferenceSession, "__init__", start_alone)
