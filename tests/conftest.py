@@ -71,7 +71,7 @@ def pytest_collection_finish() -> None:
     objects, and a tenth of the suite's time went to looking at them again and again.
     """
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+    gc.set_threshold(100_000, 10, 10)
     gc.enable()
 
 
@@ -119,6 +119,7 @@ def _shared_exports(_shared_traces: None) -> Iterator[None]:
         return
     from support.shared_exports import (
         measure_single_runs,
+        run_on_one_thread,
         share_exports,
         share_translations,
     )
@@ -129,6 +130,7 @@ def _shared_exports(_shared_traces: None) -> Iterator[None]:
             share_translations(patched)
         if "onnxruntime" in sys.modules:
             measure_single_runs(patched)
+            run_on_one_thread(patched)
         yield
 
 

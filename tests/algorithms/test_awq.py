@@ -128,7 +128,7 @@ def test_clipping_helps_by_itself_and_with_factors() -> None:
     assert both > max(clip, scale)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, *extended(4)])
 @pytest.mark.parametrize("signed", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("scheme", ["per_channel", "per_group"])
 def test_one_large_channel(bits: int, signed: bool, scheme: str) -> None:

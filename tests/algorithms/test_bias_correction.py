@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import ROLES, config, document, layer
 from support.corrections import Corrected, corrected
+from support.extended import extended
 from support.toys import built, traced
 from torch import Tensor, nn
 
@@ -75,8 +76,7 @@ TOYS = [
     "branches",
     "tied",
     "reused",
-    "containers",
-    "attention",
+    *extended("containers", "attention"),
 ]
 
 

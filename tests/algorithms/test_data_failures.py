@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from support.extended import extended
 from support.rescaling import difference, task_of
 from torch import Tensor, nn
 
@@ -158,8 +159,8 @@ def test_inputs_whose_squares_float32_cannot_hold_decide_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
-@pytest.mark.parametrize("weights", [1e-40, 1.0, 1e20])
+@pytest.mark.parametrize("size", [1e-30, 1e30, *extended(1e-20, 1e20)])
+@pytest.mark.parametrize("weights", [1e-40, 1e20, *extended(1.0)])
 def test_sizes_beyond_what_float32_can_square_end_well(
     name: str, size: float, weights: float
 ) -> None:

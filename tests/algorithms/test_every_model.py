@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support.extended import extended_except
+from support.extended import extended, extended_except
 from support.rescaling import CASES, built, task_of
 from torch import nn
 
@@ -21,7 +21,7 @@ from quantizer.config.model import QuantizationSpec
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 READS_DATA = [name for name, row in ALGORITHMS.items() if row.needs_data]
 ROUNDING = [name for name in READS_DATA if ALGORITHMS[name].stage == "round"]
-USUAL = ("Llama", "GPT2", "Mixtral", "experts", "mobile", "grouped", "outliers")
+USUAL = ("Llama", "GPT2", "experts", "mobile", "grouped", "outliers")
 NOISE = ("outliers",)
 """Inputs without any correlation, where these algorithms promise nothing."""
 
@@ -56,7 +56,7 @@ def test_every_layer_is_rounded_and_none_is_worse_for_it(name: str, model: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["Llama", "experts", "grouped"])
+@pytest.mark.parametrize("model", ["Llama", "experts", *extended("grouped")])
 @pytest.mark.parametrize("name", READS_DATA)
 def test_a_layer_runs_at_most_once_for_each_batch(name: str, model: str) -> None:
     """Errors come from sums of products of the inputs, not from running the model with each

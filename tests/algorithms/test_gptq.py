@@ -15,6 +15,7 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extended import extended
 from support.roundings import (
     CHANNELS,
     GROUPS,
@@ -77,7 +78,7 @@ EVERY_SPEC = {
 
 
 @pytest.mark.parametrize("spec", EVERY_SPEC.values(), ids=EVERY_SPEC)
-@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("scale", [3.0, *extended(1.0)])
 def test_uncorrelated_inputs_give_plain_rounding_bit_by_bit(
     spec: QuantizationSpec, scale: float
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.configs import document
+from support.extended import extended_except
 from torch import Tensor, nn
 
 from quantizer import Config, ModelQuantizer, calibrate
@@ -117,6 +118,8 @@ RUNS: dict[str, tuple[Any, str | None]] = {
     "adaquant": (document(), "adaquant"),
     **{name: (hierarchical(name), None) for name in ALGORITHMS},
 }
+USUAL = ("bias correction", "adaround", "rotation", "smoothquant", "gptq", "gptaq")
+"""Those that read batches each in a way of its own."""
 
 
 def results(name: str, data: Any, folder: Path) -> dict[str, bytes]:
@@ -127,7 +130,7 @@ def results(name: str, data: Any, folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", extended_except(RUNS, *USUAL))
 def test_calibration_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     expected = results(name, fresh(), tmp_path / "fresh")
     for loader in LOADERS if name in ("bias correction", "gptq") else [spoiled]:

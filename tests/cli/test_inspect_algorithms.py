@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.extended import extended_except
 
 from quantizer.cli.main import run_command
 
@@ -162,7 +163,7 @@ def test_it_shows_each_kind_of_block_once_and_what_is_outside(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("name", extended_except(SHOWN, "Llama", "Bert", "Mixture", "Mobile"))
 def test_architectures(
     name: str,
     tmp_path: Path,

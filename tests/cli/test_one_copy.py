@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.extended import extended_except
 from support.runs import calibrate, check
 from torch import nn
 
@@ -53,7 +54,11 @@ def written(folder: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
+USUAL = (None, "gptq", "awq", "rotation", "smoothquant")
+"""GPTAQ and Qronos read weights as GPTQ does."""
+
+
+@pytest.mark.parametrize("algorithm", extended_except([None, *ALGORITHMS], *USUAL))
 def test_views_of_weights_give_the_same_files(
     algorithm: str | None,
     tmp_path: Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,26 @@ def report(folder: str) -> Any:
     return json.loads(Path(folder, "report.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def packed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `packed`, a LLaMA in 4 bits that `quantizer run` has written to `first`."""
+    place = tmp_path_factory.mktemp("packed")
+    text_llama(place)
+    (place / "int8.json").write_text(json.dumps(CONFIG))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(place)
+        first = ["--to", "w4", *DATA, "--output_dir", "first", "-q"]
+        assert run_command(["run", "my_llama", *first]) == 0
+    (written,) = (place / "first" / "export").glob("*compressed-tensors")
+    written.rename(place / "packed")
+    return place
+
+
 @pytest.fixture
-def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder `packed`, a LLaMA in 4 bits that `quantizer run` has written to `first`."""
-    text_llama(tmp_path)
+def packed(packed_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the folder `packed` beside its data, in the working directory."""
+    shutil.copytree(packed_once, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "int8.json").write_text(json.dumps(CONFIG))
-    first = ["--to", "w4", *DATA, "--output_dir", "first", "-q"]
-    assert run_command(["run", "my_llama", *first]) == 0
-    (written,) = (tmp_path / "first" / "export").glob("*compressed-tensors")
-    written.rename(tmp_path / "packed")
     return tmp_path / "packed"
 
 

@@ -205,7 +205,7 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
 KINDS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "statistics": ((2, 3), []),
     "hierarchical": ((3,), []),
-    "dpu": ((3,), ["--fast_finetune", "adaround"]),
+    "dpu": ((2,), ["--fast_finetune", "adaround"]),
     "smoothquant": ((3,), ["--fast_finetune", "adaquant"]),
     "rotation": ((2,), []),
 }
@@ -258,8 +258,8 @@ def test_sums_over_tokens_are_the_same_in_every_run_and_near_those_of_one_proces
     assert run_command(calib(net, config, tmp_path / "one", "-q")) == 0
     folders = [tmp_path / f"run{number}" for number in range(runs)]
     for folder in folders:
-        found = run_ranks(3, calib(net, config, folder), tmp_path / "ranks")
-        assert [rank.code for rank in found] == [0] * 3, found[0].err
+        found = run_ranks(2, calib(net, config, folder), tmp_path / "ranks")
+        assert [rank.code for rank in found] == [0] * 2, found[0].err
         assert differing(folders[0], folder) == set()
     assert_near(tmp_path / "one", folders[0])
 

@@ -106,8 +106,10 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
         ("asymmetric", ["--statistic", "max"], set()),
         ("entries", ["--method", "maxmin", "--statistic", "mean"], set()),
         ("gptq", ["--statistic", "mean"], set()),
-        ("smoothquant", ["--method", "percentile"], set()),
-        *extended(("hierarchical", ["--method", "percentile"], set())),
+        *extended(
+            ("smoothquant", ["--method", "percentile"], set()),
+            ("hierarchical", ["--method", "percentile"], set()),
+        ),
         (
             "hierarchical",
             ["--method", "percentile", "--percentage", "99.5", "--layer", "head"],
@@ -116,8 +118,8 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
         *extended(
             ("hierarchical", ["--method", "mse"], set()),
             ("pooled", ["--percentage", "97"], set()),
+            ("pooled", ["--method", "mse"], set()),
         ),
-        ("pooled", ["--method", "mse"], set()),
         (
             "pooled",
             ["--method", "maxmin"],

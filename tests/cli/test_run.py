@@ -29,8 +29,9 @@ ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")
 # The README's two commands run the example
 ELSEWHERE = ("w4a4_rotation", "example")
 OTHERS = [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS, *ELSEWHERE)]
-# Tests of joins, lengths and exports calibrate with the first; without a config the second runs
-OFTEN_RUN = ("cpu_int8", "default")
+# Tests of joins, lengths, exports, profiles and phones calibrate with these; without a config the
+# second runs
+OFTEN_RUN = ("cpu_int8", "default", "tensorrt_int8", "npu_int8", "mobile_int8")
 PERCEPTRON = """
 import torch
 from sklearn.datasets import load_digits
@@ -145,7 +146,7 @@ def test_the_resolved_config_is_valid_and_gives_the_same_results(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", extended_except(LINEAR, *LINEAR[:3], "gguf_q4_1"))
 def test_a_preset_for_linear_layers_calibrates_and_tests(name: str, tmp_path: Path) -> None:
     model = tmp_path / "perceptron.py"
     model.write_text(PERCEPTRON)

@@ -44,8 +44,8 @@ ROUNDED_OTHERWISE = ["openvino"]
 """Targets whose reader multiplies by the reciprocal of a scale."""
 LIKE_PT2 = [("pt2_float", name) for name in ("nested_inputs", "several_outputs", "tied")]
 """One exporter writes both kinds of programs, and takes calls and shared weights in one way."""
-LIKE_ONNX = [("openvino", name) for name in ("static_batch", "tied")]
-"""OpenVINO's files are translated from the .onnx, where both are decided."""
+LIKE_ONNX = [("openvino", name) for name in ("static_batch", "several_outputs", "tied")]
+"""OpenVINO's files are translated from the .onnx, where these are decided."""
 ALIKE = [*LIKE_PT2, *LIKE_ONNX]
 USUAL = [row for row in FILES_OF_TOYS if row[1] != "branches" and row not in ALIKE]
 REPRODUCIBLE = [

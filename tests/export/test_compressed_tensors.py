@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.extended import extended, extended_except
 from support.llamas import llama, saved, tokens
 
 import quantizer
@@ -120,6 +121,8 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fp8, dynamic inputs": (config(FP8 | CHANNEL, FP8 | TOKEN), "float-quantized"),
 }
+FURTHER = ("int3 in groups", "int8 per tensor", "int8, static inputs", "int4, dynamic inputs")
+"""Each of their settings is in another format, too."""
 SEVERAL = config(
     INT4,
     layer_quant_config={
@@ -134,7 +137,9 @@ SEVERAL = config(
 @pytest.mark.shows(
     "LLaMA (random), int8, int4, fp8, fp4, mixed", "transformers with compressed-tensors"
 )
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", extended_except(FORMATS, *(name for name in FORMATS if name not in FURTHER))
+)
 def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) -> None:
     given, layout = FORMATS[name]
     found = calibrated(given).export(TARGET, tmp_path / "out")
@@ -198,9 +203,16 @@ def test_mxfp4_is_loaded_by_default_in_bfloat16(dtype: torch.dtype, tmp_path: Pa
     assert written(tmp_path / "out")["dtype"] == str(dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+GPTQ: Spec = {"algo_config": {"name": "gptq"}}
+
+
 @pytest.mark.parametrize(
-    "algorithm", [{}, {"algo_config": {"name": "gptq"}}], ids=["nearest", "gptq"]
+    ("algorithm", "dtype"),
+    [
+        (GPTQ, torch.float32),
+        ({}, torch.bfloat16),
+        *extended(({}, torch.float32), (GPTQ, torch.bfloat16)),
+    ],
 )
 def test_nvfp4_has_a_scale_for_each_tensor_and_group(
     dtype: torch.dtype, algorithm: Spec, tmp_path: Path

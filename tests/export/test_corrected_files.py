@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.deployments import FILES, calibrated, deployment, fitted
+from support.extended import extended
 from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
@@ -58,15 +59,21 @@ def side_by_side() -> Deployment:
     return Deployment(graph, calibrated(graph, (x,), {}), (x,), {}, choices=choices)
 
 
+FURTHER = ("openvino", "pt2_float")
+USUAL = [target for target in FILES if target not in FURTHER]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "given"),
     [
         # Only ONNX adds biases to sums of integers, which depends on the layers around
         ("onnx", lambda: deployment("residual")),
-        *((target, side_by_side) for target in FILES),
+        *((target, side_by_side) for target in USUAL),
+        # Written as the .onnx, and by the exporter of "pt2"
+        *extended(*((target, side_by_side) for target in FURTHER)),
     ],
-    ids=["residual", *FILES],
+    ids=["residual", *USUAL, *FURTHER],
 )
 def test_a_corrected_network_read_back_equals_test_mode(
     target: str, given: Callable[[], Deployment], tmp_path: Path

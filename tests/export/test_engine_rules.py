@@ -25,6 +25,7 @@ from export.test_compressed_tensors import (
     written,
 )
 from support.engine import Engine
+from support.extended import extended_except
 from support.llamas import llama, tokens
 from torch import Tensor
 
@@ -90,9 +91,12 @@ CASES: dict[str, tuple[Spec, torch.dtype]] = {
     "two widths": (MIXED, torch.float32),
     "fused layers in the second group": (FUSED_LAST, torch.float32),
 }
+FURTHER = ("nvfp4, awq", "fp8, static inputs", "int8, static inputs")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", extended_except(CASES, *(name for name in CASES if name not in FURTHER))
+)
 def test_an_engine_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     settings, dtype = CASES[name]
     folder = exported(settings, tmp_path / "out", uneven_llama(dtype))

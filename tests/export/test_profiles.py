@@ -96,7 +96,7 @@ def written(
     "name",
     extended_except(
         [name for name in NETWORKS if name not in REFUSED],
-        *("reused", "attention", "positional", "layers", "functions"),
+        *("attention", "positional", "layers", "functions"),
     ),
 )
 def test_a_file_for_tensorrt_keeps_its_rules(name: str, tmp_path: Path) -> None:
@@ -112,7 +112,6 @@ def test_a_file_for_tensorrt_keeps_its_rules(name: str, tmp_path: Path) -> None:
     extended_except(
         [(name, kind) for name in NETWORKS if name not in REFUSED for kind in KINDS],
         ("residual", "powers"),
-        ("attention", "uint8"),
         ("gated", "uint8"),
         ("preactivated", "uint8"),
         ("reused", "shifted"),

@@ -98,7 +98,7 @@ def place(graph: Graph, group: InputGroup) -> str:
     return path.rpartition(".")[2]
 
 
-USUAL = ("Llama", "Phi3", "OPT", "GPT2", "T5", "Bert", "ViT", "Mixtral", "Olmo2")
+USUAL = ("Llama", "GPT2", "T5", "Bert", "ViT", "Mixtral", "Olmo2")
 
 
 @pytest.mark.parametrize("family", extended_except(CONFIGS, *USUAL))

@@ -143,7 +143,7 @@ def share_type_hints(patched: pytest.MonkeyPatch) -> None:
 
 def share_translations(patched: pytest.MonkeyPatch) -> None:
     """Decompose programs with one graph once, and make the tables of torch.onnx once."""
-    from torch.onnx._internal.exporter import _core, _decomp
+    from torch.onnx._internal.exporter import _core, _decomp, _registration, _schemas
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     from quantizer.export.onnx import translation
@@ -151,6 +151,12 @@ def share_translations(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(
         ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib))
     )
+    # What its functions take is the same for each operator set
+    for owner, name in (
+        (_registration.onnxscript_apis, "get_torchlib_ops"),
+        (_schemas, "op_signature_from_function"),
+    ):
+        patched.setattr(owner, name, cache(getattr(owner, name)))
     patched.setattr(translation, "_translatable", SharedRewrites(translation._translatable))
     prepare = SharedRewrites(
         _core._prepare_exported_program_for_export,
@@ -166,7 +172,28 @@ def share_translations(patched: pytest.MonkeyPatch) -> None:
 
 
 def measure_single_runs(patched: pytest.MonkeyPatch) -> None:
-    """Measure the speed of files by single runs: no test reads how fast a file is."""
+    """Measure the speed of files by a few single runs: no test reads how fast a file is."""
     from quantizer.export.onnx import speed
 
-    patched.setattr(speed, "_MIN_SECONDS", 0.0)
+    patched.setattr(speed, "_ROUNDS", speed.MIN_ROUNDS)
+    # Its value was bound when the function was defined
+    patched.setitem(speed.speeds_in_turns.__kwdefaults__, "shortest", 0.0)
+
+
+def run_on_one_thread(patched: pytest.MonkeyPatch) -> None:
+    """Run sessions without threads of their own: these wait for work in a loop, which takes more
+    time of processors than the small networks of tests.
+    """
+    import onnxruntime
+
+    start = onnxruntime.InferenceSession.__init__
+
+    def start_alone(
+        session: Any, model: Any, sess_options: Any = None, *arguments: Any, **more: Any
+    ) -> None:
+        options = sess_options or onnxruntime.SessionOptions()
+        # 0 stands for as many as the machine has
+        options.intra_op_num_threads = options.intra_op_num_threads or 1
+        start(session, model, options, *arguments, **more)
+
+    patched.setattr(onnxruntime.InferenceSession, "__init__", start_alone)
