@@ -14,6 +14,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MAPPED_BLOCK_BYTES = 1 << 20
 _KEPT_AT_THE_END = 64 << 20
 """Bytes of free memory at the end of the heap that are not returned to the system."""
+_KEPT_AFTER_MOVES = 300 << 20
 _MUCH_MEMORY = 16 << 30
 _LARGE_MODEL = 2 << 30
 """Holes in the heap take half a gigabyte with matrices of 50 MB, and two with GPTQ."""
@@ -71,6 +72,15 @@ def tune_for_large_tensors(model_bytes: int) -> None:
     else:
         tune(_M_MMAP_THRESHOLD, _MAPPED_BLOCK_BYTES)
     _is_tuned = True
+
+
+def kept_after_moves() -> int:
+    """Return by how many bytes the process may grow until memory of values that are now in a
+    file is returned to the system.
+    """
+    if _keeps_freed_blocks:
+        return _KEPT_AFTER_MOVES
+    return 0
 
 
 def keeps_freed_blocks() -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
-from quantizer.storage.allocator import trim_heap
+from quantizer.storage.allocator import kept_after_moves, trim_heap
 from quantizer.storage.positioned_io import BytesInFile, read_some, write_at
 
 CPU = torch.device("cpu")
@@ -337,7 +337,7 @@ class Spool:
         self._bytes_since_trim += tensor.nbytes
         if self._bytes_since_trim > _TRIM_BYTES:
             self._bytes_since_trim = 0
-            trim_heap()
+            trim_heap(kept_after_moves())
         return DeferredTensor(
             tensor.shape,
             tensor.dtype,
