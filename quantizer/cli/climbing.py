@@ -12,6 +12,7 @@ from quantizer.cli import session
 from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.options import Options, option
+from quantizer.cli.places import PathType
 from quantizer.cli.session import OpenedRun, Outcome, ReadConfig
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.values import minutes
@@ -31,6 +32,18 @@ TUNED_CONFIG = "tuned_config.json"
 def minutes_option(text: str) -> Any:
     """Return the field of `--minutes`, whose help is this text."""
     return option(text, default=10.0, type=minutes, metavar="N", group="Algorithm")
+
+
+def results_folder_option(text: str) -> Any:
+    """Return the field of `--output_dir`, also `-o`, whose help is this text."""
+    return option(
+        text,
+        "-o",
+        default="quantize_result",
+        type=PathType(),
+        metavar="DIR",
+        group="Output",
+    )
 
 
 def with_remark(opened: OpenedRun, climb: Climb) -> OpenedRun:

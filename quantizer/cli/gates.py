@@ -195,10 +195,19 @@ def names_in_test(
     names = {*_OUTPUT_FIGURES, *metrics_of_both(pairs, directions)}
     if options.exact:
         names.add(EXACT_EQUAL)
-    for target in options.deploy:
-        if EXPORTERS[target].int8_share:
-            names.add(EXPORTERS[target].int8_share)
-    return names
+    return names | _figures_of_files(options.deploy)
+
+
+def _figures_of_files(targets: Iterable[str]) -> set[str]:
+    """Return the metrics that are measured on the files of these targets."""
+    shares = {EXPORTERS[target].int8_share for target in targets}
+    return shares - {""}
+
+
+def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:
+    """Return the gates that are measured before the files of these targets are written."""
+    of_files = _figures_of_files(targets)
+    return [gate for gate in gates if gate.metric not in of_files]
 
 
 def failed_gates(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[str]:

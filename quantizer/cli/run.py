@@ -16,6 +16,7 @@ from quantizer.cli.climbing import (
     TUNED_CONFIG,
     Tuning,
     minutes_option,
+    results_folder_option,
     run_tuned,
     with_remark,
 )
@@ -27,6 +28,7 @@ from quantizer.cli.gates import (
     MEASURED,
     Gate,
     about_all,
+    about_networks,
     failed_gates,
     gate_lines,
     names_in_test,
@@ -91,14 +93,7 @@ class RunOptions(Options):
         "With --gate: if a gate does not hold, look for a better config for so many minutes; "
         "0 looks for none."
     )
-    output_dir: str = option(
-        "The folder of config, results and files.",
-        "-o",
-        default="quantize_result",
-        type=PathType(),
-        metavar="DIR",
-        group="Output",
-    )
+    output_dir: str = results_folder_option("The folder of config, results and files.")
 
 
 @command()
@@ -258,15 +253,17 @@ def _climbed(
     """
     opened = finished.opened
     targets = finished.test_options.deploy
-    measured = [gate for gate in gates if gate.metric in finished.tested.metrics]
+    judged = about_networks(gates, targets)
     try:
+        if not failed_gates(judged, finished.tested.metrics):
+            raise UsageError("only gates about the written file do not hold")
         if opened.batches.stands_in:
             raise session.missing_data()
         data = divide_data(options, opened)
     except UsageError as error:
         say_note(f"note: no better config is looked for: {error.message}")
         return finished
-    judge = GateJudge(opened, data, measured, targets=targets, run_as=targets)
+    judge = GateJudge(opened, data, judged, targets=targets, run_as=targets)
     start = None
     if not data.sentence:
         start = judge.judged(finished.tested.metrics, finished.plan)

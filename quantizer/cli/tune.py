@@ -16,6 +16,7 @@ from quantizer.cli.climbing import (
     TunedRun,
     Tuning,
     minutes_option,
+    results_folder_option,
     run_tuned,
 )
 from quantizer.cli.divided_data import divide_data
@@ -34,8 +35,7 @@ from quantizer.cli.gates import (
 )
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import require_met
-from quantizer.cli.options import MODEL, Options, command, option, takes
-from quantizer.cli.places import PathType
+from quantizer.cli.options import MODEL, Options, command, takes
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 from quantizer.export import require_extras
@@ -50,14 +50,7 @@ class TuneOptions(Options):
     """The options of `quantizer tune`."""
 
     minutes: float = minutes_option("Begin no test of a config after so many minutes.")
-    output_dir: str = option(
-        "The folder of config and results.",
-        "-o",
-        default="quantize_result",
-        type=PathType(),
-        metavar="DIR",
-        group="Output",
-    )
+    output_dir: str = results_folder_option("The folder of config and results.")
 
 
 @command()

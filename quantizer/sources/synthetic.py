@@ -4,7 +4,7 @@ statistics of batch norms, or sequences sampled from a language model.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -154,16 +154,8 @@ def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
         )
         return batches
 
-    make_once = call_once_if_list(make)
-    return Batches(
-        lambda: iter(make_once()),
-        spec,
-        stamp=STAMP,
-        length=math.ceil(samples / size),
-        arguments=arguments_of(module),
-        way=way,
-        open_shapes=starts,
-    )
+    batches = _made_once(make, starts, spec, way)
+    return replace(batches, length=math.ceil(samples / size), arguments=arguments_of(module))
 
 
 def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted) -> Batches:
@@ -200,16 +192,26 @@ def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
         ids = sample_tokens(module, fill, first, length, seed=wanted.seed)
         return [fill(part.clone()) for part in torch.split(ids, size)]
 
+    batches = _made_once(make, starts, spec, way)
+    return replace(batches, length=math.ceil(samples / size), arguments=arguments_of(module))
+
+
+def _made_once(
+    make: Callable[[], list[Batch]],
+    starts: Callable[[], Iterator[Batch]],
+    spec: str,
+    way: str,
+) -> Batches:
+    """Return batches that `make` returns at the first pass.
+
+    Args:
+        make: runs the model.
+        starts: yields batches with the same shapes, without running the model.
+        spec: the value of `--data`.
+        way: says how the batches are made.
+    """
     make_once = call_once_if_list(make)
-    return Batches(
-        lambda: iter(make_once()),
-        spec,
-        stamp=STAMP,
-        length=math.ceil(samples / size),
-        arguments=arguments_of(module),
-        way=way,
-        open_shapes=starts,
-    )
+    return Batches(lambda: iter(make_once()), spec, stamp=STAMP, way=way, open_shapes=starts)
 
 
 def _filled(example: Batch, ids: Tensor) -> Batch:

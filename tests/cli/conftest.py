@@ -60,3 +60,15 @@ def toy(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a model file into the working directory, where results go, too."""
+    monkeypatch.chdir(tmp_path)
+
+    def written(text: str) -> str:
+        Path("net.py").write_text(text)
+        return "net.py"
+
+    return written

@@ -32,18 +32,6 @@ WITHOUT_DATA = MODEL[: MODEL.index("def calibration_data")]
 WITH_EXAMPLE = f"{WITHOUT_DATA}def example_input():\n    return torch.ones(1, 3, 4, 4)\n"
 
 
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a model file into the working directory."""
-    monkeypatch.chdir(tmp_path)
-
-    def written(text: str) -> str:
-        Path("net.py").write_text(text)
-        return "net.py"
-
-    return written
-
-
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 

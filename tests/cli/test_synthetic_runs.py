@@ -59,18 +59,6 @@ def example_input():
 """
 
 
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Write a model file into the working directory, where results go too."""
-    monkeypatch.chdir(tmp_path)
-
-    def written(text: str) -> str:
-        Path("net.py").write_text(text)
-        return "net.py"
-
-    return written
-
-
 def run(mode: str, *options: str) -> int:
     """Run a mode on the model's file with few synthetic inputs."""
     words = ("--quant_mode", mode, "--model", "net.py", "-q", "--data", "synthetic")

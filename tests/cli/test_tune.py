@@ -237,6 +237,16 @@ def test_run_without_other_data_says_so(net: Callable[[str], str], capsys: Captu
     assert "note: no better config is looked for: " in capsys.readouterr().err
 
 
+def test_a_gate_about_the_written_file_starts_no_climb(
+    net: Callable[[str], str], capsys: Capture
+) -> None:
+    run = ["run", net(MODEL + APART), "--to", "onnx", "--gate", "onnx_int8_share>=2"]
+    assert run_command(run) == 1
+    note = "no better config is looked for: only gates about the written file do not hold"
+    assert note in capsys.readouterr().err
+    assert not Path("quantize_result/tune.json").exists()
+
+
 def test_a_device_leaves_out_what_it_has_no_place_for(
     net: Callable[[str], str], capsys: Capture
 ) -> None:
