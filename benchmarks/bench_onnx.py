@@ -87,9 +87,7 @@ def main() -> None:
             measure(name, make(), Path(folder), rounds)
 
 
-def photos(
-    config: Path | dict[str, Any] = CPU_INT8, profile: str = "exact"
-) -> Case:
+def photos(config: Path | dict[str, Any] = CPU_INT8, profile: str = "exact") -> Case:
     """A trained network, on real photos."""
     loaded = load_model(str(ROOT / "examples" / "efficientnet_lite.py"))
     assert loaded.calibration_data
