@@ -4,6 +4,7 @@ give one at a time, to the last bit.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import quantizer
 from quantizer import ModelQuantizer
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace
+from quantizer.nn.network import Network
 from quantizer.sources.arguments import Arguments
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
@@ -115,6 +117,32 @@ def test_modules_in_place_see_no_padding() -> None:
     assert differing(states[2], states[0])
 
 
+@pytest.mark.parametrize("parts_before", [2, 4])
+def test_a_run_that_stops_within_a_batch_resumes_to_the_same_bits(
+    parts_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = padded(LENGTHS, "left") + padded((3, 11, 5, 5), "right")
+    expected = state(document(), data)
+    observe = Network.observe
+    count = 0
+
+    def interrupted(network: Network, *call: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > parts_before:
+            raise KeyboardInterrupt
+        return observe(network, *call)
+
+    monkeypatch.setattr(Network, "observe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantizer.calibrate(Encoder().eval(), document(), data, folder=tmp_path)
+    monkeypatch.setattr(Network, "observe", observe)
+    resumed = quantizer.calibrate(
+        Encoder().eval(), document(), data, folder=tmp_path, resume=True
+    )
+    assert differing(resumed.network.state_dict(), expected) == []
+
+
 def test_a_batch_of_padding_alone_is_an_error() -> None:
     [full, *_], [empty] = one_at_a_time(LENGTHS), padded(LENGTHS, "left")
     empty["attention_mask"] = torch.zeros_like(empty["attention_mask"])
@@ -191,6 +219,15 @@ def test_values_of_the_same_size_are_not_cut(
             assert torch.equal(part[name], values[name][row : row + 1, span]), name
         for name in ("pixel_values", "decoder_input_ids"):
             assert torch.equal(part[name], values[name][row : row + 1]), name
+
+
+def test_each_text_is_cut_by_its_own_mask() -> None:
+    texts = call(decoder_attention_mask=torch.tensor([[1, 0, 0, 0, 0, 0]] * 3))
+    spans = [(slice(2, 6), slice(0, 1)), (slice(0, 3), slice(0, 1)), (slice(0, 6), slice(0, 1))]
+    for row, (part, (source, target)) in enumerate(zip(parts(texts), spans, strict=True)):
+        assert torch.equal(part["input_ids"][0], texts["input_ids"][row, source])
+        ids = texts["decoder_input_ids"]
+        assert torch.equal(part["decoder_input_ids"][0], ids[row, target])
 
 
 def test_sequences_of_one_span_stay_together() -> None:
