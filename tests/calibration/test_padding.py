@@ -103,6 +103,32 @@ def test_padded_batches_give_what_their_sequences_give(name: str) -> None:
     assert differing(counted, expected), "padding would change the result"
 
 
+@pytest.mark.extended
+def test_an_encoder_and_its_decoder_have_masks_of_their_own() -> None:
+    """T5, whose texts are as long as each other in the first batch."""
+    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    settings = transformers.T5Config(vocab_size=VOCABULARY, use_cache=False, **sizes, **ids)
+    model = transformers.T5ForConditionalGeneration(settings).eval()
+
+    def both(source: dict[str, Tensor], target: dict[str, Tensor]) -> dict[str, Tensor]:
+        return source | {f"decoder_{name}": value for name, value in target.items()}
+
+    calls = []
+    for source, target in zip(
+        one_at_a_time(LENGTHS), one_at_a_time(LENGTHS[::-1]), strict=True
+    ):
+        calls.append(both(source, target))
+    together = both(*padded(LENGTHS, "left"), *padded(LENGTHS[::-1], "right"))
+    states = []
+    for data in (calls, [together]):
+        result = quantizer.calibrate(model, of_weights("gptq", input_tensors=INPUT), data)
+        states.append(result.network.state_dict())
+    assert differing(*states) == []
+
+
 def test_modules_in_place_see_no_padding() -> None:
     config = {
         "global_quant_config": {"weight": INT8, "input_tensors": INPUT},
