@@ -103,32 +103,6 @@ def test_padded_batches_give_what_their_sequences_give(name: str) -> None:
     assert differing(counted, expected), "padding would change the result"
 
 
-@pytest.mark.extended
-def test_an_encoder_and_its_decoder_have_masks_of_their_own() -> None:
-    """T5, whose texts are as long as each other in the first batch."""
-    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    torch.manual_seed(0)
-    settings = transformers.T5Config(vocab_size=VOCABULARY, use_cache=False, **sizes, **ids)
-    model = transformers.T5ForConditionalGeneration(settings).eval()
-
-    def both(source: dict[str, Tensor], target: dict[str, Tensor]) -> dict[str, Tensor]:
-        return source | {f"decoder_{name}": value for name, value in target.items()}
-
-    calls = []
-    for source, target in zip(
-        one_at_a_time(LENGTHS), one_at_a_time(LENGTHS[::-1]), strict=True
-    ):
-        calls.append(both(source, target))
-    together = both(*padded(LENGTHS, "left"), *padded(LENGTHS[::-1], "right"))
-    states = []
-    for data in (calls, [together]):
-        result = quantizer.calibrate(model, of_weights("gptq", input_tensors=INPUT), data)
-        states.append(result.network.state_dict())
-    assert differing(*states) == []
-
-
 def test_modules_in_place_see_no_padding() -> None:
     config = {
         "global_quant_config": {"weight": INT8, "input_tensors": INPUT},
@@ -189,10 +163,14 @@ class Captioner(nn.Module):
         attention_mask: Tensor,
         pixel_values: Tensor,
         decoder_input_ids: Tensor,
+        decoder_attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         scores = self.table(input_ids) * attention_mask[..., None]
         image = self.patches(pixel_values).mean((2, 3))
-        return scores.sum(1) + image, self.table(decoder_input_ids)
+        other = self.table(decoder_input_ids)
+        if decoder_attention_mask is not None:
+            other = other * decoder_attention_mask[..., None]
+        return scores.sum(1) + image, other
 
 
 def call(**changes: Tensor) -> dict[str, Tensor]:
@@ -247,10 +225,12 @@ def test_values_of_the_same_size_are_not_cut(
             assert torch.equal(part[name], values[name][row : row + 1]), name
 
 
-def test_each_text_is_cut_by_its_own_mask() -> None:
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_each_text_is_cut_by_its_own_mask(is_traced: bool) -> None:
     texts = call(decoder_attention_mask=torch.tensor([[1, 0, 0, 0, 0, 0]] * 3))
+    calls = parts(texts, is_traced=is_traced)
     spans = [(slice(2, 6), slice(0, 1)), (slice(0, 3), slice(0, 1)), (slice(0, 6), slice(0, 1))]
-    for row, (part, (source, target)) in enumerate(zip(parts(texts), spans, strict=True)):
+    for row, (part, (source, target)) in enumerate(zip(calls, spans, strict=True)):
         assert torch.equal(part["input_ids"][0], texts["input_ids"][row, source])
         ids = texts["decoder_input_ids"]
         assert torch.equal(part["decoder_input_ids"][0], ids[row, target])
