@@ -49,7 +49,7 @@ JOBS = {
 CLOCKS = (
     ("quantizer.cli.session", "open_data", "make the model and the data"),
     ("quantizer.cli.session", "open_model", "make the model and the data"),
-    ("quantizer.cli.session", "traced", "trace"),
+    ("quantizer.cli.session", "trace_model", "trace"),
     ("quantizer.cli.calib_mode", "write_results", "write"),
     ("quantizer.cli.calib_mode", "write_report", "report"),
 )

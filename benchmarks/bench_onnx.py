@@ -36,6 +36,7 @@ from workloads import images, llama, resnet18, tokens
 
 import quantizer
 from quantizer import Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
+from quantizer.export.onnx.speed import timed_session
 from quantizer.graph.trace import quiet
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.sources.models import load_model
@@ -86,13 +87,14 @@ def main() -> None:
             measure(name, make(), Path(folder), rounds)
 
 
-def photos(config: Path | dict[str, Any] = CPU_INT8) -> Case:
+def photos(config: Path | dict[str, Any] = CPU_INT8, profile: str = "exact") -> Case:
     """A trained network, on real photos."""
     loaded = load_model(str(ROOT / "examples" / "efficientnet_lite.py"))
     assert loaded.calibration_data
     assert loaded.evaluation_data
     x = next(iter(loaded.evaluation_data()))[0]
-    return Case(loaded.module.eval(), config, list(loaded.calibration_data()), x)
+    data = list(loaded.calibration_data())
+    return Case(loaded.module.eval(), config, data, x, profile)
 
 
 def noise(
@@ -121,12 +123,15 @@ def whole_inputs() -> Config:
 CASES: dict[str, Callable[[], Case]] = {
     "resnet18": lambda: noise(resnet18()),
     "resnet18, weights of 7 bits": lambda: noise(resnet18(), BITS_7),
+    "resnet18, the tuned profile": lambda: noise(resnet18(), profile="tuned"),
     "efficientnet": photos,
     "efficientnet, weights of 7 bits": lambda: photos(BITS_7),
+    "efficientnet, the tuned profile": lambda: photos(profile="tuned"),
     "mobile": lambda: noise(mobile()),
     "mobile, the fast profile": lambda: noise(mobile(), profile="fast"),
     "mobile, the tuned profile": lambda: noise(mobile(), profile="tuned"),
     "vit": lambda: noise(vit()),
+    "vit, the tuned profile": lambda: noise(vit(), profile="tuned"),
     "llama, a range for each token": lambda: text(ROOT / "configs" / "dynamic_int8.json"),
     "llama, a range for each input": lambda: text(whole_inputs()),
 }
@@ -206,10 +211,8 @@ def theirs(case: Case, folder: Path) -> None:
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
-    """A default session."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    """Return a default session whose threads do not slow down the session after it."""
+    return timed_session(path.read_bytes(), onnxruntime.SessionOptions())
 
 
 def output(each: onnxruntime.InferenceSession, x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def predicted_noise(
     count = 0
     with _adding_products(network, candidates, widths, products):
         for batch in batches:
-            with prefix_batch_errors(count), torch.enable_grad():
+            with prefix_batch_errors(count, batch), torch.enable_grad():
                 execution = network.start(batch.args, batch.kwargs)
                 outputs = outputs_of(execution.advance())
             signal += sum(energy(output.detach()) for output in outputs)

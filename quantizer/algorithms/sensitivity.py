@@ -183,7 +183,7 @@ def output_noise(
     count = 0
     with torch.no_grad():
         for batch in batches:
-            with prefix_batch_errors(count):
+            with prefix_batch_errors(count, batch):
                 execution = network.start(batch.args, batch.kwargs)
                 reference = outputs_of(execution.branch().advance())
             signal += math.fsum(map(energy, reference))

@@ -115,9 +115,10 @@ class SequentialRunner:
             if self.ranks.owns(number):
                 # All inputs are stored, and a loader may refill those of the last batch
                 stable = batch.stable()
-                with prefix_batch_errors(number):
+                with prefix_batch_errors(number, batch):
                     inputs = self.network.inputs(stable.args, stable.kwargs)
-                yield number, inputs
+                shown_number = number if batch.number is None else batch.number
+                yield shown_number, inputs
         if number < 0:
             raise no_batches()
 
@@ -244,8 +245,9 @@ class SequentialRunner:
         except DataError as error:
             numbers = [number for number, _ in run.parts]
             place = f"batch {numbers[0]}"
-            if len(numbers) > 1:
+            if numbers[0] != numbers[-1]:
                 place = f"batches {numbers[0]} to {numbers[-1]}"
+            if len(numbers) > 1:
                 refusing = dict.fromkeys(watch, partial(_refuse, error))
                 for number, inputs in run.parts:
                     with prefix_batch_errors(number):

@@ -174,7 +174,7 @@ def _observed(
     number = -1
     for number, batch in enumerate(task.batches()):
         if ranks.owns(number):
-            with prefix_batch_errors(number), torch.no_grad():
+            with prefix_batch_errors(number, batch), torch.no_grad():
                 network.observe(batch.args, batch.kwargs, watch)
     if number < 0:
         raise no_batches()

@@ -88,7 +88,7 @@ def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Bat
     count = 0
     with torch.no_grad():
         for batch in islice(batches, _MAX_BATCHES):
-            with prefix_batch_errors(count):
+            with prefix_batch_errors(count, batch):
                 execution = network.start(batch.args, batch.kwargs)
                 for absorption, energies in pairs:
                     first = absorption.pair.first.name

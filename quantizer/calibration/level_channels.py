@@ -208,7 +208,7 @@ def _channel_ranges(
     network = Network(graph)
     first_batches = islice(batches, _MAX_BATCHES)
     for number, batch in enumerate(first_batches):
-        with prefix_batch_errors(number), torch.no_grad():
+        with prefix_batch_errors(number, batch), torch.no_grad():
             network.observe(batch.args, batch.kwargs, watchers)
     return ranges
 

@@ -33,7 +33,7 @@ from quantizer.observers import (
     find_ranges,
 )
 from quantizer.plan.model import Key, Plan, TensorPlan
-from quantizer.sources.batches import Batch
+from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
 
 logger = logging.getLogger(__name__)
@@ -326,8 +326,8 @@ def observe_batches(
             # Ctrl-C as well: what is stored then must end with a whole batch
             calibration.forget_after(calibration.batches)
             if isinstance(error, DataError):
-                text = f"batch {calibration.batches}: {error.message}"
-                raise type(error)(text, help=error.help) from error
+                with prefix_batch_errors(calibration.batches, batch):
+                    raise
             raise
     require_batches(calibration)
 

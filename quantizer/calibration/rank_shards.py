@@ -42,7 +42,7 @@ def observe_share(
     since = 0
     for number, batch in enumerate(batches):
         if ranks.owns(number):
-            with prefix_batch_errors(first + number):
+            with prefix_batch_errors(first + number, batch):
                 shard.observe(network, batch)
         since += 1
         if since == batches_per_rank * ranks.world_size:

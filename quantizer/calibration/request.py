@@ -22,9 +22,11 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
+from quantizer.graph.ir import Graph
 from quantizer.plan.model import JoinDecision, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
+from quantizer.sources.padding import without_padding
 
 _NOT_YET: Any = None
 """The value of a field until the step that makes it has run; the order of `STEPS` ensures that
@@ -197,19 +199,32 @@ class CalibrationRequest:
         """
         return self.batches.first().to(self.target.original.device)
 
-    def read(self) -> Iterator[Batch]:
-        """Yield the calibration data, on the target's device."""
-        device = self.target.original.device
-        return (batch.to(device) for batch in self.batches)
+    def read(self, graph: Graph | None = None) -> Iterator[Batch]:
+        """Yield the calibration data without padding, on the target's device.
 
-    def read_again(self, step: str, remedy: str) -> Iterator[Batch]:
+        Args:
+            graph: the trace that they run through; by default that of the target, if it is
+                traced.
+        """
+        original = self.target.original
+        if graph is None and self.target.is_traced:
+            graph = original
+        batches = without_padding(self.batches, graph)
+        return (batch.to(original.device) for batch in batches)
+
+    def read_again(self, step: str, remedy: str, graph: Graph | None = None) -> Iterator[Batch]:
         """Yield the calibration data another time, for a step that needs the same batches.
+
+        Args:
+            step: that needs them.
+            remedy: what to do if they are not the same.
+            graph: as `read` takes it.
 
         Raises:
             DataError: the batches are not those that calibration saw.
         """
         seen = self.batches.fingerprint
-        yield from self.read()
+        yield from self.read(graph)
         if seen is not None and self.batches.fingerprint != seen:
             raise DataError(
                 f"{self.batches.label} gives different batches when it is read again, and "

@@ -92,7 +92,7 @@ def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> Cali
     _check_weights(scope.graph)
     # Wrong names are reported before more data are read
     structures = [find_structure(scope.graph, algorithm.names) for algorithm in algorithms]
-    progress = _restored(request)
+    progress = _restored(request, scope.graph)
     with reporting_damage(_CHECKPOINT):
         for stored in (progress.found, progress.before):
             check_adjustment(stored, scope.graph, scope.specs, _CHECKPOINT)
@@ -117,11 +117,12 @@ def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> Cali
     )
 
 
-def _read_again(request: CalibrationRequest) -> Iterator[Batch]:
-    return request.read_again("the algorithms", "calibrate with batches that stay the same")
+def _read_again(request: CalibrationRequest, graph: Graph) -> Iterator[Batch]:
+    remedy = "calibrate with batches that stay the same"
+    return request.read_again("the algorithms", remedy, graph)
 
 
-def _restored(request: CalibrationRequest) -> Progress:
+def _restored(request: CalibrationRequest, graph: Graph) -> Progress:
     """Return where a stopped run was.
 
     The data are read once to check that they are the same.
@@ -134,7 +135,7 @@ def _restored(request: CalibrationRequest) -> Progress:
         return Progress()
     data = snapshot.state.get("data")
     if data is not None:
-        for _ in _read_again(request):
+        for _ in _read_again(request, graph):
             pass
         if request.batches.fingerprint != data:
             raise other_run("the data differ")
@@ -190,7 +191,7 @@ def _run(
             scope.graph,
             scope.specs,
             structure,
-            batches=partial(_read_again, request),
+            batches=partial(_read_again, request, scope.graph),
             after_group=after_group,
             done=start.done,
             before=start.before,

@@ -163,20 +163,23 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         for count, batch in enumerate(request.read(), 1):
             if count > done:
                 yield batch
+                now = batches.seen
                 # Ranks exchange their statistics only now and then
                 if calibration.batches == count:
-                    seen = batches.seen
-                stage.advance()
+                    seen = now
+                stage.advance(now["batches"])
             elif count == done and batches.seen != seen:
                 raise other_run("the data differ")
         if count < done:
             raise other_run("the data differ")
 
+    # A batch with padding is observed in parts
+    batches_done = seen["batches"] if seen else 0
     stage = RunStage(
         request.events,
         "calib",
         batches.total,
-        done=done,
+        done=batches_done,
         saved_as="calibration",
         snapshot=snapshot,
     )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from quantizer.calibration import absorption
 from quantizer.calibration.events import RunStage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
+from quantizer.cli.analyzed_data import on_device
 from quantizer.cli.follow import progress
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_output
 from quantizer.cli.places import PathType
@@ -331,7 +333,7 @@ def _analyze_widths(
     batches = subject.batches
     # The graph must be the one that calibration would quantize
     absorption_record = absorption.decide_absorption(
-        subject.original, read.config.settings, session.on_device(options, batches)
+        subject.original, read.config.settings, on_device(options, batches, subject.original)
     )
     refused = absorption.refused_layers(absorption_record)
     graph = run_passes(subject.original, read.config.settings, refused=refused)
@@ -369,7 +371,7 @@ def _choose(
     noise = {}
     for label, choice in choices.items():
         noise[label] = engine.measured_noise(
-            plan, analysis, choice, lambda: session.on_device(options, subject.batches)
+            plan, analysis, choice, partial(on_device, options, subject.batches, plan.graph)
         )
     # The mixed widths, if both are equally good
     best = min(noise, key=noise.__getitem__)
@@ -418,7 +420,7 @@ def _measure(
         return engine.analyze_weights(
             plan,
             widths,
-            lambda: session.on_device(options, batches),
+            partial(on_device, options, batches, plan.graph),
             passes,
             after_layer=stage.advance,
         )

@@ -9,6 +9,7 @@ from quantizer.calibration.events import Events, RunStage
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
+from quantizer.cli.analyzed_data import on_device
 from quantizer.cli.calib_mode import require_calibration_room
 from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import OneBar, progress, run_display
@@ -116,7 +117,7 @@ def measured_tensors(subject: Subject, events: Events | None = None) -> tuple[Ab
     with RunStage(follower, "analyze tensors", total, "tensors") as stage:
         ablation = ablate_calibrated(
             calibrated,
-            few(lambda: session.on_device(options, subject.batches)),
+            few(lambda: on_device(options, subject.batches, subject.original)),
             after_tensor=stage.advance,
             is_alone_measured=True,
         )

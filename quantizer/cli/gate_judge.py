@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject
+from quantizer.cli.analyzed_data import on_device
 from quantizer.cli.divided_data import DividedData
 from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import OneBar, progress
@@ -83,7 +84,7 @@ class GateJudge:
             self._subject.original,
             self.judge,
             self._calibrate,
-            lambda: session.on_device(self._options, self.data.calibration),
+            lambda: on_device(self._options, self.data.calibration, self._subject.original),
             self._refusal,
         )
         start = Rung(self.read.config.document, fast_finetune)

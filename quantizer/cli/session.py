@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -417,12 +416,6 @@ def console(*, stderr: bool = False, exact: bool = False) -> Console:
         color_system=system,
         no_color=no_color,
     )
-
-
-def on_device(options: Options, batches: Batches) -> Iterator[Batch]:
-    """Iterate over the batches, on the device of `--device`."""
-    device = device_of(options)
-    return (batch.to(device) for batch in batches)
 
 
 def show(outcome: Outcome, options: Options) -> None:

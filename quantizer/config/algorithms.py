@@ -86,14 +86,11 @@ SHARED_SETTINGS |= {
         "as much, up to 1.",
         keywords={"exclusiveMinimum": 0, "maximum": 1},
     ),
-    "desc_act": Setting(
-        "Whether columns whose inputs are large are rounded first; needs static_groups.",
-        needs="static_groups",
-    ),
+    "desc_act": Setting("Whether columns whose inputs are large are rounded first."),
     "static_groups": Setting(
         "Whether the scales of all groups are found before the first weight is rounded. With "
-        "false, the scales of a group are found at its first column, which is possible only "
-        "without desc_act."
+        "false, the scales of a group are found when the first of its columns is rounded, from "
+        "the weights as they are then."
     ),
     "scale_search": Setting(
         "Whether the scale of each group or channel is searched for the least error of the "

@@ -377,6 +377,8 @@ def _survivors(
     for name in names:
         while name in graph.absorbed:
             name = graph.absorbed[name]
-        alive[name] = None
+        # Nothing takes the place of what only moved a weight
+        if name in graph.by_name:
+            alive[name] = None
     absorbed = tuple(name for name in names if name in graph.absorbed)
     return Match(tuple(alive), RANKS.index(rank), note, absorbed)

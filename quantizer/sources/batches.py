@@ -38,6 +38,7 @@ class Batch:
         left_out: the names of tensors for which the model has no argument.
         is_stable: whether the tensors keep their values when the next batch is read. A loader
             may reuse their memory. To keep a batch, call `stable()`.
+        number: of the user's batch that it is, or is a part of; None if it is not numbered.
     """
 
     args: tuple[Any, ...]
@@ -46,6 +47,7 @@ class Batch:
     raw: Any
     left_out: tuple[str, ...] = ()
     is_stable: bool = True
+    number: int | None = None
 
     @classmethod
     def of(
@@ -215,10 +217,18 @@ def prefix_errors(place: str) -> Iterator[None]:
         raise type(error)(f"{place}{error.message}", help=error.help) from error
 
 
-def prefix_batch_errors(number: int) -> AbstractContextManager[None]:
+def prefix_batch_errors(
+    number: int, batch: Batch | None = None
+) -> AbstractContextManager[None]:
     """Add the number of a batch, from 0, before the message of a `DataError` that is raised
     inside the `with` block.
+
+    Args:
+        number: of the batch, unless it has a number itself.
+        batch: the batch.
     """
+    if batch is not None and batch.number is not None:
+        number = batch.number
     return prefix_errors(f"batch {number}: ")
 
 

@@ -84,6 +84,7 @@ class Batches:
             made. None for other data.
         arguments: of the model's `forward`.
         filled: the arguments that batches fill, once the first batch was read.
+        warnings: what users were warned of, so that no other pass warns again.
 
     Raises (when it is iterated): DataError: the data cannot be read or used; the batch is named
     by its number.
@@ -102,6 +103,7 @@ class Batches:
     open_shapes: Callable[[], Iterator[Batch]] | None = None
     arguments: Arguments = UNKNOWN_ARGUMENTS
     filled: FilledArguments | None = None
+    warnings: set[str] = field(default_factory=set, repr=False)
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
     _first: Batch | None = field(default=None, repr=False)
 

@@ -216,33 +216,34 @@ def test_scales_found_on_the_way_fit_the_weights_as_they_are_then(
         assert not torch.equal(moving.qparams.scale, nearest_qparams(spec, weight).scale)
 
 
-def test_scales_found_on_the_way_are_those_of_the_papers_algorithm() -> None:
+@pytest.mark.parametrize("by_size", [False, True])
+def test_scales_found_on_the_way_are_those_of_the_papers_algorithm(by_size: bool) -> None:
     """Algorithm 1 as it is printed, in float64: all columns left take the error of each one
-    before a group begins.
+    before a group begins. A group begins with the first of its columns in any order.
     """
-    spec, size = GROUPS, 16
+    spec, size = replace(GROUPS, group_size=16), 16
     x, weight = autoregressive(2048, 64, seed=1), WEIGHT[:32, :64]
-    left, hessian = weight.double(), x.T.double() @ x.double()
+    x = x * (1 + torch.arange(64) * 23 % 64)
+    hessian = x.T.double() @ x.double()
+    order = torch.arange(64)
+    if by_size:
+        order = hessian.diagonal().argsort(descending=True, stable=True)
+    left, hessian = weight.double()[:, order], hessian[order][:, order]
     hessian += 0.01 * hessian.diagonal().mean() * torch.eye(64)
     inverse = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
-    expected = []
-    for column in range(64):
-        group = slice(column // size * size, column // size * size + size)
-        if column % size == 0:
-            qparams = nearest_qparams(replace(spec, group_size=size), left[:, group].float())
-            expected.append(qparams.scale)
-        on = nearest(left[:, group].float(), replace(spec, group_size=size), qparams)[
-            :, column % size
-        ].double()
+    found = {}
+    for column, place in enumerate(order.tolist()):
+        group = order // size == place // size
+        if place // size not in found:
+            found[place // size] = nearest_qparams(spec, left[:, group].float())
+        step = found[place // size]
+        on = nearest(left[:, [column] * size].float(), spec, step)[:, 0].double()
         error = (left[:, column] - on) / inverse[column, column]
         left[:, column:] -= error[:, None] * inverse[column, column:]
-    moving, _ = solved(
-        weight,
-        x,
-        replace(spec, group_size=size),
-        GPTQConfig(desc_act=False, static_groups=False),
-    )
-    assert torch.allclose(moving.qparams.scale, torch.cat(expected, 1), rtol=1e-5)
+    expected = torch.cat([found[group].scale for group in range(4)], 1)
+    settings = GPTQConfig(desc_act=by_size, static_groups=False)
+    moving, _ = solved(weight, x, spec, settings)
+    assert torch.allclose(moving.qparams.scale, expected, rtol=1e-5)
 
 
 def test_grids_that_were_found_before_are_used_as_they_are() -> None:
@@ -587,7 +588,7 @@ def layers(draw: st.DrawFn) -> tuple[Tensor, Tensor, QuantizationSpec, GPTQConfi
         GPTQConfig(
             block_size=size,
             damp_percent=damping,
-            desc_act=not dynamic,
+            desc_act=draw(st.booleans()),
             static_groups=not dynamic,
         ),
     )
@@ -656,15 +657,19 @@ def test_rows_choose_between_the_scales_that_cut_half_a_step_and_those_that_do_n
     assert error[0] < error[1]
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mx6", "mxfp4"])
-def test_scales_found_on_the_way_are_those_that_one_tensor_can_have(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "by_size"), [("nvfp4", False), ("mx6", True), ("mxfp4", False)]
+)
+def test_scales_found_on_the_way_are_those_that_one_tensor_can_have(
+    name: str, by_size: bool
+) -> None:
     """Each group's is found from what is left of its weights, and all are stored together."""
     spec = EVERY_SPEC[name]
     rounded, found = solved(
         WEIGHT,
         autoregressive(512, 256, seed=1),
         spec,
-        GPTQConfig(desc_act=False, static_groups=False),
+        GPTQConfig(desc_act=by_size, static_groups=False),
     )
     scale = rounded.qparams.scale
     packed = pack_scales(scale, spec.scale_type)

@@ -66,9 +66,25 @@ def test_factors_that_fold_nowhere_are_left_out(
 
 def test_a_subclass_of_linear_is_stored(tmp_path: Path) -> None:
     assert exported(falcon(), config(INT8, DYNAMIC), tmp_path / "out").max_difference < 1e-6
-    why = "the model's code reads the weight of FalconLinear, which is packed"
-    with pytest.raises(VerificationError, match=why) as refused:
-        exported(falcon(), config(INT4), tmp_path / "packed")
+
+
+PACKED = "the model's code reads the weight of FalconLinear, which is packed"
+
+
+def test_packed_layers_whose_weight_is_read_are_loaded_dequantized(tmp_path: Path) -> None:
+    written = exported(falcon(), config(INT4), tmp_path / "out")
+    assert written.max_difference == 0
+    [remark] = [text for text in written.remarks if PACKED in text]
+    assert "CompressedTensorsConfig(dequantize=True)" in remark
+
+
+def test_packed_layers_of_two_schemes_are_refused_if_their_weight_is_read(
+    tmp_path: Path,
+) -> None:
+    settings = config(INT4)
+    settings["layer_quant_config"] = {"*.dense": {"weight": INT8}}
+    with pytest.raises(VerificationError, match=PACKED) as refused:
+        exported(falcon(), settings, tmp_path / "out")
     assert refused.value.help is not None
     assert "which are not packed" in refused.value.help
 

@@ -384,3 +384,34 @@ def test_an_activation_without_a_kernel_of_integers_is_the_reason(tmp_path: Path
     ((layer, why),) = found.kernels.floating.items()
     assert layer.endswith("Conv2d[0]/conv2d")
     assert why.startswith("LeakyRelu follows it, and its output is quantized after that")
+
+
+class Attending(nn.Module):
+    """Attention of each value to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).chunk(3, -1)
+        result: Tensor = self.last(F.scaled_dot_product_attention(query, key, value))
+        return result
+
+
+def test_both_products_of_attention_are_named_by_its_layer(tmp_path: Path) -> None:
+    config = ROOT / "configs" / "cpu_int8.json"
+    values = torch.randn(3, 5, 8)
+    result = quantizer.calibrate(Attending(), config, [values])
+    verification = result.export("onnx", tmp_path / "net.onnx", [values])
+    assert verification.default_session is not None
+    kernels = verification.default_session.kernels
+    assert kernels is not None
+    layer = "scaled_dot_product_attention"
+    reasons = {name.rpartition("/")[2]: why for name, why in kernels.floating.items()}
+    assert reasons == {
+        f"{layer}#inside": "a step inside the operator, whose result the config does not "
+        "quantize",
+        layer: "it multiplies by a softmax that the config does not quantize",
+    }

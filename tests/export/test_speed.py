@@ -7,9 +7,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import onnx
+import onnxruntime
 import pytest
 
 from quantizer.export.agreement import Kernels, Verification
+from quantizer.export.onnx.speed import timed_session
+from quantizer.export.onnx.verify import DEFAULT, OnnxFile, open_session
 from quantizer.export.speed import BUSY, Speed
 
 SECOND = [1.0] * 9
@@ -74,3 +78,22 @@ def test_a_round_compares_times_of_that_round() -> None:
         told(ours, [2 * seconds for seconds in ours])
         == "2.0x the speed of float (2.0 to 2.0 in 5 rounds)"
     )
+
+
+def test_sessions_that_are_compared_do_not_wait_in_a_loop() -> None:
+    """Their threads would take the processor from the session that is measured next."""
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    x, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"
+    )
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph([node], "identity", [x], [y]),
+        opset_imports=[onnx.helper.make_opsetid("", 20)],
+        ir_version=10,
+    )
+    session = timed_session(model.SerializeToString(), onnxruntime.SessionOptions())
+    options = session.get_session_options()
+    assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+    file = OnnxFile("identity.onnx", model.SerializeToString(), model)
+    verified = open_session(file, DEFAULT).get_session_options()
+    assert verified.get_session_config_entry("session.force_spinning_stop") == "1"

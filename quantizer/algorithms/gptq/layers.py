@@ -22,7 +22,7 @@ from quantizer.algorithms.gptq.column_scales import (
     scale_index,
 )
 from quantizer.algorithms.gptq.member import Member
-from quantizer.algorithms.gptq.rows import round_columns
+from quantizer.algorithms.gptq.rows import OpenGroups, round_columns
 from quantizer.algorithms.gptq.scale_search import with_searched_scales
 from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
 from quantizer.algorithms.gptq.target import (
@@ -127,7 +127,7 @@ def round_layers(
     is_dynamic = not target.settings.static_groups and all(
         member.may_have_dynamic_groups for member in members
     )
-    by_size = target.settings.desc_act and not is_dynamic
+    by_size = target.settings.desc_act
     hessians = [target.hessian(sums.gram, by_size=by_size) for sums in products]
     result = RoundedLayers()
     for text in _data_problems(products, hessians, tokens, target):
@@ -308,26 +308,25 @@ def _solve(
         W = hessian.permuted(float_weight.T)  # noqa: N806 - the paper's letter
         goal, first_column = target.target(W, hessian, sums)
         columns = column_scales(layers, members[0].spec, qparams, group)
+        dynamic = None
+        open_groups = None
         if is_dynamic:
-            groups = _DynamicGroups(members, W)
-            rounded, error = round_columns(
-                goal,
-                hessian.factor,
-                groups.columns,
-                block_size=groups.size,
-                begin=groups.begin,
-                first=first_column,
-            )
-            qparams = groups.qparams(rows)
-            columns = groups.columns
-        else:
-            rounded, error = round_columns(
-                goal,
-                hessian.factor,
-                replace(columns, index=hessian.permuted(columns.index)),
-                block_size=target.settings.block_size,
-                first=first_column,
-            )
+            dynamic = _DynamicGroups(members, float_weight.T)
+            columns = dynamic.columns
+            places = hessian.order.argsort()
+            by_group = torch.split(places, dynamic.size)
+            open_groups = OpenGroups(by_group, dynamic.begin)
+        index = hessian.permuted(columns.index)
+        rounded, error = round_columns(
+            goal,
+            hessian.factor,
+            replace(columns, index=index),
+            block_size=target.settings.block_size,
+            groups=open_groups,
+            first=first_column,
+        )
+        if dynamic is not None:
+            qparams = dynamic.qparams(rows)
         # `error` is that of the damped Hessian; the outputs' error has no damping
         damping_error = hessian.damping @ (goal - rounded).square_()
         error -= damping_error.double()
@@ -374,11 +373,10 @@ class _DynamicGroups:
             full_scale = nearest_qparams(member.spec, full_weight, member.shared_step).scale
             self._parts.append((member, part, full_scale))
 
-    def begin(self, start: int, block: Tensor) -> None:
-        """Find the scales of the group that begins at column `start`. `block` has its weights
-        [columns, rows], updated by the columns before it.
+    def begin(self, group: int, block: Tensor) -> None:
+        """Find the scales of a group. `block` has its weights [columns, rows], updated by the
+        columns that are rounded.
         """
-        group = start // self.size
         scales = slice(group * self._scales_per_group, (group + 1) * self._scales_per_group)
         for member, rows, full_scale in self._parts:
             spec = block_spec = member.spec

@@ -10,16 +10,46 @@ Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP"
 """
 
 # ruff: noqa: N803, N806 - the paper's letters
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from quantizer.algorithms.gptq.block_rounder import ColumnScales, ColumnValues, block_rounder
 
-BeginBlock = Callable[[int, Tensor], None]
-"""Called with the first column of a block and the block, [at most block_size, rows]."""
+BeginGroup = Callable[[int, Tensor], None]
+"""Called with the number of a group and its columns as they are then, [columns, rows]."""
+
+
+@dataclass(frozen=True)
+class OpenGroups:
+    """Holds groups of columns whose scales are found when their first column comes.
+
+    Attributes:
+        columns: of each group, in the order of the weight: where they are in the order of
+            rounding, int64.
+        begin: called before a group's first column is rounded. Its columns are those that the
+            paper has then: all columns left make up for the errors so far. It may change the
+            group's scales in place.
+    """
+
+    columns: Sequence[Tensor]
+    begin: BeginGroup
+
+    @cached_property
+    def by_first(self) -> dict[int, int]:
+        """Return the groups by the place of the column that is rounded first."""
+        firsts = torch.stack([columns.min() for columns in self.columns])
+        return {first: group for group, first in enumerate(firsts.tolist())}
+
+    @property
+    def is_in_order(self) -> bool:
+        """Return whether each group is rounded before the next one begins."""
+        places = torch.cat([*self.columns])
+        return bool((places.diff() > 0).all())
 
 
 @dataclass(frozen=True)
@@ -54,7 +84,7 @@ def round_columns(
     columns: ColumnScales,
     *,
     block_size: int,
-    begin: BeginBlock | None = None,
+    groups: OpenGroups | None = None,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Round W greedily, column by column, so that tr((W - Q) H (W - Q)^T) is small.
@@ -65,8 +95,8 @@ def round_columns(
         columns: the scales.
         block_size: columns in a block, B in the paper. The errors of a block reach later
             blocks in one product. It does not change Q except by float32's noise.
-        begin: called before each block with the weights that GPTQ would have there, updated
-            by all earlier blocks. May change the scales of the block's columns in place.
+        groups: the groups whose scales are found on the way; None if all scales are known. A
+            block ends where a group begins.
         first: what to round for the first column [rows], if not W.
 
     Returns:
@@ -87,16 +117,17 @@ def round_columns(
     E = torch.empty_like(W)
     rounder = block_rounder(W, columns)
     error = torch.zeros(W.shape[1], dtype=torch.float64, device=W.device)
-    depth = len(W)
-    for start in range(0, depth, block_size):
-        end = min(start + block_size, depth)
+    starts = [*range(0, len(W), block_size)]
+    scales = None
+    if groups is not None:
+        scales = _ScalesOnTheWay(W, M, groups)
+        starts = scales.starts(starts)
+    for start, end in pairwise([*starts, len(W)]):
         block = slice(start, end)
         M_block = M[block, block]
         earlier_errors = E[:start]
         current = torch.addmm(W[block], M[:start, block].T, earlier_errors)
-        if begin is not None:
-            updated = _updated_by_paper(W[block], current, M_block)
-            begin(start, updated)
+        if scales is not None and scales.begin(start, current):
             rounder.reread_scales()
         if first is not None and start == 0:
             current[0] = first
@@ -106,22 +137,112 @@ def round_columns(
             # The error is that to W, whatever was rounded for the first column
             current[0] = W[0]
         current.sub_(Q[block])
+        if scales is not None:
+            scales.take(start, current)
         current.square_()
         block_error = D[block] @ current
         error += block_error.double()
     return Q, error
 
 
-def _updated_by_paper(
-    W: Tensor,
-    current: Tensor,
-    M: Tensor,
-) -> Tensor:
-    """Return a block as the paper has it: all of its columns make up for the errors so far.
+class _ScalesOnTheWay:
+    """Begins groups with their columns as the paper has them.
 
-    In `current`, column j takes the columns before it as W has them.
+    The paper subtracts from the columns left, for each rounded column j, row j of M^-1 times
+    what rounding has changed in column j as it was then.
     """
-    update: Tensor = torch.linalg.solve_triangular(
-        M.T, current - W, upper=False, unitriangular=True
-    )
-    return update + W
+
+    def __init__(
+        self,
+        W: Tensor,
+        M: Tensor,
+        groups: OpenGroups,
+    ) -> None:
+        self._W = W
+        self._M = M
+        self._groups = groups
+        self._is_in_order = groups.is_in_order
+        if self._is_in_order:
+            return
+        one = torch.eye(
+            len(M),
+            dtype=M.dtype,
+            device=M.device,
+        )
+        self._inverse = torch.linalg.solve_triangular(
+            M,
+            one,
+            upper=True,
+            unitriangular=True,
+        )
+        self._changes = torch.empty_like(W)
+
+    def starts(self, of_blocks: list[int]) -> list[int]:
+        """Return where blocks begin, if they began at `of_blocks` without groups."""
+        starts = set(self._groups.by_first)
+        # In order, a block is a group
+        if not self._is_in_order:
+            starts.update(of_blocks)
+        return sorted(starts)
+
+    def begin(
+        self,
+        start: int,
+        current: Tensor,
+    ) -> bool:
+        """Begin the group whose first column is at `start`. Return False if there is none.
+
+        Args:
+            start: of a block.
+            current: its columns. Each takes the columns of the block before it as W has them.
+        """
+        group = self._groups.by_first.get(start)
+        if group is None:
+            return False
+        if self._is_in_order:
+            updated = self._updated_block(start, current)
+        else:
+            updated = self._updated_columns(start, self._groups.columns[group])
+        self._groups.begin(group, updated)
+        return True
+
+    def _updated_block(
+        self,
+        start: int,
+        current: Tensor,
+    ) -> Tensor:
+        end = start + len(current)
+        W_block = self._W[start:end]
+        M_block = self._M[start:end, start:end]
+        difference = current - W_block
+        update: Tensor = torch.linalg.solve_triangular(
+            M_block.T,
+            difference,
+            upper=False,
+            unitriangular=True,
+        )
+        return update + W_block
+
+    def _updated_columns(
+        self,
+        start: int,
+        columns: Tensor,
+    ) -> Tensor:
+        inverse = self._inverse[:start, columns]
+        changes = self._changes[:start]
+        return torch.addmm(
+            self._W[columns],
+            inverse.T,
+            changes,
+            alpha=-1,
+        )
+
+    def take(
+        self,
+        start: int,
+        changes: Tensor,
+    ) -> None:
+        """Take in what rounding has changed in the columns of a block."""
+        if not self._is_in_order:
+            end = start + len(changes)
+            self._changes[start:end] = changes

@@ -114,31 +114,21 @@ def _is_misplaced(algorithm: Algorithm) -> bool:
 
 
 def _switched(algorithm: Algorithm) -> Diagnostics:
-    """Yield switches that are on by default or in the file, and need one that is off."""
+    """Yield switches that are on and need one that is off."""
     for key, setting in settings_of(algorithm.kind).items():
         needed = setting.needs
         if not needed or not algorithm.value(key) or algorithm.value(needed):
             continue
-        stated = algorithm.stated.get(key)
-        stated_needed = algorithm.stated.get(needed)
-        if stated and stated_needed:
-            yield Diagnostic(
-                "QZ333",
-                f"{key} is on and needs {needed}, which is off: it has no effect",
-                stated_needed.place,
-                "warning",
-                help=f'write "{needed}": true, or "{key}": false',
-                related=related_to(stated.place, "because of this"),
-            )
-        else:
-            source = stated or stated_needed or Sourced(None, algorithm.place)
-            yield Diagnostic(
-                "QZ126",
-                f"{key} is off here, because it needs {needed}",
-                source.place,
-                "note",
-                help=f'to say the same: "{key}": false',
-            )
+        stated = algorithm.stated.get(key, Sourced(None, algorithm.place))
+        stated_needed = algorithm.stated.get(needed, stated)
+        yield Diagnostic(
+            "QZ333",
+            f"{key} is on and needs {needed}, which is off: it has no effect",
+            stated_needed.place,
+            "warning",
+            help=f'write "{needed}": true, or "{key}": false',
+            related=related_to(stated.place, "because of this"),
+        )
 
 
 def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Diagnostics:

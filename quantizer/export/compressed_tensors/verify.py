@@ -87,30 +87,33 @@ def _loaded(
     except VerificationError:
         raise
     except Exception as error:
-        cause = None
-        if len(checkpoint.schemes) == 1 and checkpoint.is_weight_only:
-            cause = _cause(checkpoint)
-        if cause is None:
-            why = str(error).strip().partition("\n")[0]
-            text = (
-                f"{name} is not written: {_reader()} cannot run it: {type(error).__name__}: "
-                f"{why}"
-            )
-            remedy = _remedy(checkpoint)
-            layer = _layer_without_weight(error)
-            if layer is not None:
-                text = (
-                    f"{name} is not written: {_reader()} cannot load it: the model's code "
-                    f"reads the weight of {layer}, which is packed"
-                )
-                remedy = _NOT_PACKED_HELP
-            raise VerificationError(text, help=remedy) from error
+        layer = _layer_without_weight(error)
+        why = str(error).strip().partition("\n")[0]
+        problem = f"cannot run it: {type(error).__name__}: {why}"
+        remedy = _remedy(checkpoint)
+        cause = _cause(checkpoint)
+        if layer is not None:
+            reads = f"the model's code reads the weight of {layer}, which is packed"
+            problem = f"cannot load it: {reads}"
+            remedy = _NOT_PACKED_HELP
+            cause = cause or f"{_reader()} does not load it by default, as {reads}"
+        refusal = VerificationError(
+            f"{name} is not written: {_reader()} {problem}", help=remedy
+        )
+        if len(checkpoint.schemes) > 1 or not checkpoint.is_weight_only or cause is None:
+            raise refusal from error
     settings = transformers.CompressedTensorsConfig(dequantize=True)
     remark = (
         f"{cause}: load it with quantization_config=CompressedTensorsConfig(dequantize=True), "
-        f"or {_remedy(checkpoint)}"
+        f"or {remedy}"
     )
-    return _run(folder, call, name, quantization_config=settings), (remark,)
+    try:
+        module = _run(folder, call, name, quantization_config=settings)
+    except Exception as error:
+        if layer is None:
+            raise
+        raise refusal from error
+    return module, (remark,)
 
 
 def _layer_without_weight(error: Exception) -> str | None:

@@ -9,7 +9,7 @@ from onnx import ModelProto
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Kernels
-from quantizer.export.onnx.marks import MULTIPLYING, NUMBERED
+from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED
 from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import Layout, layout
@@ -28,6 +28,7 @@ _INTEGER_OPERATORS = (
 # They hand codes on, so that an engine multiplies these.
 _MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 _ONNX_RUNTIME = "ONNX Runtime"
+_INSIDE_AN_OPERATOR = "a step inside the operator, whose result the config does not quantize"
 _BITS_LIMIT = "8 bits or fewer of integers have kernels"
 
 
@@ -82,17 +83,23 @@ def kernels_of(
         integer: the names of nodes that the engine computes in integers.
     """
     readers: dict[str, str] = {}
+    makers: dict[str, str] = {}
     for node in model.graph.node:
         readers |= dict.fromkeys(node.input, node.op_type)
+        makers |= dict.fromkeys(node.output, node.op_type)
     where = layout(graph)
     reasons: dict[str, str] = {}
     for node in model.graph.node:
         if node.op_type in MULTIPLYING and node.name not in integer:
+            if INSIDE in node.name:
+                reasons[node.name] = _INSIDE_AN_OPERATOR
+                continue
             reader = readers.get(node.output[0], "")
             layer = node.name.partition(NUMBERED)[0]
-            reasons[node.name] = _reason(
-                layer, graph, where, solution, reader=reader, engine=engine
-            )
+            reason = _reason(layer, graph, where, solution, reader=reader, engine=engine)
+            if not reason and "Softmax" in (makers.get(name) for name in node.input):
+                reason = "it multiplies by a softmax that the config does not quantize"
+            reasons[node.name] = reason or f"{engine} does not fuse it"
     return Kernels(tuple(integer), reasons)
 
 
@@ -105,7 +112,8 @@ def _reason(
     reader: str,
     engine: str,
 ) -> str:
-    """Return the first thing in the config that keeps a layer in float, and what to change.
+    """Return the first thing in the config that keeps a layer in float, and what to change;
+    empty if there is none.
 
     Args:
         reader: the operator that reads the layer in the file; none for what became bounds of
@@ -148,7 +156,7 @@ def _reason(
             f"{reader} follows it, and its output is quantized after that; ReLU and ReLU6 "
             "have integer kernels"
         )
-    return f"{engine} does not fuse it"
+    return ""
 
 
 def _words(spec: QuantizationSpec) -> str:

@@ -21,6 +21,8 @@ MARK_DOMAIN = "quantizer"
 MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 NUMBERED = "#"
 """Between a layer's name and the number of its product."""
+INSIDE = "#inside"
+"""After a layer's name, for a product that is a step on the way to what the layer makes."""
 Quantizations = Sequence[tuple[Key, QuantizedTensor]]
 """What is quantized; a mark stands for one by its index."""
 

@@ -25,7 +25,7 @@ from quantizer.export.float32 import HALF, to_float32
 from quantizer.export.onnx.int8_model import with_int8_weights
 from quantizer.export.onnx.kernels import kernels, products_between_codes
 from quantizer.export.onnx.layers import LayerCheck
-from quantizer.export.onnx.speed import measured_speed
+from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed
 from quantizer.export.speed import Speed
 
 UNOPTIMIZED = "ONNX Runtime without optimizations"
@@ -187,6 +187,7 @@ def open_session(
     options = onnxruntime.SessionOptions()
     # What goes wrong is an exception.
     options.log_severity_level = 4
+    options.add_session_config_entry(STOP_SPINNING, "1")
     if not file.is_for_kernels:
         options.add_session_config_entry(WITHOUT_KERNELS, "1")
     if label == UNOPTIMIZED:

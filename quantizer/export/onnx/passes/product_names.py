@@ -5,23 +5,40 @@ from collections import Counter
 import onnx_ir as ir
 
 from quantizer.export.onnx.builder import producer_of
-from quantizer.export.onnx.marks import MULTIPLYING, NUMBERED, Lowering, marks_of
+from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED, Lowering, marks_of
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+"""Where torch.onnx writes which operator of the program a node comes from."""
 
 
 def name_products(
     model: ir.Model,
     lowering: Lowering,
 ) -> None:
-    """Name each node that multiplies; a layer's further products get a number."""
+    """Name each node that multiplies; a layer's further products get a number.
+
+    torch.onnx writes attention as two products. The first one is a step inside that layer.
+    """
     layers = _layers(model, lowering)
+    layer_of_operator: dict[str, str] = {}
+    for value, layer in layers.items():
+        producer = value.producer()
+        if producer is not None and _SCOPES in producer.metadata_props:
+            layer_of_operator[producer.metadata_props[_SCOPES]] = layer
     counts: Counter[str] = Counter()
     for node in model.graph:
-        layer = _layer(node, layers, lowering) if node.op_type in MULTIPLYING else None
-        if layer is not None:
-            counts[layer] += 1
-            node.name = layer
-            if counts[layer] > 1:
-                node.name = f"{layer}{NUMBERED}{counts[layer]}"
+        if node.op_type not in MULTIPLYING:
+            continue
+        operator = node.metadata_props.get(_SCOPES, "")
+        name = _layer(node, layers, lowering)
+        if name is None and operator in layer_of_operator:
+            name = layer_of_operator[operator] + INSIDE
+        if name is None:
+            continue
+        counts[name] += 1
+        node.name = name
+        if counts[name] > 1:
+            node.name = f"{name}{NUMBERED}{counts[name]}"
 
 
 def _layers(
@@ -40,6 +57,10 @@ def _layers(
         value = mark.outputs[0] if is_weight else mark.inputs[0]
         if role != "input" and value is not None:
             layers[value] = layer
+            # Attention of three dimensions is computed in four.
+            squeeze = producer_of(value, "Squeeze")
+            if squeeze is not None and squeeze.inputs[0] is not None:
+                layers.setdefault(squeeze.inputs[0], layer)
     return layers
 
 

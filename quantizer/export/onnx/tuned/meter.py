@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from quantizer.export.onnx.speed import speeds_in_turns
+from quantizer.export.onnx.speed import speeds_in_turns, timed_session
 from quantizer.export.speed import Speed
 
 Feed = Mapping[str, NDArray[Any]]
@@ -100,7 +100,6 @@ class RuntimeMeter:
 
     def _options(self) -> onnxruntime.SessionOptions:
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
         options.intra_op_num_threads = self.threads
         return options
 
@@ -113,7 +112,7 @@ class RuntimeMeter:
             options.profile_file_prefix = str(folder / "profile")
             optimized = folder / "optimized.onnx"
             options.optimized_model_filepath = str(optimized)
-            session = _opened(model, options)
+            session = timed_session(model, options)
             start = time.perf_counter()
             for index in range(_MAX_PROFILED_RUNS):
                 is_long = time.perf_counter() - start > _PROFILE_SECONDS
@@ -128,7 +127,7 @@ class RuntimeMeter:
         first, *others = models
         sessions = []
         for model in (first, floating, *others):
-            sessions.append(_opened(model, self._options()))
+            sessions.append(timed_session(model, self._options()))
         timers = [partial(self._seconds, session, feed) for session in sessions]
         speeds = speeds_in_turns(
             timers, seconds=_SECONDS_FOR_EACH * len(timers), shortest=_SHORTEST
@@ -140,10 +139,6 @@ class RuntimeMeter:
         for _ in range(runs):
             session.run(None, feed)
         return (self.clock() - start) / runs
-
-
-def _opened(model: bytes, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _fastest(events: Sequence[Mapping[str, Any]]) -> tuple[Kernel, ...]:
