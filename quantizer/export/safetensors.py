@@ -20,6 +20,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
+from quantizer.numerics.formats import has_minimum
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import read_metadata
@@ -62,7 +63,7 @@ class SafetensorsExporter(Exporter[Path]):
             specs[name] = spec.to_json()
             if spec.is_scaled and not spec.is_dynamic:
                 tensors[f"{name}.scale"] = tensor.scale
-                if spec.dtype == "int":
+                if spec.dtype == "int" or has_minimum(spec.dtype):
                     tensors[f"{name}.zero_point"] = tensor.zero_point
             if tensor.codes is not None:
                 tensors[name] = tensor.codes

@@ -13,11 +13,9 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantizer.numerics.code_range import SCALE_MODES, FloatRange, IntegerRange
 from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import (
-    SCALE_MODES,
-    FloatRange,
-    IntegerRange,
     power_of_two,
     qparams_from_range,
     qparams_from_step,

@@ -14,6 +14,8 @@ from quantizer.export.gguf.blocks import block_type, packed_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 FILE_TYPE_KEY = "general.file_type"
+_FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
+"""The names of files with one type of blocks, where they have another name."""
 _ALIGNMENT_KEY = "general.alignment"
 
 
@@ -135,6 +137,7 @@ def _file_type(tensors: Mapping[str, GgufTensor]) -> GgufValue:
     types = Counter(tensor.type for tensor in tensors.values() if tensor.type != "F32")
     name = "ALL_F32"
     if types:
-        name = f"MOSTLY_{types.most_common(1)[0][0]}"
+        most_common = types.most_common(1)[0][0]
+        name = f"MOSTLY_{_FILE_TYPES.get(most_common, most_common)}"
     number = getattr(gguf.LlamaFileType, name, gguf.LlamaFileType.GUESSED)
     return GgufValue(int(number), gguf.GGUFValueType.UINT32)

@@ -1,0 +1,236 @@
+"""Search the scales of groups for the least error of the layer's outputs, as llama.cpp does
+with an importance matrix.
+
+The squared error of a weight counts by the mean square of its input over the calibration data.
+That is the diagonal of the inputs' Gram matrix, so inputs count as uncorrelated. The float
+network runs once over the data.
+
+Source: llama.cpp's imatrix; ggml's quantizers that take weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.adjustment import (
+    Adjustment,
+    Remark,
+    RoundedWeight,
+    Task,
+    apply_adjustment,
+)
+from quantizer.algorithms.gram import UNREACHED, not_finite_input
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest
+from quantizer.algorithms.sequential_runner import no_batches
+from quantizer.config.algorithms import IMatrixConfig
+from quantizer.config.model import QuantizationSpec
+from quantizer.distributed import Ranks
+from quantizer.nn.network import Network
+from quantizer.numerics.block_search import SearchedFormat, searched_scales
+from quantizer.numerics.granularity import scale_shape, to_rows
+from quantizer.numerics.qparams import QParams
+from quantizer.observers import NonFiniteError, searched_format
+from quantizer.sources.batches import prefix_batch_errors
+from quantizer.storage.deferred_tensor import loaded
+
+_SHARED = (
+    "its weight is used elsewhere, too, with other inputs; it stays at the search without data"
+)
+
+
+def imatrix(
+    task: Task,
+    settings: IMatrixConfig,
+    adjustment: Adjustment,
+) -> Adjustment:
+    """Find the scales of weights in groups, and round the weights to nearest with them.
+
+    Layers whose scales cannot be searched are left out. Those that no token reached keep the
+    scales that are found without data.
+
+    Raises:
+        DataError: there is no batch, or a value in the network is not finite; layer and batch
+            are named.
+    """
+    network = Network(apply_adjustment(task.graph, adjustment))
+    search = _Search(task, network)
+    for number, group in enumerate(task.structure.groups):
+        if number < task.done:
+            continue
+        for name in group.layers:
+            adjustment = search.with_rounded(name, adjustment)
+        task.after_group(adjustment, number + 1)
+    return adjustment
+
+
+@dataclass(frozen=True)
+class _SearchedLayer:
+    """A layer whose scales are searched."""
+
+    name: str
+    source: str
+    spec: QuantizationSpec
+    format: SearchedFormat
+    weight: Tensor
+
+
+class _Search:
+    """Finds the scales of layers, once the network has run over all batches."""
+
+    def __init__(self, task: Task, network: Network) -> None:
+        self._shared: set[str] = set()
+        self._layers: dict[str, _SearchedLayer] = {}
+        readers = Counter(path for node in task.graph.nodes for path in node.params.values())
+        for group in task.structure.groups:
+            for name in group.layers:
+                layer = _searched_layer(task, network, name)
+                if layer is None:
+                    continue
+                if readers[task.graph.by_name[name].params["weight"]] > 1:
+                    self._shared.add(name)
+                else:
+                    self._layers[name] = layer
+        sources = dict.fromkeys(layer.source for layer in self._layers.values())
+        self._squares = _observed_squares(task, network, sources)
+
+    def with_rounded(self, name: str, adjustment: Adjustment) -> Adjustment:
+        """Return the adjustment with a layer's rounded weight, if it has one."""
+        if name in self._shared:
+            return adjustment.with_remarks(Remark(name, _SHARED, is_warning=False))
+        layer = self._layers.get(name)
+        if layer is None:
+            return adjustment
+        squares = self._squares[layer.source]
+        if not squares.count:
+            return adjustment.with_remarks(Remark(name, UNREACHED))
+        rounded = _rounded(layer, squares.mean().float())
+        return adjustment.with_rounded({name: rounded.stored_like(layer.weight)})
+
+
+def _searched_layer(
+    task: Task,
+    network: Network,
+    name: str,
+) -> _SearchedLayer | None:
+    """Return a linear layer whose groups run along its inputs."""
+    spec = task.specs.get((name, "weights"))
+    layer = network.layers[name]
+    if spec is None or not isinstance(layer, nn.Linear) or spec.ch_axis not in (1, -1):
+        return None
+    searched = searched_format(spec)
+    if searched is None:
+        return None
+    [source] = task.graph.by_name[name].operands.values()
+    return _SearchedLayer(name, source, spec, searched, layer.weight.detach())
+
+
+class InputSquares:
+    """Sums up the squares of each channel of a value, in float64 over batches.
+
+    >>> squares = InputSquares()
+    >>> squares.add(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    >>> squares.mean().tolist()
+    [5.0, 2.0]
+    """
+
+    def __init__(self) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64)
+        self.count = 0
+
+    def add(self, value: Tensor) -> None:
+        """Take in one batch, with channels along the last axis.
+
+        Raises:
+            NonFiniteError: it holds NaN or infinity.
+        """
+        rows = value.reshape(-1, value.shape[-1]).float()
+        sums = rows.square().sum(0, dtype=torch.float64).cpu()
+        if not bool(sums.isfinite().all()):
+            nans = int(value.isnan().sum())
+            raise NonFiniteError(nans, int(value.isinf().sum()), value.numel())
+        self._sum = self._sum + sums
+        self.count += len(rows)
+
+    def mean(self) -> Tensor:
+        """Return the mean square of each channel, float64."""
+        return self._sum / max(self.count, 1)
+
+    def merge(self, ranks: Ranks) -> None:
+        """Take in what the other ranks have summed up."""
+        parts = ranks.gather((self._sum, self.count), "squares of inputs")
+        self._sum = torch.stack([total for total, _ in parts if total.dim()]).sum(0)
+        self.count = sum(count for _, count in parts)
+
+
+def _observed_squares(
+    task: Task,
+    network: Network,
+    sources: Collection[str],
+) -> dict[str, InputSquares]:
+    """Return the squares of values of the network, over all batches of all ranks.
+
+    Raises:
+        DataError: there is no batch, or a value is not finite.
+    """
+    squares = {source: InputSquares() for source in sources}
+    watchers = {source: partial(_add, source, row) for source, row in squares.items()}
+    number = -1
+    for number, batch in enumerate(task.batches()):
+        if task.ranks.owns(number):
+            with prefix_batch_errors(number), torch.no_grad():
+                network.observe(batch.args, batch.kwargs, watchers)
+    if number < 0:
+        raise no_batches()
+    for row in squares.values():
+        row.merge(task.ranks)
+    return squares
+
+
+def _add(source: str, squares: InputSquares, value: Tensor) -> None:
+    try:
+        squares.add(value)
+    except NonFiniteError as error:
+        raise not_finite_input(source, error) from error
+
+
+def _rounded(layer: _SearchedLayer, mean_squares: Tensor) -> RoundedWeight:
+    """Return the better one of two rounded weights: with scales that were searched with the
+    mean squares of inputs, and without.
+    """
+    spec = layer.spec
+    weight = loaded(layer.weight)
+    importance = mean_squares.to(weight.device)
+    rows = to_rows(weight, spec.cut)
+    weights = to_rows(importance.expand_as(weight), spec.cut)
+    scale, minimum = searched_scales(rows, weights, layer.format)
+    shape = scale_shape(tuple(weight.shape), spec.cut)
+    zero_point = torch.zeros(shape, dtype=torch.int32)
+    if layer.format.row.has_minimum:
+        zero_point = minimum.view(shape).cpu()
+    found = QParams(scale.view(shape).cpu(), zero_point)
+    usual = layer_qparams(layer.name, spec, weight).to(torch.device("cpu"))
+    best = usual
+    best_weight = nearest(weight, spec, usual.to(weight.device))
+    before = _relative_error(weight, best_weight, importance)
+    after = before
+    searched_weight = nearest(weight, spec, found.to(weight.device))
+    error = _relative_error(weight, searched_weight, importance)
+    if error < before:
+        best = found
+        best_weight = searched_weight
+        after = error
+    return RoundedWeight(best_weight, best, before, after)
+
+
+def _relative_error(weight: Tensor, rounded: Tensor, importance: Tensor) -> float:
+    """Return the weighted squared error as a share of the weighted squares."""
+    difference = (weight.float() - rounded.float()).square_()
+    error = (difference.sum(0, dtype=torch.float64) * importance).sum()
+    energy = (weight.float().square().sum(0, dtype=torch.float64) * importance).sum()
+    return float(error / energy.clamp(min=torch.finfo(torch.float64).tiny))
