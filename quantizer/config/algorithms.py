@@ -301,7 +301,7 @@ class QronosConfig(ColumnRounding):
     sweeps: int = 0
 
 
-@algorithm(run="quantizer.algorithms.imatrix:imatrix", stage="round")
+@algorithm(run="quantizer.algorithms.imatrix:imatrix", stage="round", needs_groups=True)
 @dataclass
 class IMatrixConfig(AlgoConfig):
     """Importance matrix, as in llama.cpp: the scales of groups are searched with each weight's

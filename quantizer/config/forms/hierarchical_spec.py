@@ -291,7 +291,7 @@ class Words:
             fields["method"] = _mapped(source, method)
             if not is_parameter:
                 fields["statistic"] = _mapped(source, usual_statistic(method))
-        elif self.dtype in SEARCHED_FORMATS:
+        elif self.dtype in SEARCHED_FORMATS and is_parameter:
             fields["method"] = _mapped(self.raw["dtype"], "group_mse")
         if "percentage" in self.raw and self.observer == "PerTensorPercentileObserver":
             percentage = self.raw["percentage"]
