@@ -305,7 +305,7 @@ class QronosConfig(ColumnRounding):
 @dataclass
 class IMatrixConfig(AlgoConfig):
     """Importance matrix, as in llama.cpp: the scales of groups are searched with each weight's
-    squared error times the mean square of its input. For q4_k, q5_k, q6_k, iq4_nl, and
+    squared error times the mean square of its input. It is for q4_k, q5_k, q6_k, iq4_nl, and
     symmetric integers in groups. Not part of the documented format.
     """
 

@@ -63,6 +63,15 @@ class SearchedFormat:
 
 
 @dataclass(frozen=True)
+class _Fit:
+    """The a and b of `_least_squares`, and the part of the weighted squares that they explain."""
+
+    a: Tensor
+    b: Tensor
+    explained: Tensor
+
+
+@dataclass(frozen=True)
 class _Groups:
     """Values [groups, values] with their weights."""
 
@@ -74,6 +83,12 @@ class _Groups:
     def row(self) -> FloatFormat:
         return self.format.row
 
+    def may_have(self, scale: Tensor) -> Tensor:
+        """Return whether groups may have these scales."""
+        if self.format.has_signed_scale:
+            return scale.isfinite() & (scale.abs() > _LEAST)
+        return scale.isfinite() & (scale > _LEAST)
+
     def codes(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the nearest codes for scales and minima [groups, 1]."""
         return to_levels_((self.x + minimum) / scale, self.row)
@@ -84,7 +99,7 @@ class _Groups:
         squares = values.sub_(self.x).square_().mul_(self.weights)
         return squares.sum(1, keepdim=True)
 
-    def fitted(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def fitted(self, codes: Tensor) -> _Fit:
         """Return the scales and minima with the least error for these codes, [groups, 1]."""
         offsets = torch.ones_like(codes) if self.row.has_minimum else None
         return _least_squares(_sum, self.x, self.weights, codes, offsets)
@@ -100,10 +115,7 @@ class _Found:
 
     def best_of(self, groups: _Groups, scale: Tensor, minimum: Tensor) -> _Found:
         """Return for each group the better one of this and of other scales and minima."""
-        is_usable = scale.isfinite() & (scale.abs() > _LEAST)
-        if not groups.format.has_signed_scale:
-            is_usable &= scale > 0
-        scale = scale.where(is_usable, self.scale)
+        scale = scale.where(groups.may_have(scale), self.scale)
         error = groups.error(scale, minimum)
         is_better = error < self.error
         return _Found(
@@ -160,17 +172,20 @@ def _groups(x: Tensor, weights: Tensor | None, searched: SearchedFormat) -> _Gro
 
 def _search_alone(groups: _Groups) -> _Found:
     """Return the best scale and minimum of each group, as if they could be any floats."""
-    zeros = torch.zeros_like(groups.x[:, :1])
+    minimum = torch.zeros_like(groups.x[:, :1])
     # The least float16 suits groups of zeros
-    least = torch.full_like(zeros, LEAST_FACTOR)
-    found = _Found(least, zeros, torch.full_like(zeros, torch.inf))
-    for scale, minimum in _candidates(groups):
-        found = found.best_of(groups, scale, minimum)
-        codes = groups.codes(found.scale, found.minimum)
-        found = found.best_of(groups, *groups.fitted(codes))
+    scale = torch.full_like(minimum, LEAST_FACTOR)
+    explained = torch.zeros_like(minimum)
+    for first_scale, first_minimum in _candidates(groups):
+        fit = groups.fitted(groups.codes(first_scale, first_minimum))
+        is_better = groups.may_have(fit.a) & (fit.explained > explained)
+        scale = torch.where(is_better, fit.a, scale)
+        minimum = torch.where(is_better, fit.b, minimum)
+        explained = torch.where(is_better, fit.explained, explained)
+    found = _Found(scale, minimum, groups.error(scale, minimum))
     for _ in range(_REFITS):
-        codes = groups.codes(found.scale, found.minimum)
-        found = found.best_of(groups, *groups.fitted(codes))
+        fit = groups.fitted(groups.codes(found.scale, found.minimum))
+        found = found.best_of(groups, fit.a, fit.b)
     return found
 
 
@@ -274,11 +289,9 @@ class _SuperBlocks:
         offsets = None
         if self.layout.minima is not None:
             offsets = self.minimum_codes.expand_as(steps)
-        factor, minimum_factor = _least_squares(
-            self._summed, groups.x, groups.weights, steps, offsets
-        )
-        factor = self._repeated(rounded_factor(factor))
-        minimum_factor = self._repeated(rounded_factor(minimum_factor))
+        fit = _least_squares(self._summed, groups.x, groups.weights, steps, offsets)
+        factor = self._repeated(rounded_factor(fit.a))
+        minimum_factor = self._repeated(rounded_factor(fit.b))
         self._try_factors(factor, minimum_factor)
 
     def _try_factors(self, factor: Tensor, minimum_factor: Tensor) -> None:
@@ -316,7 +329,7 @@ def _least_squares(
     weights: Tensor,
     steps: Tensor,
     offsets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> _Fit:
     """Return a and b >= 0 for which a * steps - b * offsets is nearest to x.
 
     Where the best b is negative, it is 0.
@@ -333,7 +346,7 @@ def _least_squares(
     a = step_products / step_squares.clamp(min=_LEAST)
     b = torch.zeros_like(a)
     if offsets is None:
-        return a, b
+        return _Fit(a, b, a * step_products)
     mixed = summed(weighted * offsets)
     weighted = weights * offsets
     offset_squares = summed(weighted * offsets)
@@ -345,4 +358,6 @@ def _least_squares(
     joint_a = (step_products * offset_squares - offset_products * mixed) / determinant
     joint_b = (step_products * mixed - offset_products * step_squares) / determinant
     is_joint = is_solvable & (joint_a > 0) & (joint_b > 0)
-    return torch.where(is_joint, joint_a, a), torch.where(is_joint, joint_b, b)
+    a = torch.where(is_joint, joint_a, a)
+    b = torch.where(is_joint, joint_b, b)
+    return _Fit(a, b, a * step_products - b * offset_products)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -165,7 +166,21 @@ def to_levels_(x: Tensor, row: FloatFormat) -> Tensor:
     x.clamp_(least, largest)
     if len(row.levels) == largest - least + 1:
         return x.round_()
-    levels = torch.tensor(row.levels, dtype=x.dtype, device=x.device)
-    middles = (levels[1:] + levels[:-1]) / 2
-    nearest = levels[torch.bucketize(x, middles)]
-    return x.copy_(torch.where(x.isnan(), x, nearest))
+    # All middles of two levels are multiples of 1/2, so halves between them have one level
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    halves = torch.mul(wide, 2).ceil_().sub_(2 * least).nan_to_num_(0)
+    table = _levels_of_halves(row.levels).to(x)
+    nearest = table.index_select(0, halves.to(torch.int32).view(-1)).view(x.shape)
+    # Adds NaN to NaN
+    return x.sub_(x).add_(nearest)
+
+
+@cache
+def _levels_of_halves(levels: tuple[float, ...]) -> Tensor:
+    """Return the level nearest to all numbers of each interval (k / 2 - 1 / 2, k / 2], from the
+    least level on.
+    """
+    values = torch.tensor(levels)
+    middles = (values[1:] + values[:-1]) / 2
+    ends = torch.arange(2 * levels[0], 2 * levels[-1] + 1) / 2
+    return values[torch.bucketize(ends, middles)]
