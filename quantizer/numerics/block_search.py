@@ -64,7 +64,9 @@ class SearchedFormat:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The a and b of `_least_squares`, and the part of the weighted squares that they explain."""
+    """The a and b of `_least_squares`, and the part of the weighted squares that they
+    explain.
+    """
 
     a: Tensor
     b: Tensor
@@ -127,7 +129,7 @@ class _Found:
 
 def searched_scales(
     rows: Tensor,
-    weights: Tensor | None,
+    importance: Tensor | None,
     searched: SearchedFormat,
 ) -> tuple[Tensor, Tensor]:
     """Return the scales of groups and their minima, float32 [groups] each.
@@ -138,20 +140,20 @@ def searched_scales(
     Args:
         rows: values [groups, values], a floating-point matrix. With super-blocks, their groups
             follow each other.
-        weights: of the values' squared errors, above or at 0, in the shape of `rows`. None
-            counts all alike.
+        importance: of the values' squared errors, at least 0, in the shape of `rows`. None
+            counts all inputs alike.
         searched: their format.
     """
     layout = searched.layout
     size = _VALUES_AT_ONCE if rows.is_cpu else _VALUES_AT_ONCE_ON_A_DEVICE
     height = max(1, size // SUPERBLOCK) * SUPERBLOCK // rows.shape[1]
-    weight_parts: Sequence[Tensor | None] = [None] * -(-len(rows) // height)
-    if weights is not None:
-        weight_parts = torch.split(weights, height)
+    importances: Sequence[Tensor | None] = [None] * -(-len(rows) // height)
+    if importance is not None:
+        importances = torch.split(importance, height)
     scales: list[Tensor] = []
     minima: list[Tensor] = []
-    for part, part_weights in zip(torch.split(rows, height), weight_parts, strict=True):
-        groups = _groups(part.float(), part_weights, searched)
+    for part, part_importance in zip(torch.split(rows, height), importances, strict=True):
+        groups = _groups(part.float(), part_importance, searched)
         found = _search_alone(groups)
         if layout is None:
             found = _with_half_scales(groups, found)
@@ -162,12 +164,20 @@ def searched_scales(
     return torch.cat(scales), torch.cat(minima)
 
 
-def _groups(x: Tensor, weights: Tensor | None, searched: SearchedFormat) -> _Groups:
-    """Return groups with weights of about 1, which keeps float32 in its range."""
-    if weights is None:
-        return _Groups(x, torch.ones_like(x), searched)
-    mean = weights.mean(dtype=torch.float64).clamp(min=_LEAST)
-    return _Groups(x, (weights / mean).float().add_(_WEIGHT_FLOOR), searched)
+def _groups(x: Tensor, importance: Tensor | None, searched: SearchedFormat) -> _Groups:
+    """Return groups with weights of about 1, which keeps float32 in its range.
+
+    The error of a value counts by the root of its square plus the mean square of its group.
+    Large weights matter more to a network than the sum of squares says.
+
+    Source: ggml, for quantizers with an importance matrix.
+    """
+    squares = x.square()
+    weights = squares.add_(squares.mean(1, keepdim=True)).sqrt_()
+    if importance is not None:
+        weights *= importance / importance.mean(dtype=torch.float64).clamp(min=_LEAST)
+    weights /= weights.mean(dtype=torch.float64).clamp(min=_LEAST)
+    return _Groups(x, weights.add_(_WEIGHT_FLOOR), searched)
 
 
 def _search_alone(groups: _Groups) -> _Found:

@@ -306,6 +306,7 @@ def group_mse(
 
     Groups have few values. So their errors are those of the values themselves and not of a
     histogram, and an asymmetric range gets the better of the two zero points around its end.
+    Formats of llama.cpp have a search of their own, `searched_scales`.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
