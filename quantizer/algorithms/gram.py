@@ -352,8 +352,7 @@ def quantized_layers(
     specs = {name: task.specs.get((name, "weights")) for name in group.layers}
     names = []
     for name, spec in specs.items():
-        is_rounded = spec is not None and spec.is_scaled
-        if is_rounded and spec.scale_type != "superblock":
+        if spec is not None and spec.is_scaled and spec.scale_type != "superblock":
             names.append(name)
     return names
 

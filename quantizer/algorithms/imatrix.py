@@ -32,9 +32,10 @@ from quantizer.config.algorithms import IMatrixConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.distributed import Ranks
 from quantizer.nn.network import Network
-from quantizer.numerics.block_search import SearchedFormat, searched_scales
+from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.granularity import scale_shape, to_rows
 from quantizer.numerics.qparams import QParams
+from quantizer.numerics.weighted_groups import SearchedFormat
 from quantizer.observers import NonFiniteError, searched_format
 from quantizer.sources.batches import prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
@@ -83,13 +84,23 @@ class _SearchedLayer:
 class _Search:
     """Finds the scales of layers, once the network has run over all batches."""
 
-    def __init__(self, task: Task, network: Network) -> None:
+    def __init__(
+        self,
+        task: Task,
+        network: Network,
+    ) -> None:
         self._shared: set[str] = set()
         self._layers: dict[str, _SearchedLayer] = {}
-        readers = Counter(path for node in task.graph.nodes for path in node.params.values())
+        readers: Counter[str] = Counter()
+        for node in task.graph.nodes:
+            readers.update(node.params.values())
         for group in task.structure.groups:
             for name in group.layers:
-                layer = _searched_layer(task, network, name)
+                layer = _searched_layer(
+                    task,
+                    network,
+                    name,
+                )
                 if layer is None:
                     continue
                 if readers[task.graph.by_name[name].params["weight"]] > 1:
@@ -97,12 +108,26 @@ class _Search:
                 else:
                     self._layers[name] = layer
         sources = dict.fromkeys(layer.source for layer in self._layers.values())
-        self._squares = _observed_squares(task, network, sources)
+        self._squares = _observed_squares(
+            task,
+            network,
+            sources,
+        )
 
-    def with_rounded(self, name: str, adjustment: Adjustment) -> Adjustment:
+    def with_rounded(
+        self,
+        name: str,
+        adjustment: Adjustment,
+    ) -> Adjustment:
         """Return the adjustment with a layer's rounded weight, if it has one."""
         if name in self._shared:
-            return adjustment.with_remarks(Remark(name, _SHARED, is_warning=False))
+            return adjustment.with_remarks(
+                Remark(
+                    name,
+                    _SHARED,
+                    is_warning=False,
+                )
+            )
         layer = self._layers.get(name)
         if layer is None:
             return adjustment
@@ -127,7 +152,13 @@ def _searched_layer(
     if searched is None:
         return None
     [source] = task.graph.by_name[name].operands.values()
-    return _SearchedLayer(name, source, spec, searched, layer.weight.detach())
+    return _SearchedLayer(
+        name,
+        source,
+        spec,
+        searched,
+        layer.weight.detach(),
+    )
 
 
 class InputSquares:
@@ -143,7 +174,10 @@ class InputSquares:
         self._sum = torch.zeros((), dtype=torch.float64)
         self.count = 0
 
-    def add(self, value: Tensor) -> None:
+    def add(
+        self,
+        value: Tensor,
+    ) -> None:
         """Take in one batch, with channels along the last axis.
 
         Raises:
@@ -153,7 +187,11 @@ class InputSquares:
         sums = rows.square().sum(0, dtype=torch.float64).cpu()
         if not bool(sums.isfinite().all()):
             nans = int(value.isnan().sum())
-            raise NonFiniteError(nans, int(value.isinf().sum()), value.numel())
+            raise NonFiniteError(
+                nans,
+                int(value.isinf().sum()),
+                value.numel(),
+            )
         self._sum = self._sum + sums
         self.count += len(rows)
 
@@ -161,7 +199,10 @@ class InputSquares:
         """Return the mean square of each channel, float64."""
         return self._sum / max(self.count, 1)
 
-    def merge(self, ranks: Ranks) -> None:
+    def merge(
+        self,
+        ranks: Ranks,
+    ) -> None:
         """Take in what the other ranks have summed up."""
         parts = ranks.gather((self._sum, self.count), "squares of inputs")
         self._sum = torch.stack([total for total, _ in parts if total.dim()]).sum(0)
@@ -179,12 +220,23 @@ def _observed_squares(
         DataError: there is no batch, or a value is not finite.
     """
     squares = {source: InputSquares() for source in sources}
-    watchers = {source: partial(_add, source, row) for source, row in squares.items()}
+    watchers = {
+        source: partial(
+            _add,
+            source,
+            row,
+        )
+        for source, row in squares.items()
+    }
     number = -1
     for number, batch in enumerate(task.batches()):
         if task.ranks.owns(number):
             with prefix_batch_errors(number), torch.no_grad():
-                network.observe(batch.args, batch.kwargs, watchers)
+                network.observe(
+                    batch.args,
+                    batch.kwargs,
+                    watchers,
+                )
     if number < 0:
         raise no_batches()
     for row in squares.values():
@@ -192,14 +244,21 @@ def _observed_squares(
     return squares
 
 
-def _add(source: str, squares: InputSquares, value: Tensor) -> None:
+def _add(
+    source: str,
+    squares: InputSquares,
+    value: Tensor,
+) -> None:
     try:
         squares.add(value)
     except NonFiniteError as error:
         raise not_finite_input(source, error) from error
 
 
-def _rounded(layer: _SearchedLayer, mean_squares: Tensor) -> RoundedWeight:
+def _rounded(
+    layer: _SearchedLayer,
+    mean_squares: Tensor,
+) -> RoundedWeight:
     """Return the better one of two rounded weights: with scales that were searched with the
     mean squares of inputs, and without.
     """
@@ -208,27 +267,60 @@ def _rounded(layer: _SearchedLayer, mean_squares: Tensor) -> RoundedWeight:
     importance = mean_squares.to(weight.device)
     rows = to_rows(weight, spec.cut)
     weights = to_rows(importance.expand_as(weight), spec.cut)
-    scale, minimum = searched_scales(rows, weights, layer.format)
+    scale, minimum = searched_scales(
+        rows,
+        weights,
+        layer.format,
+    )
     shape = scale_shape(tuple(weight.shape), spec.cut)
     zero_point = torch.zeros(shape, dtype=torch.int32)
     if layer.format.row.has_minimum:
         zero_point = minimum.view(shape).cpu()
     found = QParams(scale.view(shape).cpu(), zero_point)
-    usual = layer_qparams(layer.name, spec, weight).to(torch.device("cpu"))
+    usual = layer_qparams(
+        layer.name,
+        spec,
+        weight,
+    ).to(torch.device("cpu"))
     best = usual
-    best_weight = nearest(weight, spec, usual.to(weight.device))
-    before = _relative_error(weight, best_weight, importance)
+    best_weight = nearest(
+        weight,
+        spec,
+        usual.to(weight.device),
+    )
+    before = _relative_error(
+        weight,
+        best_weight,
+        importance,
+    )
     after = before
-    searched_weight = nearest(weight, spec, found.to(weight.device))
-    error = _relative_error(weight, searched_weight, importance)
+    searched_weight = nearest(
+        weight,
+        spec,
+        found.to(weight.device),
+    )
+    error = _relative_error(
+        weight,
+        searched_weight,
+        importance,
+    )
     if error < before:
         best = found
         best_weight = searched_weight
         after = error
-    return RoundedWeight(best_weight, best, before, after)
+    return RoundedWeight(
+        best_weight,
+        best,
+        before,
+        after,
+    )
 
 
-def _relative_error(weight: Tensor, rounded: Tensor, importance: Tensor) -> float:
+def _relative_error(
+    weight: Tensor,
+    rounded: Tensor,
+    importance: Tensor,
+) -> float:
     """Return the weighted squared error as a share of the weighted squares."""
     difference = (weight.float() - rounded.float()).square_()
     error = (difference.sum(0, dtype=torch.float64) * importance).sum()

@@ -80,7 +80,11 @@ class SafetensorsExporter(Exporter[Path]):
         write_tensors(path, tensors, {_METADATA_KEY: json.dumps(description, sort_keys=True)})
         yield path
 
-    def verify(self, deployment: Deployment, written: Path) -> Verification:
+    def verify(
+        self,
+        deployment: Deployment,
+        written: Path,
+    ) -> Verification:
         """Compare the parameters of `load` with test mode's."""
         expected = _parameters(deployment.network())
         decoded = _decoded(written)
@@ -116,7 +120,13 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
         parameters.pop(f"{name}.zero_point", None)
     for name, dtype_name in description["dtypes"].items():
         dtype = getattr(torch, dtype_name)
-        decode_now = partial(_decode_parameter, tensors, name, specs[name], dtype)
+        decode_now = partial(
+            _decode_parameter,
+            tensors,
+            name,
+            specs[name],
+            dtype,
+        )
         parameters[name] = DeferredTensor(tensors[name].shape, dtype, decode_now)
     for name in [name for name in parameters if name.endswith(_CORRECTION)]:
         correction = parameters.pop(name)
@@ -142,7 +152,13 @@ def _decode_parameter(
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
     if f"{name}.zero_point" in tensors:
         zero_point = tensors[f"{name}.zero_point"].load()
-    return decode(tensors[name].load(), spec, scale, zero_point, dtype=dtype)
+    return decode(
+        tensors[name].load(),
+        spec,
+        scale,
+        zero_point,
+        dtype=dtype,
+    )
 
 
 def _sum(summands: Sequence[DeferredTensor]) -> Tensor:

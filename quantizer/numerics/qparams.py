@@ -45,7 +45,10 @@ class QParams:
     scale: Tensor
     zero_point: Tensor
 
-    def to(self, device: torch.device) -> QParams:
+    def to(
+        self,
+        device: torch.device,
+    ) -> QParams:
         """Return the same on a device. Ranges are computed on the CPU."""
         return QParams(self.scale.to(device), self.zero_point.to(device))
 
@@ -104,13 +107,20 @@ def step_from_range(
     else:
         step = symmetric_step(_amax(low, high), code_range)
         if code_range.has_signed_scale:
-            step = torch.where(high > -low, -step, step)
+            step = torch.where(
+                high > -low,
+                -step,
+                step,
+            )
     if code_range.scale_type == "poweroftwo":
         _truncate_(step, _FLOAT64_MANTISSA)
     return step
 
 
-def symmetric_step(amax: Tensor, code_range: CodeRange) -> Tensor:
+def symmetric_step(
+    amax: Tensor,
+    code_range: CodeRange,
+) -> Tensor:
     """Return the distance between two codes, as a float, for magnitudes of at most `amax`.
 
     >>> code_range = IntegerRange(-8, 7, symmetric_scale="half_range")
@@ -160,7 +170,11 @@ def qparams_from_step(
     """
     if code_range.scale_type in POWERS_OF_TWO:
         step = power_of_two(step)
-    return _qparams(step, low, code_range)
+    return _qparams(
+        step,
+        low,
+        code_range,
+    )
 
 
 def _qparams(
@@ -170,11 +184,27 @@ def _qparams(
 ) -> QParams:
     """Return the qparams for a step that the scale type allows."""
     if isinstance(code_range, FloatRange) and code_range.scale_type == "superblock":
-        return _superblock_qparams(step, low, code_range)
+        return _superblock_qparams(
+            step,
+            low,
+            code_range,
+        )
     if not code_range.has_signed_scale:
-        return _unsigned_qparams(step, low, code_range)
-    qparams = _unsigned_qparams(step.abs(), low, code_range)
-    signed_scale = torch.where(step < 0, -qparams.scale, qparams.scale)
+        return _unsigned_qparams(
+            step,
+            low,
+            code_range,
+        )
+    qparams = _unsigned_qparams(
+        step.abs(),
+        low,
+        code_range,
+    )
+    signed_scale = torch.where(
+        step < 0,
+        -qparams.scale,
+        qparams.scale,
+    )
     return QParams(signed_scale, qparams.zero_point)
 
 
@@ -185,11 +215,19 @@ def _superblock_qparams(
 ) -> QParams:
     """Return the nearest scales and minima that super-blocks hold."""
     layout = SUPERBLOCKS[code_range.dtype]
-    scale = nearest_in_superblocks(step, layout.scales, layout.groups).float()
+    scale = nearest_in_superblocks(
+        step,
+        layout.scales,
+        layout.groups,
+    ).float()
     if layout.minima is None:
         return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
     minimum = -low.double().clamp(max=0)
-    minimum = nearest_in_superblocks(minimum, layout.minima, layout.groups)
+    minimum = nearest_in_superblocks(
+        minimum,
+        layout.minima,
+        layout.groups,
+    )
     return QParams(scale, minimum.float())
 
 
@@ -212,7 +250,14 @@ def _unsigned_qparams(
         scale = step.clamp(least, largest)
         zeros = _zeros(step)
         if zeros is not None:
-            is_limited = getattr(code_range, "finest_position", None) is not None
+            is_limited = (
+                getattr(
+                    code_range,
+                    "finest_position",
+                    None,
+                )
+                is not None
+            )
             zeros_scale = least if is_limited else 1.0
             if isinstance(code_range, FloatRange) and not code_range.has_zero:
                 zeros_scale = LEAST_FACTOR
@@ -228,14 +273,20 @@ def _has_minimum(code_range: CodeRange) -> bool:
     return isinstance(code_range, FloatRange) and code_range.row.has_minimum
 
 
-def _amax(low: Tensor, high: Tensor) -> Tensor:
+def _amax(
+    low: Tensor,
+    high: Tensor,
+) -> Tensor:
     """Return the largest magnitude in [low, high], as a new float64 tensor. It is exact in the
     dtype of the two.
     """
     return torch.maximum(-low, high).clamp_(min=0).to(torch.float64, copy=True)
 
 
-def _carry(code_range: FloatRange, bits: int) -> int:
+def _carry(
+    code_range: FloatRange,
+    bits: int,
+) -> int:
     """Return the number to add to a mantissa of `bits` bits. It carries into the exponent if
     the scale mode rounds up.
     """
@@ -247,7 +298,10 @@ def _carry(code_range: FloatRange, bits: int) -> int:
     return 1 << (bits - 1 - code_range.row.mantissa)
 
 
-def _truncate_(x: Tensor, carry: int) -> Tensor:
+def _truncate_(
+    x: Tensor,
+    carry: int,
+) -> Tensor:
     """Turn `x` into powers of two in place: add `carry` to the mantissa, then set that to 0.
 
     `x` is float64, and each value is 0 or normal.
@@ -285,22 +339,45 @@ def qparams_from_range(
         and not is_traced
         and _fits_float32(low.dtype, code_range)
     ):
-        return _shared_scale(low, high, code_range)
+        return _shared_scale(
+            low,
+            high,
+            code_range,
+        )
     if is_traced or low.numel() <= SCALES_AT_ONCE or code_range.scale_type == "e4m3":
-        return _qparams(step_from_range(low, high, code_range), low, code_range)
+        return _qparams(
+            step_from_range(
+                low,
+                high,
+                code_range,
+            ),
+            low,
+            code_range,
+        )
     scale = torch.empty_like(low, dtype=torch.float32)
     zero_point = torch.empty_like(low, dtype=torch.int32)
     tensors = (low, high, scale, zero_point)
     parts = [torch.split(tensor.view(-1), SCALES_AT_ONCE) for tensor in tensors]
     for low_part, high_part, scale_part, zero_point_part in zip(*parts, strict=True):
-        step = step_from_range(low_part, high_part, code_range)
-        qparams = _qparams(step, low_part, code_range)
+        step = step_from_range(
+            low_part,
+            high_part,
+            code_range,
+        )
+        qparams = _qparams(
+            step,
+            low_part,
+            code_range,
+        )
         scale_part.copy_(qparams.scale)
         zero_point_part.copy_(qparams.zero_point)
     return QParams(scale, zero_point)
 
 
-def _fits_float32(dtype: torch.dtype, code_range: FloatRange) -> bool:
+def _fits_float32(
+    dtype: torch.dtype,
+    code_range: FloatRange,
+) -> bool:
     """Return whether the scale can be computed from the bits of float32, as from float64.
 
     Float32 numbers below the normal ones have no exponent in their bits. Their scale is the
@@ -320,7 +397,11 @@ def _shared_scale(
     """
     # The larger of -low and high is not negative, because low <= high
     scale = torch.neg(low)
-    torch.maximum(scale, high, out=scale)
+    torch.maximum(
+        scale,
+        high,
+        out=scale,
+    )
     zeros = _zeros(scale)
     least, largest = torch.tensor(_scale_bounds(code_range)).view(torch.int32).tolist()
     bits = scale.view(torch.int32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import AUTO_METHOD, QuantizationSpec
-from quantizer.numerics.block_search import SEARCHED, SearchedFormat, searched_scales
+from quantizer.numerics.block_search import SEARCHED, searched_scales
 from quantizer.numerics.blocks import fill
 from quantizer.numerics.code_range import (
     POWERS_OF_TWO,
@@ -21,6 +21,7 @@ from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
 from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
+from quantizer.numerics.weighted_groups import SearchedFormat
 from quantizer.observers.methods import CENTRES, RANGE_METHODS, code_range_of, kernel_of
 from quantizer.observers.observed_batch import (
     LowHigh,

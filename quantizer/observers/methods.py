@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import PAIR, QuantizationSpec
-from quantizer.numerics.block_search import SEARCHED, SearchedFormat
+from quantizer.numerics.block_search import SEARCHED
 from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.code_range import CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
@@ -18,6 +18,7 @@ from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.registry import lookup, register_in
 from quantizer.numerics.two_level import PAIRS
+from quantizer.numerics.weighted_groups import SearchedFormat
 from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
 
 RANGE_METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}

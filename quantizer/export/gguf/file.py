@@ -47,7 +47,10 @@ class Arrangement:
     heads: int = 0
     added: float = 0.0
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(
+        self,
+        x: Tensor,
+    ) -> Tensor:
         """Return the rows, of values or of bytes, in the file's order."""
         if not self.heads:
             return x
@@ -119,7 +122,12 @@ def write_gguf(
     try:
         keys = {**outline.keys, FILE_TYPE_KEY: _file_type(tensors)}
         for name, key in keys.items():
-            writer.add_key_value(name, key.value, key.type, key.element_type)
+            writer.add_key_value(
+                name,
+                key.value,
+                key.type,
+                key.element_type,
+            )
         if _ALIGNMENT_KEY in outline.keys:
             writer.data_alignment = outline.keys[_ALIGNMENT_KEY].value
         for name, tensor in tensors.items():
