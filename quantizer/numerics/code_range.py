@@ -129,6 +129,8 @@ class FloatRange:
 
     def __post_init__(self) -> None:
         format_named(self.dtype)
+        if self.row.levels and self.scale_type in SHARED_EXPONENTS:
+            raise ValueError(f"{self.dtype} has no shared exponents.")
         if not self.symmetric:
             raise ValueError(f"{self.dtype} has no zero point, so its range is symmetric.")
         scale_types = ("float", "e4m3", *POWERS_OF_TWO, "superblock")

@@ -170,7 +170,7 @@ def to_levels_(x: Tensor, row: FloatFormat) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     halves = torch.mul(wide, 2).ceil_().sub_(2 * least).nan_to_num_(0)
     table = _levels_of_halves(row.levels).to(x)
-    nearest = table.index_select(0, halves.to(torch.int32).view(-1)).view(x.shape)
+    nearest = table.index_select(0, halves.to(torch.int32).reshape(-1)).view(x.shape)
     # Adds NaN to NaN
     return x.sub_(x).add_(nearest)
 

@@ -262,6 +262,8 @@ def _unsigned_qparams(
             if isinstance(code_range, FloatRange) and not code_range.has_zero:
                 zeros_scale = LEAST_FACTOR
             scale.masked_fill_(zeros, zeros_scale)
+    if _has_minimum(code_range):
+        return QParams(scale.float(), -low.float().clamp(max=0))
     if code_range.symmetric or isinstance(code_range, FloatRange):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = code_range.quant_min - torch.round(low.double().clamp(max=0) / scale)
@@ -355,7 +357,8 @@ def qparams_from_range(
             code_range,
         )
     scale = torch.empty_like(low, dtype=torch.float32)
-    zero_point = torch.empty_like(low, dtype=torch.int32)
+    zero_point_dtype = torch.float32 if _has_minimum(code_range) else torch.int32
+    zero_point = torch.empty_like(low, dtype=zero_point_dtype)
     tensors = (low, high, scale, zero_point)
     parts = [torch.split(tensor.view(-1), SCALES_AT_ONCE) for tensor in tensors]
     for low_part, high_part, scale_part, zero_point_part in zip(*parts, strict=True):

@@ -268,7 +268,9 @@ def magnitudes() -> Tensor:
 
 
 @pytest.mark.parametrize("mode", SCALE_MODES)
-@pytest.mark.parametrize("dtype", sorted(FLOAT_FORMATS))
+@pytest.mark.parametrize(
+    "dtype", [name for name, row in FLOAT_FORMATS.items() if not row.levels]
+)
 def test_shared_exponents_are_read_off_float32_as_float64_has_them(
     dtype: str, mode: str
 ) -> None:
