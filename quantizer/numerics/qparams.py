@@ -45,10 +45,7 @@ class QParams:
     scale: Tensor
     zero_point: Tensor
 
-    def to(
-        self,
-        device: torch.device,
-    ) -> QParams:
+    def to(self, device: torch.device) -> QParams:
         """Return the same on a device. Ranges are computed on the CPU."""
         return QParams(self.scale.to(device), self.zero_point.to(device))
 
@@ -107,20 +104,13 @@ def step_from_range(
     else:
         step = symmetric_step(_amax(low, high), code_range)
         if code_range.has_signed_scale:
-            step = torch.where(
-                high > -low,
-                -step,
-                step,
-            )
+            step = torch.where(high > -low, -step, step)
     if code_range.scale_type == "poweroftwo":
         _truncate_(step, _FLOAT64_MANTISSA)
     return step
 
 
-def symmetric_step(
-    amax: Tensor,
-    code_range: CodeRange,
-) -> Tensor:
+def symmetric_step(amax: Tensor, code_range: CodeRange) -> Tensor:
     """Return the distance between two codes, as a float, for magnitudes of at most `amax`.
 
     >>> code_range = IntegerRange(-8, 7, symmetric_scale="half_range")
@@ -170,11 +160,7 @@ def qparams_from_step(
     """
     if code_range.scale_type in POWERS_OF_TWO:
         step = power_of_two(step)
-    return _qparams(
-        step,
-        low,
-        code_range,
-    )
+    return _qparams(step, low, code_range)
 
 
 def _qparams(
@@ -275,20 +261,14 @@ def _has_minimum(code_range: CodeRange) -> bool:
     return isinstance(code_range, FloatRange) and code_range.row.has_minimum
 
 
-def _amax(
-    low: Tensor,
-    high: Tensor,
-) -> Tensor:
+def _amax(low: Tensor, high: Tensor) -> Tensor:
     """Return the largest magnitude in [low, high], as a new float64 tensor. It is exact in the
     dtype of the two.
     """
     return torch.maximum(-low, high).clamp_(min=0).to(torch.float64, copy=True)
 
 
-def _carry(
-    code_range: FloatRange,
-    bits: int,
-) -> int:
+def _carry(code_range: FloatRange, bits: int) -> int:
     """Return the number to add to a mantissa of `bits` bits. It carries into the exponent if
     the scale mode rounds up.
     """
@@ -300,10 +280,7 @@ def _carry(
     return 1 << (bits - 1 - code_range.row.mantissa)
 
 
-def _truncate_(
-    x: Tensor,
-    carry: int,
-) -> Tensor:
+def _truncate_(x: Tensor, carry: int) -> Tensor:
     """Turn `x` into powers of two in place: add `carry` to the mantissa, then set that to 0.
 
     `x` is float64, and each value is 0 or normal.
@@ -341,11 +318,7 @@ def qparams_from_range(
         and not is_traced
         and _fits_float32(low.dtype, code_range)
     ):
-        return _shared_scale(
-            low,
-            high,
-            code_range,
-        )
+        return _shared_scale(low, high, code_range)
     if is_traced or low.numel() <= SCALES_AT_ONCE or code_range.scale_type == "e4m3":
         return _qparams(
             step_from_range(
@@ -362,25 +335,14 @@ def qparams_from_range(
     tensors = (low, high, scale, zero_point)
     parts = [torch.split(tensor.view(-1), SCALES_AT_ONCE) for tensor in tensors]
     for low_part, high_part, scale_part, zero_point_part in zip(*parts, strict=True):
-        step = step_from_range(
-            low_part,
-            high_part,
-            code_range,
-        )
-        qparams = _qparams(
-            step,
-            low_part,
-            code_range,
-        )
+        step = step_from_range(low_part, high_part, code_range)
+        qparams = _qparams(step, low_part, code_range)
         scale_part.copy_(qparams.scale)
         zero_point_part.copy_(qparams.zero_point)
     return QParams(scale, zero_point)
 
 
-def _fits_float32(
-    dtype: torch.dtype,
-    code_range: FloatRange,
-) -> bool:
+def _fits_float32(dtype: torch.dtype, code_range: FloatRange) -> bool:
     """Return whether the scale can be computed from the bits of float32, as from float64.
 
     Float32 numbers below the normal ones have no exponent in their bits. Their scale is the
@@ -400,11 +362,7 @@ def _shared_scale(
     """
     # The larger of -low and high is not negative, because low <= high
     scale = torch.neg(low)
-    torch.maximum(
-        scale,
-        high,
-        out=scale,
-    )
+    torch.maximum(scale, high, out=scale)
     zeros = _zeros(scale)
     least, largest = torch.tensor(_scale_bounds(code_range)).view(torch.int32).tolist()
     bits = scale.view(torch.int32)
