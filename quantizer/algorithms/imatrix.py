@@ -40,6 +40,8 @@ from quantizer.observers import NonFiniteError, searched_format
 from quantizer.sources.batches import prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 
+_VALUES_AT_ONCE = 1 << 23
+"""How many weights get their scales in one call."""
 _SHARED = (
     "its weight is used elsewhere, too, with other inputs; it stays at the search without data"
 )
@@ -265,55 +267,55 @@ def _rounded(
     spec = layer.spec
     weight = loaded(layer.weight)
     importance = mean_squares.to(weight.device)
-    rows = to_rows(weight, spec.cut)
-    weights = to_rows(importance.expand_as(weight), spec.cut)
-    scale, minimum = searched_scales(
-        rows,
-        weights,
-        layer.format,
-    )
-    shape = scale_shape(tuple(weight.shape), spec.cut)
-    zero_point = torch.zeros(shape, dtype=torch.int32)
-    if layer.format.row.has_minimum:
-        zero_point = minimum.view(shape).cpu()
-    found = QParams(scale.view(shape).cpu(), zero_point)
-    usual = layer_qparams(
+    qparams = layer_qparams(
         layer.name,
         spec,
         weight,
-    ).to(torch.device("cpu"))
-    best = usual
-    best_weight = nearest(
-        weight,
-        spec,
-        usual.to(weight.device),
     )
-    before = _relative_error(
-        weight,
-        best_weight,
-        importance,
-    )
+    rounded = nearest(weight, spec, qparams)
+    before = _relative_error(weight, rounded, importance)
     after = before
-    searched_weight = nearest(
-        weight,
-        spec,
-        found.to(weight.device),
-    )
-    error = _relative_error(
-        weight,
-        searched_weight,
-        importance,
-    )
+    searched_qparams = _searched_qparams(layer, weight, importance)
+    searched = nearest(weight, spec, searched_qparams)
+    error = _relative_error(weight, searched, importance)
     if error < before:
-        best = found
-        best_weight = searched_weight
+        qparams = searched_qparams
+        rounded = searched
         after = error
+    on_cpu = qparams.to(torch.device("cpu"))
     return RoundedWeight(
-        best_weight,
-        best,
+        rounded,
+        on_cpu,
         before,
         after,
     )
+
+
+def _searched_qparams(
+    layer: _SearchedLayer,
+    weight: Tensor,
+    importance: Tensor,
+) -> QParams:
+    """Return the scales that are searched with the mean squares of inputs, some rows at a
+    time.
+    """
+    cut = layer.spec.cut
+    height = max(1, _VALUES_AT_ONCE // weight.shape[1])
+    scales: list[Tensor] = []
+    minima: list[Tensor] = []
+    for part in torch.split(weight, height):
+        scale, minimum = searched_scales(
+            to_rows(part, cut),
+            to_rows(importance.expand_as(part), cut),
+            layer.format,
+        )
+        scales.append(scale)
+        minima.append(minimum)
+    shape = scale_shape(tuple(weight.shape), cut)
+    scale = torch.cat(scales).view(shape)
+    if layer.format.row.has_minimum:
+        return QParams(scale, torch.cat(minima).view(shape))
+    return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
 
 
 def _relative_error(

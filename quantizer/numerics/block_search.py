@@ -69,17 +69,17 @@ def searched_scales(
             part_importance,
             searched,
         )
-        found = _search_alone(groups)
-        scale = rounded_factor(found.scale)
+        best = _search_alone(groups)
+        scale = rounded_factor(best.scale)
         if searched.layout is not None:
-            found = SuperBlockSearch(
+            best = SuperBlockSearch(
                 groups,
-                found,
+                best,
                 searched.layout,
             ).searched()
-            scale = found.scale
+            scale = best.scale
         scales.append(scale.flatten())
-        minima.append(found.minimum.flatten())
+        minima.append(best.minimum.flatten())
     return torch.cat(scales), torch.cat(minima)
 
 
@@ -129,16 +129,16 @@ def _search_alone(groups: WeightedGroups) -> Scales:
         minimum = fit.offset.where(is_better, minimum)
         explained = fit.explained.where(is_better, explained)
     error = groups.error(scale, minimum)
-    found = Scales(
+    best = Scales(
         scale,
         minimum,
         error,
     )
     for _ in range(_REFITS):
-        codes = groups.codes(found.scale, found.minimum)
+        codes = groups.codes(best.scale, best.minimum)
         fit = groups.fitted(codes)
-        found = found.best_of(groups, fit)
-    return found
+        best = best.best_of(groups, fit)
+    return best
 
 
 def _candidates(groups: WeightedGroups) -> Iterator[tuple[Tensor, Tensor]]:

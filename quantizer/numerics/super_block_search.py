@@ -26,29 +26,29 @@ class SuperBlockSearch:
 
     Args:
         groups: whole super-blocks, one after the other.
-        found: scales and minima of the groups, as if they could be any floats.
+        start: scales and minima of the groups, as if they could be any floats.
         layout: of the super-blocks.
     """
 
     def __init__(
         self,
         groups: WeightedGroups,
-        found: Scales,
+        start: Scales,
         layout: SuperBlockLayout,
     ) -> None:
         self.groups = groups
         self.layout = layout
         outermost = layout.scales.outermost[0]
-        largest = self._outermost(found.scale)
+        largest = self._outermost(start.scale)
         self.factor = self._repeated(rounded_factor(largest / outermost))
-        self.codes = layout.scales.nearest(found.scale / self.factor)
+        self.codes = layout.scales.nearest(start.scale / self.factor)
         self.minimum_factor = torch.zeros_like(self.factor)
         self.minimum_codes = torch.zeros_like(self.codes)
         if layout.minima is not None:
-            largest = self._outermost(found.minimum)
+            largest = self._outermost(start.minimum)
             factor = rounded_factor(largest / layout.minima.most)
             self.minimum_factor = self._repeated(factor)
-            codes = found.minimum / self.minimum_factor
+            codes = start.minimum / self.minimum_factor
             self.minimum_codes = layout.minima.nearest(codes)
         self.error = groups.error(self.scale, self.minimum)
 
