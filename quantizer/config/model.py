@@ -160,6 +160,13 @@ class QuantizationSpec:
         return self.has_symmetric_scale and self.symmetric_scale == "quant_min"
 
     @property
+    def has_searched_scale(self) -> bool:
+        """Return whether the method group_mse searches scales that super-blocks or a float16
+        can store.
+        """
+        return self.scale_type == "superblock" or self.has_signed_scale
+
+    @property
     def has_one_scale(self) -> bool:
         """Return whether all values of the tensor share one scale."""
         return self.qscheme == "per_tensor" and self.group_size is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import AUTO_METHOD, QuantizationSpec
-from quantizer.numerics.block_search import SEARCHED, searched_scales
+from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.blocks import fill
 from quantizer.numerics.code_range import (
     POWERS_OF_TWO,
@@ -22,7 +22,13 @@ from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
 from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
 from quantizer.numerics.weighted_groups import SearchedFormat
-from quantizer.observers.methods import CENTRES, RANGE_METHODS, code_range_of, kernel_of
+from quantizer.observers.methods import (
+    CENTRES,
+    RANGE_METHODS,
+    code_range_of,
+    kernel_of,
+    searched_format,
+)
 from quantizer.observers.observed_batch import (
     LowHigh,
     ObservedBatch,
@@ -307,14 +313,16 @@ def group_mse(
 
     Groups have few values. So their errors are those of the values themselves and not of a
     histogram, and an asymmetric range gets the better of the two zero points around its end.
-    Formats of llama.cpp have a search of their own, `searched_scales`.
+    Formats of llama.cpp and scales of either sign have a search of their own,
+    `searched_scales`.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
     # `Observer` refuses this method for all batches together
     assert isinstance(values, ObservedBatch)
-    if spec.dtype in SEARCHED:
-        return _searched_range(values, SearchedFormat.of(spec.dtype))
+    searched = searched_format(spec)
+    if searched is not None and spec.has_searched_scale:
+        return _searched_range(values, searched)
     # The error does not depend on how a scale is stored
     spec = replace(spec, scale_type="float")
     code_range = code_range_of(spec)

@@ -169,7 +169,7 @@ class RangeMemory(Memory):
             lows = []
             highs = []
             rows_at_once = _ROWS_AT_ONCE
-            if self.spec.scale_type == "superblock":
+            if self.spec.has_searched_scale:
                 # Scales of a super-block are found together
                 rows_at_once = rows
             for part in batch.split(rows_at_once):

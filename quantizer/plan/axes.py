@@ -24,7 +24,7 @@ _SMALLEST_GROUP = 16
 
 
 _SUBSTITUTES = {
-    "q4_k": QuantizationSpec(bit_width=5, symmetric_scale="half_range", method="group_mse"),
+    "q4_k": QuantizationSpec(bit_width=5, symmetric_scale="quant_min", method="group_mse"),
     "q5_k": QuantizationSpec(bit_width=5, signed=False, symmetric=False, method="group_mse"),
     "q6_k": QuantizationSpec(),
 }
