@@ -207,7 +207,9 @@ class InputSquares:
     ) -> None:
         """Take in what the other ranks have summed up."""
         parts = ranks.gather((self._sum, self.count), "squares of inputs")
-        self._sum = torch.stack([total for total, _ in parts if total.dim()]).sum(0)
+        sums = [total for total, count in parts if count]
+        if sums:
+            self._sum = torch.stack(sums).sum(0)
         self.count = sum(count for _, count in parts)
 
 

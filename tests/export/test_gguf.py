@@ -160,6 +160,20 @@ def test_weights_that_algorithms_changed(name: str, tmp_path: Path) -> None:
     assert without_remarks(found) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gptq", "iq4_nl"), ("imatrix", "q4_k"), *extended(("awq", "iq4_nl"), ("awq", "q4_k"))],
+)
+def test_formats_of_llama_cpp_with_algorithms(name: str, dtype: str, tmp_path: Path) -> None:
+    model = llama(hidden_size=256, intermediate_size=256)
+    # A template has a place for no inserted layers
+    algorithm = {"name": name, "online": False} if name == "awq" else {"name": name}
+    given = preset(f"gguf_{dtype}") | {"algo_config": algorithm}
+    found = calibrated(given, model).export("gguf", tmp_path / "net.gguf")
+    assert without_remarks(found) == (0.0, 1.0)
+    assert kinds(tmp_path / "net.gguf")["blk.0.attn_q.weight"] == dtype.upper()
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", *extended("F16", "Q8_0")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_template_keeps_all_but_the_models_tensors(
