@@ -11,7 +11,7 @@ Source: llama.cpp's imatrix; ggml's quantizers that take weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,7 +109,9 @@ class _Search:
                     self._shared.add(name)
                 else:
                     self._layers[name] = layer
-        sources = dict.fromkeys(layer.source for layer in self._layers.values())
+        sources: dict[str, str] = {}
+        for name, layer in self._layers.items():
+            sources.setdefault(layer.source, name)
         self._squares = _observed_squares(
             task,
             network,
@@ -185,8 +187,8 @@ class InputSquares:
         Raises:
             NonFiniteError: it holds NaN or infinity.
         """
-        rows = value.reshape(-1, value.shape[-1]).float()
-        sums = rows.square().sum(0, dtype=torch.float64).cpu()
+        rows = value.reshape(-1, value.shape[-1]).double()
+        sums = rows.square().sum(0).cpu()
         if not bool(sums.isfinite().all()):
             nans = int(value.isnan().sum())
             raise NonFiniteError(
@@ -216,22 +218,19 @@ class InputSquares:
 def _observed_squares(
     task: Task,
     network: Network,
-    sources: Collection[str],
+    sources: Mapping[str, str],
 ) -> dict[str, InputSquares]:
     """Return the squares of values of the network, over all batches of all ranks.
+
+    `sources` has a layer that reads the value, for each.
 
     Raises:
         DataError: there is no batch, or a value is not finite.
     """
     squares = {source: InputSquares() for source in sources}
-    watchers = {
-        source: partial(
-            _add,
-            source,
-            row,
-        )
-        for source, row in squares.items()
-    }
+    watchers = {}
+    for source, layer in sources.items():
+        watchers[source] = partial(_add, layer, squares[source])
     number = -1
     for number, batch in enumerate(task.batches()):
         if task.ranks.owns(number):
@@ -249,14 +248,15 @@ def _observed_squares(
 
 
 def _add(
-    source: str,
+    layer: str,
     squares: InputSquares,
     value: Tensor,
 ) -> None:
+    """Take in a value that a layer reads."""
     try:
         squares.add(value)
     except NonFiniteError as error:
-        raise not_finite_input(source, error) from error
+        raise not_finite_input(layer, error) from error
 
 
 def _rounded(
