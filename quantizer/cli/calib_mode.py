@@ -14,11 +14,11 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.follow import run_display
-from quantizer.cli.module_run import with_remedy
 from quantizer.cli.options import Options
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers, table_view
+from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted

@@ -29,6 +29,7 @@ from quantizer.cli.gates import (
 from quantizer.cli.options import Options
 from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.model import Config
 from quantizer.config.roles import is_parameter
@@ -60,27 +61,8 @@ from quantizer.sources.user_code import user_errors
 from quantizer.sources.weights import check_kinds
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-MODULE_TARGETS = ("safetensors", TARGET_NAME)
-"""The targets of `quantizer run` that modules can be written for."""
 _SUFFIX = "-modules"
 _FAULT_HELP = "leave the layers that matter most in float: add them to exclude"
-
-
-def with_remedy(error: UntraceableError, reason: str = "") -> UntraceableError:
-    """Return the error with the way that needs no trace in its help.
-
-    Args:
-        error: of the trace.
-        reason: why this run cannot go that way, if it is known.
-    """
-    way = (
-        "`quantizer run MODEL --to w4` or `--to w8` needs no trace: it quantizes the weights "
-        "of layers as modules"
-    )
-    if reason:
-        way += f"; this run cannot: {reason}"
-    lines = [] if error.help is None else error.help.splitlines()
-    return UntraceableError(error.message, help=[*lines, way])
 
 
 def require_weights_only(model: nn.Module, config: Config, error: UntraceableError) -> None:
@@ -244,6 +226,8 @@ class RunOnModules:
             report["gates"] = self._held(scores.gated)
         lines: list[RenderableType] = metric_lines(scores.comparison.metrics())
         tested = Outcome(scores.gated, report, lines, report=report)
+        about_outputs = [gate for gate in self.gates if gate.is_of_outputs]
+        require_known(about_outputs, scores.gated)
         if scores.fault:
             return replace(tested, error=GateError(scores.fault, help=_FAULT_HELP))
         if failed_gates(self.gates, tested.metrics):

@@ -39,18 +39,13 @@ from quantizer.cli.gates import (
 )
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
-from quantizer.cli.module_run import (
-    MODULE_TARGETS,
-    RunOnModules,
-    require_weights_only,
-    with_remedy,
-)
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
+from quantizer.cli.untraceable import with_remedy
 from quantizer.config.document.document import Text
 from quantizer.config.load import load_text
 from quantizer.config.resources import preset_text, presets
@@ -74,6 +69,9 @@ from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.seeding import seed_everything
+
+_MODULE_TARGETS = ("safetensors", "compressed-tensors")
+"""The targets of `--to` that modules can be written for."""
 
 
 @dataclass(frozen=True)
@@ -316,11 +314,14 @@ def _on_modules(
     Raises:
         UntraceableError: the config or the destination needs a trace.
     """
+    # Few runs need it
+    from quantizer.cli.module_run import RunOnModules, require_weights_only
+
     model = opened.loaded.module
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     preset = options.preset or destination.without_data
-    if target not in MODULE_TARGETS or preset is None:
+    if target not in _MODULE_TARGETS or preset is None:
         raise with_remedy(error, f"--to {name} needs a trace") from error
     if options.fast_finetune:
         raise with_remedy(error, "--fast_finetune works on a trace") from error

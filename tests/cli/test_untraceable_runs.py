@@ -104,6 +104,15 @@ def test_two_runs_give_the_same_bytes_and_an_evaluate_is_asked(write: Write) -> 
     assert run_command(["run", model, "-q", "--to", "w8", "--gate", "lines==16"]) == 2
 
 
+def test_a_gate_about_an_output_that_is_not_there_is_refused(
+    write: Write, capsys: Capture
+) -> None:
+    asked = ["--to", "w8", "--gate", "sqnr_db[scores]>=1"]
+    assert run_command(["run", write(MODEL), *asked]) == 2
+    assert "sqnr_db[logits]" in capsys.readouterr().err
+    assert not FILE.exists()
+
+
 def test_nothing_is_written_where_a_gate_does_not_hold(write: Write, capsys: Capture) -> None:
     asked = ["--to", "w4", "--gate", "sqnr_db[logits]>=90"]
     assert run_command(["run", write(MODEL), *asked]) == 1
