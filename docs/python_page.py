@@ -58,6 +58,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "PerGroupMSEObserver",
         "PerBlockMXObserver",
         "PerBlockBFPObserver",
+        "PerBlock2DMinMaxObserver",
         "PlaceholderObserver",
         "ObserverBase",
     ),

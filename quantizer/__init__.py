@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantizer.api.model_quantizer import ModelQuantizer
     from quantizer.api.observers import (
         ObserverBase,
+        PerBlock2DMinMaxObserver,
         PerBlockBFPObserver,
         PerBlockMXObserver,
         PerChannelMinMaxObserver,
@@ -63,6 +64,7 @@ __all__ = [
     "GPTQConfig",
     "ModelQuantizer",
     "ObserverBase",
+    "PerBlock2DMinMaxObserver",
     "PerBlockBFPObserver",
     "PerBlockMXObserver",
     "PerChannelMinMaxObserver",

@@ -22,7 +22,7 @@ from quantizer.config.resources import load_resource
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
 Device = Literal["DPU", "CPU", "GPU", "IPU"]
-QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
+QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token", "per_block"]
 ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range", "quant_min"]
@@ -68,10 +68,12 @@ class QuantizationSpec:
 
     Granularity: the meaning of `ch_axis` depends on `qscheme`. With "per_channel" each index of
     the axis has a scale. With "per_group" groups of `group_size` values run along it; only in
-    block formats may the last group be shorter. With "per_token" each row of values runs along
-    it. A weight may be a stack of weights: those of experts, or of the groups
-    of a transposed convolution. Each is `group_size` long in the first axis. "per_tensor" then
-    gives each of them a scale, and "per_channel" each of their channels.
+    block formats, and in fp8 at run time, may the last group be shorter. With "per_token" each
+    row of values runs along it. With "per_block" each square of `group_size` rows and columns
+    of the first two axes has a scale; the last squares may be smaller. A weight may be a stack
+    of weights: those of experts, or of the groups of a transposed convolution. Each is
+    `group_size` long in the first axis. "per_tensor" then gives each of them a scale, and
+    "per_channel" each of their channels.
 
     Scale: `scale_type` is one of five.
 
@@ -150,6 +152,11 @@ class QuantizationSpec:
     def has_one_scale(self) -> bool:
         """Return whether all values of the tensor share one scale."""
         return self.qscheme == "per_tensor" and self.group_size is None
+
+    @property
+    def has_groups(self) -> bool:
+        """Return whether groups or blocks have a scale each, which may be many."""
+        return self.qscheme in ("per_group", "per_block")
 
     @property
     def scales_per_group(self) -> int:

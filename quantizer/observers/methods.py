@@ -95,7 +95,7 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
 
 
 def axis_of(spec: QuantizationSpec) -> int | None:
-    """Return the spec's `ch_axis`; None if the tensor has one scale.
+    """Return the spec's `ch_axis`; None if the tensor has one scale or blocks.
 
     Raises:
         ValueError: the axis is missing, or microexponents have no groups.
@@ -106,7 +106,7 @@ def axis_of(spec: QuantizationSpec) -> int | None:
             f"Microexponents need groups of {MICROEXPONENT_GROUP}, not {spec.qscheme} "
             f"{spec.group_size}."
         )
-    if spec.qscheme == "per_tensor":
+    if spec.qscheme in ("per_tensor", "per_block"):
         return None
     if spec.ch_axis is None:
         raise ValueError(f"{spec.qscheme} needs ch_axis, the axis it goes along.")

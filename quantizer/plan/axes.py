@@ -18,6 +18,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.qparams import SHARED_EXPONENTS
 
 _SAMPLE_AXIS = 0
+_FP8 = ("fp8_e4m3", "fp8_e5m2")
 _SMALLEST_GROUP = 16
 """Smaller groups cost as many bits for scales as for values."""
 
@@ -134,6 +135,8 @@ def fit_spec(
         # Positions share the weights of a kernel, so that no runtime could give each of them
         # its own scale.
         spec = dataclasses.replace(spec, qscheme="per_channel", ch_axis=_SAMPLE_AXIS)
+    if spec.qscheme == "per_block":
+        return dataclasses.replace(spec, ch_axis=None)
     defaults = {
         "per_channel": view.channels,
         "per_group": view.features,
@@ -163,6 +166,8 @@ def impossible(tensor: PlannedTensor) -> Iterator[Diagnostic]:
     spec = tensor.spec
     view = tensor.view
     axis = spec.ch_axis
+    if spec.qscheme == "per_block":
+        yield from _impossible_blocks(tensor)
     if axis is None:
         return
     where = f"{tensor.role} of {tensor.layer}"
@@ -199,15 +204,44 @@ def impossible(tensor: PlannedTensor) -> Iterator[Diagnostic]:
         )
 
 
+def _impossible_blocks(tensor: PlannedTensor) -> Iterator[Diagnostic]:
+    """Yield an error for blocks of a tensor that has no two axes, or that experts would
+    share.
+    """
+    sizes = tensor.view.sizes or ()
+    where = f"{tensor.role} of {tensor.layer}"
+    place = tensor.place_of("group_size", "qscheme")
+    if len(sizes) < 2:
+        yield Diagnostic(
+            "QZ406",
+            f"per_block needs two axes, and {where} has {len(sizes)}",
+            place,
+            help="exclude this layer, or choose another qscheme for it",
+        )
+    elif tensor.view.stacked > 1:
+        rows = (sizes[0] or 0) // tensor.view.stacked
+        size = tensor.spec.group_size or 1
+        if rows % size:
+            yield Diagnostic(
+                "QZ406",
+                f"blocks of {size} rows would have experts share scales ({where}): each has "
+                f"{rows} rows",
+                place,
+                help=f"choose a block_size that divides {rows}, or exclude these layers",
+            )
+
+
 def misfit(tensor: PlannedTensor) -> Misfit | None:
     """Return the misfit if the tensor's groups do not divide its axis. Blocks with a shared
-    exponent may end with a shorter one.
+    exponent may end with a shorter one, and so may groups of fp8 at run time.
 
     Source: OCP Microscaling Formats v1.0, section 5.
     """
     spec = tensor.spec
     sizes = tensor.view.sizes
     if spec.qscheme != "per_group" or spec.scale_type in SHARED_EXPONENTS:
+        return None
+    if may_end_short(spec):
         return None
     if spec.ch_axis is None or not spec.group_size or spec.group_size < 1 or sizes is None:
         return None
@@ -218,6 +252,13 @@ def misfit(tensor: PlannedTensor) -> Misfit | None:
         return None
     name = f"{tensor.role} of {tensor.layer}"
     return Misfit(name, length, spec.group_size, tensor.place_of("group_size"))
+
+
+def may_end_short(spec: QuantizationSpec) -> bool:
+    """Return whether the last group of fp8 at run time may be shorter, so that inputs of any
+    length meet weights in blocks.
+    """
+    return spec.is_dynamic and spec.dtype in _FP8 and spec.scale_type != "e4m3"
 
 
 def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:

@@ -21,6 +21,7 @@ from quantizer.plan.axes import (
     PlannedTensor,
     TensorView,
     impossible,
+    may_end_short,
 )
 from quantizer.plan.fitting import (
     Fitting,
@@ -174,6 +175,8 @@ def _groups(fitting: Fitting) -> Iterator[_Groups]:
         spec = tensor.spec
         sizes = fitting.view_of(tensor).sizes
         if spec.qscheme != "per_group" or spec.ch_axis is None or sizes is None:
+            continue
+        if may_end_short(spec):
             continue
         if not -len(sizes) <= spec.ch_axis < len(sizes):
             continue

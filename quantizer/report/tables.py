@@ -221,7 +221,7 @@ def describe_spec(spec: QuantizationSpec) -> str:
         is_signed = spec.signed and spec.symmetric
         letters = "int" if is_signed else "uint"
         words[0] = f"{letters}{spec.bit_width}"
-    if spec.qscheme == "per_group" and spec.group_size != -1:
+    if spec.has_groups and spec.group_size != -1:
         words.append(str(spec.group_size))
     if spec.is_dynamic:
         words.append("dynamic")

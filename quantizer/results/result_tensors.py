@@ -47,7 +47,7 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
             name = f"{module}.{parameter_name(role)}"
             weights[name] = _packed(tensor.codes, spec)
         # There are too many groups to list their scales in quant_info.json
-        if spec.qscheme == "per_group" and not spec.is_dynamic:
+        if spec.has_groups and not spec.is_dynamic:
             parts = pack_scales(tensor.scale, spec.scale_type)
             for part, values in parts.items():
                 scales[f"{module}.{role}.{part}"] = values

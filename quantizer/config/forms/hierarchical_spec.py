@@ -44,12 +44,16 @@ OBSERVER_METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerGroupMSEObserver": ("group_mse", ("per_group",)),
     "PerBlockMXObserver": ("maxmin", ("per_group",)),
     "PerBlockBFPObserver": ("maxmin", ("per_group",)),
+    "PerBlock2DMinMaxObserver": ("maxmin", ("per_block",)),
 }
 """The method of each observer, and the granularities that it supports. The first one is the
 default.
 """
 
 PARAMETERS = frozenset({"weights", "bias"})
+
+USUAL_BLOCK = 128
+"""The rows and columns of a block, if the file does not say: those of DeepSeek-V3."""
 
 _FULL_BITS = 8
 """Symmetric integers with at least so many bits have the default scale "quant_max", which clips
@@ -271,6 +275,9 @@ class Words:
                 fields["group_size"] = self.raw["group_size"]
             elif usual:
                 fields["group_size"] = _mapped(source, usual)
+        if scheme == "per_block":
+            sides = self.raw.get("block_size", _mapped(source, [USUAL_BLOCK]))
+            fields["group_size"] = _mapped(sides, int(sides.value[0]))
         return fields
 
     def _range(self) -> dict[str, Sourced]:

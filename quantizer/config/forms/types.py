@@ -44,14 +44,15 @@ class Dtype(_Named):
 
 
 class QSchemeType(_Named):
-    """How many scales a tensor has; `per_token` (ours) gives each row of features one, in
-    convolutions each sample.
+    """How many scales a tensor has; `per_block` gives each square of a matrix one, `per_token`
+    (ours) each row of features, in convolutions each sample.
     """
 
     per_tensor = "per_tensor"
     per_channel = "per_channel"
     per_group = "per_group"
     per_token = "per_token"
+    per_block = "per_block"
 
 
 class RoundType(_Named):

@@ -24,6 +24,7 @@ def check_hierarchical(levels: Hierarchical) -> Diagnostics:
         yield from _broken_rules(levels, scope)
         yield from _observer(scope)
         yield from _elements(levels, scope)
+        yield from _blocks(scope)
         yield from _read_otherwise(scope)
     yield from _idle(scopes)
     yield from _devices(levels)
@@ -150,6 +151,19 @@ def _elements(levels: Hierarchical, scope: _Scope) -> Diagnostics:
         )
 
 
+def _blocks(scope: _Scope) -> Diagnostics:
+    """Yield blocks with other numbers of rows than of columns."""
+    sides = scope.value("block_size")
+    if scope.scheme != "per_block" or sides is None or sides[0] == sides[1]:
+        return
+    yield scope.finding(
+        "QZ104",
+        f"blocks are squares, and block_size has {sides[0]} rows and {sides[1]} columns",
+        "block_size",
+        help_='write for example "block_size": [128, 128]; per_group has scales of one row',
+    )
+
+
 def _read_otherwise(scope: _Scope) -> Diagnostics:
     """Yield words that have another meaning here than they seem to have."""
     if scope.dtype in CAST_ONLY:
@@ -243,6 +257,8 @@ def _unread(scope: _Scope) -> dict[str, str]:
         unread["ch_axis"] = f"{scheme} reads no axis"
     if scheme != "per_group":
         unread["group_size"] = "only per_group reads it"
+    if scheme != "per_block":
+        unread["block_size"] = "only per_block reads it"
     if scope.observer != _PERCENTILE:
         unread["percentage"] = f"only {_PERCENTILE} reads it"
     if not QuantizationSpec.of(scope.fields()).has_symmetric_scale:
