@@ -49,6 +49,7 @@ from quantizer.export.compressed_tensors.modules import export_modules
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS
+from quantizer.graph.modules import uncovered_modules
 from quantizer.graph.parameters import replace_parameters
 from quantizer.plan.model import Plan
 from quantizer.report import tables
@@ -107,6 +108,7 @@ class ModuleRun:
         calibrated, tested: the results of both steps.
         plan: for the modules.
         float_bytes: of the state of the float model.
+        left_float: why modules with weights that no layer covers stay in float, by path.
     """
 
     opened: OpenedRun
@@ -114,6 +116,7 @@ class ModuleRun:
     tested: Outcome
     plan: Plan
     float_bytes: int
+    left_float: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,10 @@ class RunOnModules:
         line = f"{counted(len(plan.tensors), 'tensor')} quantized without data"
         calibrated = Outcome({}, content, [line], plan=plan)
         opened = replace(self.opened, improvement=self._improvement())
-        return ModuleRun(opened, calibrated, tested, plan, float_bytes)
+        left_float = {}
+        for path, kind in uncovered_modules(model, plan.graph).items():
+            left_float[path] = f"there are no quantization rules for {kind}"
+        return ModuleRun(opened, calibrated, tested, plan, float_bytes, left_float)
 
     def _improvement(self) -> str:
         """Return what would lose less."""

@@ -5,7 +5,7 @@ verdict. Each step is the one that `--quant_mode` runs.
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -195,6 +195,7 @@ class _Finished:
         tuning: the ladder, if it was climbed.
         remedy: what to do if a gate does not hold; empty to name the page of the report.
         float_bytes: of the float model; None for those of the layers in the plan.
+        left_float: why modules that are not in the plan stay in float, by path.
     """
 
     test_options: Options
@@ -205,6 +206,7 @@ class _Finished:
     tuning: Tuning | None = None
     remedy: str = ""
     float_bytes: int | None = None
+    left_float: Mapping[str, str] = field(default_factory=dict)
 
 
 def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
@@ -342,6 +344,7 @@ def _on_modules(
         run.tested,
         run.plan,
         float_bytes=run.float_bytes,
+        left_float=run.left_float,
         remedy="`exclude` in the config leaves layers in float",
     )
 
@@ -393,7 +396,8 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         improvement=finished.opened.improvement,
     )
     if finished.float_bytes is not None:
-        facts = replace(facts, float_size=finished.float_bytes)
+        left_float = {**facts.left_float, **finished.left_float}
+        facts = replace(facts, float_size=finished.float_bytes, left_float=left_float)
     return facts
 
 
