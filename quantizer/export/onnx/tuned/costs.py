@@ -103,9 +103,9 @@ def _add_border(sides: TwoSides, border: BorderCost, factor: float) -> None:
     """Add the costs of an activation. Blocks on the first side are in integers."""
     quantized = f"to integers {border.key}"
     if border.is_fused:
-        sides.part_cost(quantized, border.block, factor * border.to_integers)
+        sides.cost_apart(quantized, border.block, factor * border.to_integers)
         read = f"to floats {border.key}"
-        sides.part_cost(border.block, read, factor * border.to_floats)
+        sides.cost_apart(border.block, read, factor * border.to_floats)
         for block in border.readers | border.others:
             sides.forbid(read, block)
     else:
