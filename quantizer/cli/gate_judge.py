@@ -65,7 +65,7 @@ class GateJudge:
 
     @property
     def start_config(self) -> ReadConfig:
-        """Return the config that the ladder starts from, as its file was read."""
+        """Return the config that the ladder starts from, with the text of its file."""
         return self._subject.read
 
     def climb(self, minutes: float, fast_finetune: str | None, judged: Judged | None) -> Climb:
