@@ -78,6 +78,7 @@ class BlockMap:
             if block is None:
                 continue
             if node.op_type in _PRODUCTS:
+                # Without the suffix, several products of a layer may have one name
                 block = _INTEGER_SUFFIX.sub("", node.name)
                 self._position_of_block.setdefault(block, len(self.names))
                 self.names.append(block)
@@ -86,7 +87,7 @@ class BlockMap:
         for node in self.nodes:
             for name in node.input:
                 self._readers.setdefault(name, []).append(node)
-        # Nodes that read constants alone. A node's readers have their blocks before it has
+        # Nodes that depend on constants alone, from the last, so that their readers have a block
         for node in reversed(self.nodes):
             if node.name in self._block_of_node:
                 continue
@@ -225,7 +226,7 @@ class BlockMap:
             blocks[node.name] = block
             for name in node.output:
                 block_of_value.setdefault(name, block)
-        # The nodes left prepare an input. Their readers have their blocks before they have
+        # The nodes left prepare an input. From the last, so that their readers have a block
         block_of_reader: dict[str, str] = {}
         for node in reversed(nodes):
             if node.name not in blocks:
