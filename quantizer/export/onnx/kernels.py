@@ -38,7 +38,7 @@ _BITS_LIMIT = "8 bits or fewer of integers have kernels"
 
 def products_between_codes(model: ModelProto) -> Kernels:
     """Return the products of a file whose operands are both quantized, for an engine that does
-    not run here. Each other product has the operands that are not as its reason.
+    not run here. The reason of each other product names the operands that are not.
     """
     # Names of values that are floats of codes
     dequantized: set[str] = set()
@@ -59,7 +59,9 @@ def products_between_codes(model: ModelProto) -> Kernels:
     return Kernels(tuple(integer), reasons, "of quantized values")
 
 
-def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution) -> Kernels:
+def kernels_of_session(
+    model: ModelProto, optimized: str, graph: Graph, solution: Solution
+) -> Kernels:
     """Return how a session of ONNX Runtime multiplies, with the reasons for float.
 
     A product that has no node in integers counts as float.
@@ -76,10 +78,10 @@ def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution)
         if node.op_type in _INTEGER_OPERATORS:
             # The optimizer appends this to the name of a node that it merged
             integer.append(re.sub(r"_token_\d+$", "", node.name))
-    return kernels_of(model, integer, graph, solution)
+    return kernels_of_engine(model, integer, graph, solution)
 
 
-def kernels_of(
+def kernels_of_engine(
     model: ModelProto,
     integer: Sequence[str],
     graph: Graph,

@@ -87,7 +87,7 @@ class BlockMap:
         for node in self.nodes:
             for name in node.input:
                 self._readers.setdefault(name, []).append(node)
-        # Nodes that depend on constants alone, from the last, so that their readers have a block
+        # The nodes left depend on constants. From the last, so that their readers have a block
         for node in reversed(self.nodes):
             if node.name in self._block_of_node:
                 continue
