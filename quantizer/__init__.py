@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantizer.api.model_quantizer import ModelQuantizer
     from quantizer.api.observers import (
         ObserverBase,
+        PerBlock2DMinMaxObserver,
         PerBlockBFPObserver,
         PerBlockMXObserver,
         PerChannelMinMaxObserver,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         CLEConfig,
         GPTAQConfig,
         GPTQConfig,
+        IMatrixConfig,
         PreQuantOptConfig,
         QronosConfig,
         RotationConfig,
@@ -61,8 +63,10 @@ __all__ = [
     "Dtype",
     "GPTAQConfig",
     "GPTQConfig",
+    "IMatrixConfig",
     "ModelQuantizer",
     "ObserverBase",
+    "PerBlock2DMinMaxObserver",
     "PerBlockBFPObserver",
     "PerBlockMXObserver",
     "PerChannelMinMaxObserver",

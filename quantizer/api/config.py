@@ -34,7 +34,8 @@ class QuantizationSpec:
     """Describes how one tensor is quantized. None takes the value of a wider level, or the
     default.
 
-    The fields from `percentage` on are not in Quark:
+    With `QSchemeType.per_block`, `block_size` has the rows and columns of a block, [128, 128]
+    if it is None. The fields from `percentage` on, except `block_size`, are not in Quark:
 
     - `percentage`: for `PerTensorPercentileObserver`.
     - `mx_element_dtype`: the elements of `Dtype.mx`.
@@ -59,6 +60,7 @@ class QuantizationSpec:
     scale_calculation_mode: str | None = None
     scale_format: str | None = None
     symmetric_scale: str | None = None
+    block_size: list[int] | None = None
 
 
 @type_checked

@@ -54,6 +54,12 @@ class PerBlockBFPObserver(ObserverBase):
     """Selects a shared exponent for each block of `bfp16`, from its largest magnitude."""
 
 
+class PerBlock2DMinMaxObserver(ObserverBase):
+    """Selects a range for each block of `block_size` rows and columns, from the smallest to the
+    largest value.
+    """
+
+
 class PlaceholderObserver(ObserverBase):
     """Selects no range, for formats without a scale."""
 

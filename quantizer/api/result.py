@@ -219,8 +219,9 @@ class Result:
 
         Args:
             target: "onnx", "openvino" (two files), "encodings" (two files), "pt2", "pt2_float",
-                "executorch", "litert" or "safetensors"; for models of transformers also
-                "compressed-tensors" (a folder) and "gguf" (scales are rounded to float16).
+                "executorch", "litert" or "safetensors". Models of transformers also have
+                "compressed-tensors" and "gptq" (folders), and "gguf". Scales of "gptq" are
+                rounded to the model's dtype, those of "gguf" to float16.
             path: the file or folder to write.
             data: the data to verify it with, as in `test`.
             options: the options of the target, by the names of the command line's options

@@ -201,7 +201,7 @@ class Calibration:
         """
         parts: dict[Key, Observer | ChannelMean] = {}
         for key, observer in self._unique_observers().items():
-            if observer.spec.qscheme != "per_group":
+            if not observer.spec.has_groups:
                 parts[key] = observer
         parts |= self._histograms()
         for layer, mean in self.means.items():
@@ -437,7 +437,7 @@ def observed_solution(calibration: Calibration) -> Solution:
         observer = calibration.observers.get(key)
         if observer is not None:
             tensor = tensor.with_qparams(observer.qparams(steps.get(key)))
-        if is_parameter(key[1]) and planned.spec.qscheme == "per_group":
+        if is_parameter(key[1]) and planned.spec.has_groups:
             # The scales of groups are large: those of a parameter on disk go to disk, too
             parameter = plan.parameter(key)
             tensor = tensor.mapped(partial(deferred_like, parameter))

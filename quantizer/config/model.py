@@ -22,8 +22,8 @@ from quantizer.config.resources import load_resource
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
 Device = Literal["DPU", "CPU", "GPU", "IPU"]
-QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token"]
-ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
+QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token", "per_block"]
+ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent", "superblock"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range", "quant_min"]
 
@@ -47,6 +47,14 @@ POOLED: Literal["pooled"] = "pooled"
 PAIR = 2
 """Values that share a microexponent."""
 
+SUPERBLOCK = 256
+"""Consecutive values whose groups share the factor of their scales, with scales of type
+"superblock".
+"""
+
+_SIGNED_SCALES = frozenset({"q6_k", "iq4_nl"})
+"""Formats whose scales may be negative, because one more value is."""
+
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 """Formats that need no scale: a value is cast to them and back."""
 
@@ -57,7 +65,8 @@ class QuantizationSpec:
 
     Number format: `dtype` is "int" or the name of another format. The codes of "int" follow
     from `bit_width`, `signed`, `symmetric` and `narrow_range`. Other formats with a scale are
-    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6" and "mx9".
+    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6", "mx9", and
+    for weights "q4_k", "q5_k", "q6_k" and "iq4_nl".
     Those in `CAST_ONLY` have no scale, and "float32" leaves a tensor as it is. `dtype` may be
     any string, because formats may be registered at run time.
 
@@ -68,12 +77,14 @@ class QuantizationSpec:
 
     Granularity: the meaning of `ch_axis` depends on `qscheme`. With "per_channel" each index of
     the axis has a scale. With "per_group" groups of `group_size` values run along it; only in
-    block formats may the last group be shorter. With "per_token" each row of values runs along
-    it. A weight may be a stack of weights: those of experts, or of the groups
-    of a transposed convolution. Each is `group_size` long in the first axis. "per_tensor" then
-    gives each of them a scale, and "per_channel" each of their channels.
+    block formats, and in fp8 at run time, may the last group be shorter. With "per_token" each
+    row of values runs along it. With "per_block" each square of `group_size` rows and columns
+    of the first two axes has a scale; the last squares may be smaller. A weight may be a stack
+    of weights: those of experts, or of the groups of a transposed convolution. Each is
+    `group_size` long in the first axis. "per_tensor" then gives each of them a scale, and
+    "per_channel" each of their channels.
 
-    Scale: `scale_type` is one of five.
+    Scale: `scale_type` is one of six.
 
     - "float": any float.
     - "poweroftwo": a power of two, at least 2^-`finest_position` if the device requires that.
@@ -82,6 +93,8 @@ class QuantizationSpec:
     - "e4m3", for groups only: a number of fp8_e4m3 times one float of the tensor.
     - "microexponent", for groups only: a shared exponent that is one less for some pairs of
       values.
+    - "superblock", for groups only: a whole number of few bits times a float16 that the groups
+      of `SUPERBLOCK` values share.
 
     Symmetric integers with a "float" or "e4m3" scale divide the largest magnitude by
     `symmetric_scale`: "quant_max", or "half_range", which is (quant_max - quant_min) / 2 and
@@ -142,14 +155,35 @@ class QuantizationSpec:
     @property
     def has_signed_scale(self) -> bool:
         """Return whether scales may be negative: the value with the largest magnitude gets the
-        code `quant_min`, with either sign.
+        code `quant_min`, with either sign. Some formats always have such scales.
         """
+        if self.dtype in _SIGNED_SCALES:
+            return True
         return self.has_symmetric_scale and self.symmetric_scale == "quant_min"
+
+    @property
+    def has_searched_scale(self) -> bool:
+        """Return whether the method group_mse searches scales that super-blocks or a float16
+        can store.
+        """
+        return self.scale_type == "superblock" or self.has_signed_scale
 
     @property
     def has_one_scale(self) -> bool:
         """Return whether all values of the tensor share one scale."""
         return self.qscheme == "per_tensor" and self.group_size is None
+
+    @property
+    def has_groups(self) -> bool:
+        """Return whether groups or blocks have a scale each, which may be many."""
+        return self.qscheme in ("per_group", "per_block")
+
+    @property
+    def block_size(self) -> int | None:
+        """Return how many values along the axis have scales that are found together; None
+        without groups.
+        """
+        return SUPERBLOCK if self.scale_type == "superblock" else self.group_size
 
     @property
     def scales_per_group(self) -> int:

@@ -216,6 +216,14 @@ EXPORTERS: dict[str, ExportTarget] = {
         by_tensor=True,
         holds_negative_scales=True,
     ),
+    "gptq": ExportTarget(
+        "quantizer.export.gptq_folder.exporter:GptqExporter",
+        "-gptq",
+        "transformers with dequantized weights",
+        ("transformers",),
+        "llm",
+        for_transformers=True,
+    ),
     "gguf": ExportTarget(
         "quantizer.export.gguf.exporter:GgufExporter",
         ".gguf",

@@ -11,15 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.model import QuantizationSpec, Sourced
+from quantizer.config.forms.dtypes import integer_word
+from quantizer.config.model import SUPERBLOCK, QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node
-from quantizer.numerics.qparams import SHARED_EXPONENTS
+from quantizer.numerics.code_range import SHARED_EXPONENTS
 
 _SAMPLE_AXIS = 0
+_FP8 = ("fp8_e4m3", "fp8_e5m2")
 _SMALLEST_GROUP = 16
 """Smaller groups cost as many bits for scales as for values."""
+
+
+_SUBSTITUTES = {
+    "q4_k": QuantizationSpec(bit_width=5, symmetric_scale="quant_min", method="group_mse"),
+    "q5_k": QuantizationSpec(bit_width=5, signed=False, symmetric=False, method="group_mse"),
+    "q6_k": QuantizationSpec(),
+}
+"""What llama.cpp uses for widths that super-blocks do not divide: Q5_0, Q5_1 and Q8_0."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,15 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A group size that does not divide the axis of one tensor."""
+    """A group size that does not divide the axis of one tensor, or the size of super-blocks of
+    a format.
+    """
 
     tensor: str
     length: int
     group_size: int
     place: Place | None
+    super_blocks_of: str | None = None
 
 
 def parameter_view(
@@ -134,6 +147,8 @@ def fit_spec(
         # Positions share the weights of a kernel, so that no runtime could give each of them
         # its own scale.
         spec = dataclasses.replace(spec, qscheme="per_channel", ch_axis=_SAMPLE_AXIS)
+    if spec.qscheme == "per_block":
+        return dataclasses.replace(spec, ch_axis=None)
     defaults = {
         "per_channel": view.channels,
         "per_group": view.features,
@@ -163,6 +178,8 @@ def impossible(tensor: PlannedTensor) -> Iterator[Diagnostic]:
     spec = tensor.spec
     view = tensor.view
     axis = spec.ch_axis
+    if spec.qscheme == "per_block":
+        yield from _impossible_blocks(tensor)
     if axis is None:
         return
     where = f"{tensor.role} of {tensor.layer}"
@@ -199,9 +216,36 @@ def impossible(tensor: PlannedTensor) -> Iterator[Diagnostic]:
         )
 
 
+def _impossible_blocks(tensor: PlannedTensor) -> Iterator[Diagnostic]:
+    """Yield an error for blocks of a tensor that has no two axes, or that experts would
+    share.
+    """
+    sizes = tensor.view.sizes or ()
+    where = f"{tensor.role} of {tensor.layer}"
+    place = tensor.place_of("group_size", "qscheme")
+    if len(sizes) < 2:
+        yield Diagnostic(
+            "QZ406",
+            f"per_block needs two axes, and {where} has {len(sizes)}",
+            place,
+            help="exclude this layer, or choose another qscheme for it",
+        )
+    elif tensor.view.stacked > 1:
+        rows = (sizes[0] or 0) // tensor.view.stacked
+        size = tensor.spec.group_size or 1
+        if rows % size:
+            yield Diagnostic(
+                "QZ406",
+                f"blocks of {size} rows would have experts share scales ({where}): each has "
+                f"{rows} rows",
+                place,
+                help=f"choose a block_size that divides {rows}, or exclude these layers",
+            )
+
+
 def misfit(tensor: PlannedTensor) -> Misfit | None:
     """Return the misfit if the tensor's groups do not divide its axis. Blocks with a shared
-    exponent may end with a shorter one.
+    exponent may end with a shorter one, and so may groups of fp8 at run time.
 
     Source: OCP Microscaling Formats v1.0, section 5.
     """
@@ -209,29 +253,45 @@ def misfit(tensor: PlannedTensor) -> Misfit | None:
     sizes = tensor.view.sizes
     if spec.qscheme != "per_group" or spec.scale_type in SHARED_EXPONENTS:
         return None
+    if may_end_short(spec):
+        return None
     if spec.ch_axis is None or not spec.group_size or spec.group_size < 1 or sizes is None:
         return None
     if not -len(sizes) <= spec.ch_axis < len(sizes):
         return None
     length = sizes[spec.ch_axis]
-    if length is None or length % spec.group_size == 0:
+    size = spec.block_size or spec.group_size
+    if length is None or length % size == 0:
         return None
     name = f"{tensor.role} of {tensor.layer}"
-    return Misfit(name, length, spec.group_size, tensor.place_of("group_size"))
+    if spec.scale_type == "superblock":
+        return Misfit(name, length, size, tensor.place_of("dtype"), spec.dtype)
+    return Misfit(name, length, size, tensor.place_of("group_size"))
+
+
+def may_end_short(spec: QuantizationSpec) -> bool:
+    """Return whether the last group of fp8 at run time may be shorter, so that inputs of any
+    length meet weights in blocks.
+    """
+    return spec.is_dynamic and spec.dtype in _FP8 and spec.scale_type != "e4m3"
 
 
 def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:
     """Yield one error for each place in the file, with the tensors by the lengths of their
     axes.
     """
-    by_place: dict[Place | None, list[Misfit]] = {}
+    by_place: dict[tuple[Place | None, str | None], list[Misfit]] = {}
     for tensor in tensors:
-        by_place.setdefault(tensor.place, []).append(tensor)
-    for place, alike in by_place.items():
+        key = tensor.place, tensor.super_blocks_of
+        by_place.setdefault(key, []).append(tensor)
+    for (place, super_blocks_of), alike in by_place.items():
         names: dict[int, list[str]] = {}
         for tensor in alike:
             names.setdefault(tensor.length, []).append(tensor.tensor)
         rows = [f"{length} long in {first_names(some)}" for length, some in names.items()]
+        if super_blocks_of is not None:
+            yield _super_block_misfit(super_blocks_of, rows, place, len(alike))
+            continue
         group_sizes = {tensor.group_size for tensor in alike}
         sizes = ", ".join(str(size) for size in sorted(group_sizes))
         remedy = (
@@ -248,3 +308,43 @@ def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:
             place,
             help=remedy,
         )
+
+
+def super_block_substitute(dtype: str) -> str:
+    """Return the integers that replace a format with super-blocks, in groups of 32.
+
+    >>> super_block_substitute("q4_k"), super_block_substitute("q5_k")
+    ('int5', 'uint5')
+    """
+    return integer_word(_SUBSTITUTES[dtype])
+
+
+def without_super_blocks(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return the spec that replaces one with super-blocks where these do not divide an axis.
+
+    Source: llama.cpp's fallback types.
+    """
+    return dataclasses.replace(
+        _SUBSTITUTES[spec.dtype],
+        qscheme="per_group",
+        ch_axis=spec.ch_axis,
+        group_size=32,
+    )
+
+
+def _super_block_misfit(
+    dtype: str,
+    rows: Sequence[str],
+    place: Place | None,
+    count: int,
+) -> Diagnostic:
+    """Return the error about tensors that super-blocks do not divide."""
+    instead = super_block_substitute(dtype)
+    return Diagnostic(
+        "QZ407",
+        f"{dtype} has super-blocks of {SUPERBLOCK}, which do not divide the axis of {count} "
+        f"tensor(s): {'; '.join(rows)}",
+        place,
+        help=f"use {instead} in groups of 32 for these layers, as llama.cpp does (`quantizer "
+        "init --model` and `quantizer run` write that), or exclude them",
+    )

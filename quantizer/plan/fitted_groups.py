@@ -14,13 +14,16 @@ from quantizer.config.json_types import (
     JsonObject,
     JsonPath,
 )
-from quantizer.config.model import QuantizationSpec
+from quantizer.config.model import SUPERBLOCK, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.plan.axes import (
     PlannedTensor,
     TensorView,
     impossible,
+    may_end_short,
+    super_block_substitute,
+    without_super_blocks,
 )
 from quantizer.plan.fitting import (
     Fitting,
@@ -132,6 +135,32 @@ def fit_groups(fitting: Fitting) -> None:
     _exclude(fitting, [row for row in unfit if row.tensor.layer not in layers])
 
 
+def replace_super_blocks(fitting: Fitting) -> None:
+    """Give weights whose inputs super-blocks do not divide the format that llama.cpp uses
+    there.
+    """
+    layers: dict[tuple[str, QuantizationSpec], dict[str, int]] = {}
+    for tensor in fitting.plan.tensors.values():
+        spec = tensor.spec
+        sizes = fitting.view_of(tensor).sizes
+        if spec.scale_type != "superblock" or spec.ch_axis is None or sizes is None:
+            continue
+        length = sizes[spec.ch_axis] or 0
+        if length % SUPERBLOCK:
+            key = spec.dtype, without_super_blocks(spec)
+            layers.setdefault(key, {})[tensor.layer] = length
+    for (dtype, spec), lengths in layers.items():
+        names = fitting.names(lengths)
+        counts = " or ".join(str(length) for length in sorted({*lengths.values()}))
+        fitting.give_weights(
+            names,
+            spec,
+            f"{super_block_substitute(dtype)} in groups of 32 instead of {dtype} for "
+            f"{first_names(names)}, as in llama.cpp: super-blocks of {SUPERBLOCK} do not "
+            f"divide {counts} inputs",
+        )
+
+
 def _choose_size(
     fitting: Fitting,
     path: JsonPath,
@@ -174,6 +203,8 @@ def _groups(fitting: Fitting) -> Iterator[_Groups]:
         spec = tensor.spec
         sizes = fitting.view_of(tensor).sizes
         if spec.qscheme != "per_group" or spec.ch_axis is None or sizes is None:
+            continue
+        if may_end_short(spec):
             continue
         if not -len(sizes) <= spec.ch_axis < len(sizes):
             continue

@@ -17,6 +17,7 @@ from quantizer.evaluation.network_comparison import LayerNoise, NetworkCompariso
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
+from quantizer.numerics.block_search import SEARCHED
 from quantizer.plan.model import Key, Plan
 from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 
@@ -216,12 +217,14 @@ def describe_spec(spec: QuantizationSpec) -> str:
     if not spec.is_scaled:
         return spec.dtype
     is_integer = spec.dtype == "int"
+    if spec.dtype in SEARCHED:
+        return f"{spec.dtype} {spec.method}"
     words = [spec.dtype, spec.qscheme]
     if is_integer:
         is_signed = spec.signed and spec.symmetric
         letters = "int" if is_signed else "uint"
         words[0] = f"{letters}{spec.bit_width}"
-    if spec.qscheme == "per_group" and spec.group_size != -1:
+    if spec.has_groups and spec.group_size != -1:
         words.append(str(spec.group_size))
     if spec.is_dynamic:
         words.append("dynamic")

@@ -205,7 +205,7 @@ def _granularity_fault(spec: QuantizationSpec, role: str) -> str | None:
     with_groups = ["per_group"]
     if is_parameter(role):
         # A layer of experts has one scale per expert, which is a group
-        with_groups.append("per_tensor")
+        with_groups += ["per_tensor", "per_block"]
         if spec.ch_axis:
             # A transposed convolution with groups has its channels group by group
             with_groups.append("per_channel")
@@ -215,6 +215,8 @@ def _granularity_fault(spec: QuantizationSpec, role: str) -> str | None:
         size = None
     if size is not None and (size < 1 or spec.qscheme not in with_groups):
         return f"{spec.qscheme} has no groups of {size}"
+    if spec.qscheme == "per_block" and size is None:
+        return "per_block has no group_size"
     if spec.qscheme in ("per_channel", "per_group") and spec.ch_axis is None:
         return f"{spec.qscheme} has no ch_axis"
     return None

@@ -23,7 +23,13 @@ pytest.importorskip(
 
 PRESETS = sorted((ROOT / "configs").glob("*.json"))
 GGUF = tuple(f"gguf_{name}" for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"))
-LINEAR = ("mxfp4", "nvfp4", "weight_int4_group", *GGUF)  # presets for networks of linear layers
+LINEAR = (
+    "fp8_blocks",
+    "mxfp4",
+    "nvfp4",
+    "weight_int4_group",
+    *GGUF,
+)  # presets for networks of linear layers
 # Groups are of 128 inputs
 ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")
 # The README's two commands run the example

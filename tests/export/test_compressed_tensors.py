@@ -428,14 +428,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "fp8 in groups": (
         config(FP8 | GROUP),
         {},
-        "weights of .* is fp8_e4m3 in groups",
+        "weights of .* is fp8_e4m3 in groups, which readers have with shared exponents",
         "per_channel",
     ),
     "fp6": (
         config({"dtype": "fp6_e2m3", **TENSOR}),
         {},
         "weights of .* is fp6_e2m3",
-        "fp8_e4m3, mxfp4 or nvfp4",
+        "fp8_e4m3, mxfp4, mxfp8 or nvfp4",
     ),
     "mx9": (
         config({"dtype": "mx9", "ch_axis": 1}),
@@ -452,7 +452,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "nvfp4 inputs": (
         config(NVFP4, NVFP4 | {"ch_axis": -1, "is_dynamic": True}),
         {},
-        INPUT + "and weight are fp4/fp4, which the format cannot combine",
+        INPUT + "meets a weight in nvfp4, for whose inputs readers have a factor",
         "leave the input float",
     ),
     "outputs": (

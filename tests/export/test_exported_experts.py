@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer import ModelQuantizer
+from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS
 
@@ -30,6 +31,7 @@ INT4 = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16}
 INT8 = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
 MXFP4 = {"dtype": "mx", "mx_element_dtype": "fp4", "qscheme": "per_group", "ch_axis": 1}
 FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+BLOCKS = {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [16, 16]}
 FLOAT = ["kind:embedding", "kind:head", "re:.*Router.*"]
 WEIGHTS = {"groups": INT4, "channels": INT8, "tensors": FP8}
 NAMES = {
@@ -133,6 +135,7 @@ def test_a_model_in_place_writes_the_same_file(tmp_path: Path) -> None:
             "is asymmetric, and readers take no zero",
         ),
         ("Qwen3Moe", config(MXFP4), "is fp4, and readers load no experts of this format"),
+        ("Qwen3Moe", config(BLOCKS), "has scales of blocks, and transformers loads no such"),
         (
             "Qwen3Moe",
             config(INT4, layer_quant_config={"*down_proj": {"weight": INT8}}),
@@ -165,6 +168,11 @@ def test_what_checkpoints_cannot_hold_is_told(
     with pytest.raises(UsageError, match=why):
         result(family, settings).export(TARGET, tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+def test_experts_share_no_blocks() -> None:
+    with pytest.raises(ConfigError, match="blocks of 64 rows would have experts share scales"):
+        result("Mixtral", config(BLOCKS | {"block_size": [64, 64]}))
 
 
 def test_blocks_of_llama_cpp_hold_no_experts(tmp_path: Path) -> None:

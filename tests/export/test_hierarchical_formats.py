@@ -43,6 +43,7 @@ WEIGHTS: dict[str, Mapping[str, Any]] = {
     "asymmetric groups": GROUPS | UNSIGNED,
     "groups of rows": GROUPS | {"ch_axis": 0, "group_size": -1},
     "fp8": {"dtype": "fp8_e4m3", "qscheme": "per_channel"},
+    "fp8 blocks": {"dtype": "fp8_e4m3", "qscheme": "per_block", "group_size": 3},
     "fp6": {"dtype": "fp6_e2m3"},
     "nvfp4": MX | {"dtype": "fp4", "group_size": 2, "scale_type": "e4m3"},
     "int4 with e4m3 scales": GROUPS | {"scale_type": "e4m3"},
@@ -57,6 +58,12 @@ INPUTS: dict[str, Mapping[str, Any]] = {
     "tokens": {"is_dynamic": True, "qscheme": "per_token", **UNSIGNED},
     "mx": MX | {"dtype": "fp4", "is_dynamic": True},
     "mx9": MX9 | {"is_dynamic": True},
+    "fp8 groups": {
+        "dtype": "fp8_e4m3",
+        "qscheme": "per_group",
+        "group_size": 3,
+        "is_dynamic": True,
+    },
     "fp4": {"dtype": "fp4"},
     "channels": {"qscheme": "per_channel", "ch_axis": -1},
 }

@@ -56,6 +56,10 @@ HIERARCHIES: dict[str, Fields] = {
         "input": DYNAMIC | {"qscheme": "per_token"},
     },
     "fp8": {role: {"dtype": "fp8_e4m3"} for role in ("weights", "bias", "input", "activation")},
+    "fp8 blocks": {
+        "weights": {"dtype": "fp8_e4m3", "qscheme": "per_block", "group_size": 3},
+        "input": {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 3} | DYNAMIC,
+    },
     "mx": {"weights": MX, "input": MX | DYNAMIC},
     "nvfp4": {"weights": MX | NV, "input": MX | NV | DYNAMIC},
     "mx9": {"weights": MX | MX9, "input": MX | MX9 | DYNAMIC},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantizer.numerics.granularity import from_rows, scale_shape, to_rows
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
-QSCHEMES = ["per_tensor", "per_channel", "per_group", "per_token"]
+QSCHEMES = ["per_tensor", "per_channel", "per_group", "per_token", "per_block"]
 
 
 @given(
@@ -30,6 +30,9 @@ def test_rows_come_back_and_are_as_many_as_scales(shape, qscheme, group, data):
             and (qscheme == "per_tensor" or axis % len(shape) > 0)
         )
         group = group if is_stack else None  # a stack of tensors holds each of them whole
+    if qscheme == "per_block":
+        shape = (*shape, 4)
+        group = max(group or 1, 1)
     x = torch.rand(shape) + 1
     rows = to_rows(x, (qscheme, axis, group, 1))
     assert rows.ndim == 2
@@ -49,6 +52,19 @@ def test_a_row_is_what_its_scale_is_for():
     assert to_rows(weight, ("per_group", 1, 3, 1))[2 * 2 + 1].tolist() == weight[2, 3:].tolist()
     assert scale_shape((4, 6), ("per_group", 0, 2, 1)) == (6, 2)
     assert to_rows(weight, ("per_group", 0, 2, 1))[5 * 2 + 1].tolist() == weight[2:, 5].tolist()
+
+
+def test_a_row_is_a_block_of_a_matrix():
+    """A weight of 3 outputs and 5 inputs in blocks of 2: the last ones are filled up."""
+    weight = torch.arange(15).view(3, 5)
+    cut = ("per_block", None, 2, 1)
+    assert scale_shape((3, 5), cut) == (2, 3)
+    assert [row.tolist() for row in to_rows(weight, cut)[[0, 2, 5]]] == [
+        *([0, 1, 5, 6], [4, 0, 9, 0], [14, 0, 0, 0])
+    ]
+    kernel = weight.view(3, 5, 1, 1).expand(3, 5, 2, 2)
+    assert scale_shape((3, 5, 2, 2), cut) == (2, 2, 2, 3)
+    assert to_rows(kernel, cut)[2 * 6 + 5].tolist() == [14, 0, 0, 0]
 
 
 def test_a_row_of_a_stack_is_one_channel_of_one_tensor():

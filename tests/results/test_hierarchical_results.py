@@ -285,13 +285,19 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
             {"scale": torch.uint8},
             10,
         ),
+        (
+            {"dtype": "fp8_e4m3", "group_size": 2, "qscheme": "per_block"},
+            {"scale": torch.float32},
+            24,
+        ),
     ],
-    ids=["mxfp4", "nvfp4", "int4", "mx6"],
+    ids=["mxfp4", "nvfp4", "int4", "mx6", "fp8 blocks"],
 )
 def test_scales_of_few_bits_are_stored_in_these(
     spec: dict[str, Any], parts: dict[str, torch.dtype], size: int, tmp_path: Path
 ) -> None:
-    content = write(tmp_path, {"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",))
+    spec = {"qscheme": "per_group"} | spec
+    content = write(tmp_path, {"weights": spec}, exclude=("conv1",))
     name = f"{content['tensors'][FC]['weights']['module']}.weights."
     stored = {
         key[len(name) :]: t
@@ -301,7 +307,7 @@ def test_scales_of_few_bits_are_stored_in_these(
     assert {key: tensor.dtype for key, tensor in stored.items()} == parts
     assert sum(tensor.nbytes for tensor in stored.values()) == size
     found = observing.observed_solution(
-        calibrated(planned({"weights": spec | {"qscheme": "per_group"}}, exclude=("conv1",)))
+        calibrated(planned({"weights": spec}, exclude=("conv1",)))
     )
     assert torch.equal(
         read_info(tmp_path).solution.tensors[FC, "weights"].scale,

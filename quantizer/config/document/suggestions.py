@@ -78,11 +78,15 @@ _SWITCHES = {
 
 
 def bounds(schema: JsonMapping) -> list[str]:
-    """Return the range of a number in words.
+    """Return the range of a number, or how many items a list has, in words.
 
     >>> bounds({"exclusiveMinimum": 0, "maximum": 1})
     ['more than 0', 'at most 1']
+    >>> bounds({"minItems": 2, "maxItems": 2})
+    ['2 items']
     """
+    if "maxItems" in schema:
+        return [f"{schema['maxItems']} items"]
     return [f"{word} {schema[key]}" for key, word in _BOUNDS.items() if key in schema]
 
 

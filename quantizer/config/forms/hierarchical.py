@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Place
@@ -265,15 +265,20 @@ class _Translator(ValidDocument):
                 continue
             spec: dict[str, Sourced] = {}
             for key in SPEC_KEYS:
-                value = self.get(*path, word, key)
+                value = self._value(*path, word, key)
                 if value is None:
                     continue
-                if key in _WHOLE:
-                    value = int(value)
                 spec[key] = Sourced(value, self.place(*path, word, key))
             if spec:
                 specs[role] = spec
         return specs
+
+    def _value(self, *path: str) -> Any:
+        """Return the value of a key of a spec; None if there is none, or an item is wrong."""
+        value = self.get(*path)
+        if isinstance(value, list) and len(self.items(*path)) < len(value):
+            return None
+        return int(value) if value is not None and path[-1] in _WHOLE else value
 
 
 def _with_axis_of_heads(role: Role, stated: Fields) -> Fields:

@@ -12,6 +12,7 @@ from quantizer.config.forms.dtypes import (
     BLOCK_FORMATS,
     GROUP_SIZES,
     INTEGERS,
+    SEARCHED_FORMATS,
     BlockFormat,
     dtype_word,
 )
@@ -44,12 +45,16 @@ OBSERVER_METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "PerGroupMSEObserver": ("group_mse", ("per_group",)),
     "PerBlockMXObserver": ("maxmin", ("per_group",)),
     "PerBlockBFPObserver": ("maxmin", ("per_group",)),
+    "PerBlock2DMinMaxObserver": ("maxmin", ("per_block",)),
 }
 """The method of each observer, and the granularities that it supports. The first one is the
 default.
 """
 
 PARAMETERS = frozenset({"weights", "bias"})
+
+USUAL_BLOCK = 128
+"""The rows and columns of a block, if the file does not say: those of DeepSeek-V3."""
 
 _FULL_BITS = 8
 """Symmetric integers with at least so many bits have the default scale "quant_max", which clips
@@ -133,7 +138,9 @@ class Words:
 
     @property
     def is_block(self) -> bool:
-        """Return whether groups of values share a power-of-two exponent."""
+        """Return whether it is a format of blocks: one whose groups share a power-of-two
+        exponent, or one of llama.cpp.
+        """
         return self.dtype in BLOCK_FORMATS or self.value("scale_format") == "e8m0"
 
     @property
@@ -271,6 +278,9 @@ class Words:
                 fields["group_size"] = self.raw["group_size"]
             elif usual:
                 fields["group_size"] = _mapped(source, usual)
+        if scheme == "per_block":
+            sides = self.raw.get("block_size", _mapped(source, [USUAL_BLOCK]))
+            fields["group_size"] = _mapped(sides, int(sides.value[0]))
         return fields
 
     def _range(self) -> dict[str, Sourced]:
@@ -288,6 +298,8 @@ class Words:
             fields["method"] = _mapped(source, method)
             if not is_parameter:
                 fields["statistic"] = _mapped(source, usual_statistic(method))
+        elif self.dtype in SEARCHED_FORMATS and is_parameter:
+            fields["method"] = _mapped(self.raw["dtype"], "group_mse")
         if "percentage" in self.raw and self.observer == "PerTensorPercentileObserver":
             percentage = self.raw["percentage"]
             fields["percentage"] = _mapped(percentage, float(percentage.value))

@@ -14,8 +14,8 @@ class _Named(Enum):
 
 class Dtype(_Named):
     """Number formats. `mx` is a block format whose elements `mx_element_dtype` names, `mx6` and
-    `mx9` have exponents of pairs, too. `float32` (ours) leaves a tensor in float that a wider
-    level quantizes.
+    `mx9` have exponents of pairs, too. `q4_k` to `iq4_nl` are those of llama.cpp. `float32`
+    (ours) leaves a tensor in float that a wider level quantizes.
     """
 
     int2 = "int2"
@@ -41,17 +41,22 @@ class Dtype(_Named):
     mx6 = "mx6"
     mx9 = "mx9"
     bfp16 = "bfp16"
+    q4_k = "q4_k"
+    q5_k = "q5_k"
+    q6_k = "q6_k"
+    iq4_nl = "iq4_nl"
 
 
 class QSchemeType(_Named):
-    """How many scales a tensor has; `per_token` (ours) gives each row of features one, in
-    convolutions each sample.
+    """How many scales a tensor has; `per_block` gives each square of a matrix one, `per_token`
+    (ours) each row of features, in convolutions each sample.
     """
 
     per_tensor = "per_tensor"
     per_channel = "per_channel"
     per_group = "per_group"
     per_token = "per_token"
+    per_block = "per_block"
 
 
 class RoundType(_Named):

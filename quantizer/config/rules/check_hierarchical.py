@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.dtypes import BLOCK_FORMATS
+from quantizer.config.forms.dtypes import BLOCK_FORMATS, SEARCHED_FORMATS
 from quantizer.config.forms.hierarchical import ROLE_OF, Hierarchical
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
@@ -24,6 +24,7 @@ def check_hierarchical(levels: Hierarchical) -> Diagnostics:
         yield from _broken_rules(levels, scope)
         yield from _observer(scope)
         yield from _elements(levels, scope)
+        yield from _blocks(scope)
         yield from _read_otherwise(scope)
     yield from _idle(scopes)
     yield from _devices(levels)
@@ -150,6 +151,19 @@ def _elements(levels: Hierarchical, scope: _Scope) -> Diagnostics:
         )
 
 
+def _blocks(scope: _Scope) -> Diagnostics:
+    """Yield blocks with other numbers of rows than of columns."""
+    sides = scope.value("block_size")
+    if scope.scheme != "per_block" or sides is None or sides[0] == sides[1]:
+        return
+    yield scope.finding(
+        "QZ104",
+        f"blocks are squares, and block_size has {sides[0]} rows and {sides[1]} columns",
+        "block_size",
+        help_='write for example "block_size": [128, 128]; per_group has scales of one row',
+    )
+
+
 def _read_otherwise(scope: _Scope) -> Diagnostics:
     """Yield words that have another meaning here than they seem to have."""
     if scope.dtype in CAST_ONLY:
@@ -243,6 +257,8 @@ def _unread(scope: _Scope) -> dict[str, str]:
         unread["ch_axis"] = f"{scheme} reads no axis"
     if scheme != "per_group":
         unread["group_size"] = "only per_group reads it"
+    if scheme != "per_block":
+        unread["block_size"] = "only per_block reads it"
     if scope.observer != _PERCENTILE:
         unread["percentage"] = f"only {_PERCENTILE} reads it"
     if not QuantizationSpec.of(scope.fields()).has_symmetric_scale:
@@ -255,6 +271,10 @@ def _unread(scope: _Scope) -> dict[str, str]:
         if scope.is_block:
             reason = f"{dtype} has its own way to find exponents"
         unread["scale_calculation_mode"] = reason
+    if dtype in SEARCHED_FORMATS:
+        unread["scale_type"] = f"{dtype} has scales of its own"
+        unread["scale_format"] = f"{dtype} has scales of its own"
+        return {key: reason for key, reason in unread.items() if key in scope.raw}
     if scope.is_block and scope.value("scale_type") == "pof2":
         unread["scale_type"] = "a block format's scale is a power of two anyway"
     elif scope.has_quantized_scales:

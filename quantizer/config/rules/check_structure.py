@@ -131,7 +131,7 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
         message = f"{name} is {wanted}, not {_kind(value)}"
     else:
         message = f"{quoted(value)} is out of range for {key}"
-        is_empty = keyword in ("minLength", "minItems")
+        is_empty = keyword in ("minLength", "minItems") and "maxItems" not in schema
         remark = "not empty" if is_empty else ", ".join(bounds(schema))
     code = _CODES.get(keyword, "QZ104")
     place = document.place(pointer_to(*path))

@@ -13,7 +13,11 @@ from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
 from quantizer.export.compressed_tensors.experts import Mixture, group_targets
-from quantizer.export.compressed_tensors.fusing import fused_names, with_shared_factors
+from quantizer.export.compressed_tensors.fusing import (
+    fused_names,
+    partial_block_remarks,
+    with_shared_factors,
+)
 from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
@@ -138,14 +142,17 @@ class CompressedCheckpoint:
         return names
 
 
-def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
-    """Return the checkpoint of a traced model.
+def checkpoint_of_network(
+    deployment: Deployment,
+    target: str = TARGET_NAME,
+) -> CompressedCheckpoint:
+    """Return the checkpoint of a traced model. `target` stands for the exporter in messages.
 
     Raises:
         UsageError: algorithms or passes changed what the model has no place for, or a weight
             has no codes.
     """
-    model = model_of(deployment, TARGET_NAME)
+    model = model_of(deployment, target)
     solution = deployment.encoded
     placement = place_codes(deployment.graph, solution.specs)
     network = deployment.network()
@@ -153,14 +160,14 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
     for name, node in placement.linears.items():
         weight = solution.tensors[name, "weights"]
         if weight.codes is None:
-            raise _without_codes(name)
+            raise _without_codes(name, target)
         input_tensor = None
         if name in placement.inputs:
             input_tensor = solution.tensors[placement.inputs[name]]
         layer = CompressedLayer(weight, input_tensor)
         if node.scope in layers and not _is_equal(layers[node.scope], layer):
             why = f"{name} has other codes than another call of its module"
-            raise cannot_store(TARGET_NAME, why, "leave it out of the algorithms")
+            raise cannot_store(target, why, "leave it out of the algorithms")
         layers[node.scope] = layer
     stacks: dict[str, QuantizedTensor] = {}
     for name, node in placement.experts.items():
@@ -171,7 +178,7 @@ def checkpoint_of_network(deployment: Deployment) -> CompressedCheckpoint:
         deployment,
         network,
         coded,
-        TARGET_NAME,
+        target,
     )
     remarks = list(float_remarks(solution.specs, placement))
     cache = compressed_cache(deployment.graph, solution.tensors, model)
@@ -214,7 +221,7 @@ def complete_checkpoint(
         with_shared_factors(graph, stored.layers),
         stored.tensors,
         linears_of(model),
-        stored.remarks,
+        (*stored.remarks, *partial_block_remarks(graph, stored.layers)),
         head_of(model),
         fused_names(graph),
         stored.cache,
@@ -244,7 +251,7 @@ def with_experts(
     experts: dict[str, CompressedLayer] = {}
     for path, stack in stacks.items():
         if stack.codes is None:
-            raise _without_codes(path)
+            raise _without_codes(path, TARGET_NAME)
         experts |= mixture.parts(path, stack)
     if len({repr(layer.scheme) for layer in experts.values()}) > 1:
         raise cannot_store(
@@ -262,9 +269,9 @@ def with_experts(
     )
 
 
-def _without_codes(name: str) -> UsageError:
+def _without_codes(name: str, target: str) -> UsageError:
     why = f"no codes give the weight of {name} back exactly"
-    return cannot_store(TARGET_NAME, why, _NO_CODES_REMEDY)
+    return cannot_store(target, why, _NO_CODES_REMEDY)
 
 
 def float_remarks(

@@ -1,7 +1,6 @@
 """Writes the compressed-tensors target, a Hugging Face folder for transformers and vLLM."""
 
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.errors import ResultError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
@@ -21,14 +19,15 @@ from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.compressed_tensors.verify import verify_folder
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.hugging_face_folder import QUANTIZATION, source_folder, write_folder
+from quantizer.export.hugging_face_folder import (
+    remove_earlier_export,
+    replaced_checkpoint,
+    write_folder,
+)
 from quantizer.export.model_tensors import model_of
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
-from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
-from quantizer.storage.atomic_write import replaced_folder
-from quantizer.storage.files import cannot_write, read_json
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
 
     def remove(self, deployment: Deployment, path: Path) -> None:
         """Remove an earlier export, and nothing else."""
-        if deployment.model is not None and _is_earlier_export(path, deployment.model):
-            shutil.rmtree(path.resolve())
+        if deployment.model is not None:
+            remove_earlier_export(path, deployment.model, TARGET_NAME)
 
 
 @contextmanager
@@ -90,16 +89,10 @@ def written_folder(
         UsageError: something else than an earlier export is at `path`.
         ResultError: the folder cannot be written.
     """
-    if path.exists() and not _is_earlier_export(path, model):
-        remedy = "give a path that does not exist, or that of an earlier export"
-        raise UsageError(f"{path} is not an earlier export, so it is not replaced", help=remedy)
-    try:
-        with replaced_folder(path) as folder:
-            quantization = checkpoint.quantization_config()
-            remarks = write_folder(folder, model, checkpoint.stored(), quantization)
-            yield CheckpointFolder(folder, path.name, checkpoint, remarks)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with replaced_checkpoint(path, model, TARGET_NAME) as folder:
+        quantization = checkpoint.quantization_config()
+        remarks = write_folder(folder, model, checkpoint.stored(), quantization)
+        yield CheckpointFolder(folder, path.name, checkpoint, remarks)
 
 
 def verified_folder(
@@ -119,20 +112,3 @@ def verified_folder(
         written.path, written.checkpoint, calls, sqnr_db=sqnr_db, name=written.name
     )
     return replace(verification, remarks=(*verification.remarks, *written.remarks))
-
-
-def _is_earlier_export(path: Path, model: nn.Module) -> bool:
-    """Return whether a folder is empty or holds a checkpoint in this format.
-
-    The folder that `model` was read from is none.
-    """
-    source = source_folder(model)
-    if not path.is_dir() or (source is not None and path.samefile(source)):
-        return False
-    if not any(path.iterdir()):
-        return True
-    try:
-        config = read_json(path / HUGGING_FACE_CONFIG).get(QUANTIZATION) or {}
-    except (ResultError, AttributeError):
-        return False
-    return bool(config.get("quant_method") == TARGET_NAME)

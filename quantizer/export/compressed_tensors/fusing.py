@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.config.wording import first_names
 from quantizer.export.compressed_tensors.schemes import (
     NVFP4_FORMAT,
     CompressedLayer,
@@ -27,6 +28,10 @@ _ENGINE_NAMES = {
     frozenset({"gate_proj", "up_proj"}): "gate_up_proj",
     frozenset({"q_a_proj", "kv_a_proj_with_mqa"}): "fused_qkv_a_proj",
 }
+_WHOLE_BLOCKS = (
+    "vLLM and SGLang fuse these layers with others, and refuse blocks of rows of two layers; "
+    "transformers loads them"
+)
 _HELP = "quantize the layers alike, or exclude all of them"
 _OTHER_FACTORS = "calibrate again: this version gives them one factor"
 
@@ -94,6 +99,27 @@ def with_shared_factors(
         for path in paths:
             shared[path] = replace(layers[path], global_scale=codes_and_factor[1])
     return shared
+
+
+def partial_block_remarks(
+    graph: Graph,
+    layers: Mapping[str, CompressedLayer],
+) -> tuple[str, ...]:
+    """Return a sentence on fused layers that end within a block, if there are any: the blocks
+    of the next layer would begin there.
+    """
+    cut: list[str] = []
+    for group in fused_layers(graph):
+        for name in group:
+            layer = layers.get(graph.by_name[name].scope)
+            if layer is None or layer.weight.spec.qscheme != "per_block":
+                continue
+            rows = graph.weight(graph.by_name[name]).shape[0]
+            if rows % (layer.weight.spec.group_size or 1):
+                cut.append(graph.by_name[name].scope)
+    if not cut:
+        return ()
+    return (f"{first_names(cut)} end within a block: {_WHOLE_BLOCKS}",)
 
 
 def fused_names(graph: Graph) -> dict[str, tuple[str, ...]]:

@@ -10,12 +10,8 @@ from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
 from quantizer.export.compressed_tensors.fusing import fused_refusals
-from quantizer.export.compressed_tensors.schemes import (
-    Reason,
-    input_refusal,
-    is_symmetric,
-    layer_weight_refusal,
-)
+from quantizer.export.compressed_tensors.limits import input_refusal, layer_weight_refusal
+from quantizer.export.compressed_tensors.schemes import Reason, is_symmetric
 from quantizer.export.exporter import Refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
@@ -55,7 +51,10 @@ class CodePlacement:
     refusals: tuple[Refusal, ...]
 
 
-def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlacement:
+def place_codes(
+    graph: Graph,
+    specs: Mapping[Key, QuantizationSpec],
+) -> CodePlacement:
     """Return the place of each quantized tensor."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
     linears: dict[str, Node] = {}
@@ -77,9 +76,10 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
         reason: Reason | None = None
         if is_parameter(role):
             if layer in experts:
-                reason = _expert_refusal(experts, specs, layer)
+                features = graph.weight(experts[layer]).shape[-1]
+                reason = _expert_refusal(experts, specs, layer, features)
             elif role == "weights" and layer in linears:
-                reason = layer_weight_refusal(spec)
+                reason = layer_weight_refusal(spec, graph.weight(linears[layer]).shape[-1])
             else:
                 reason = sharing_refusal(graph, specs, layer, role)
         elif (layer, role) not in cached:
@@ -88,7 +88,9 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
             refusals.append(Refusal(*reason, layer, role))
     refusals += fused_refusals(graph, specs, linears, inputs)
     for layer, key in inputs.items():
-        reason = input_refusal(specs[key], specs[layer, "weights"], linears[layer].rank)
+        node = linears[layer]
+        features = graph.weight(node).shape[-1]
+        reason = input_refusal(specs[key], specs[layer, "weights"], node.rank, features)
         if reason is not None:
             refusals.append(Refusal(*reason, *key))
     return CodePlacement(linears, experts, inputs, tuple(refusals))
@@ -131,7 +133,10 @@ def _place_activation(
 
 
 def _expert_refusal(
-    experts: Mapping[str, Node], specs: Mapping[Key, QuantizationSpec], layer: str
+    experts: Mapping[str, Node],
+    specs: Mapping[Key, QuantizationSpec],
+    layer: str,
+    features: int,
 ) -> Reason | None:
     """Return why the weights of experts cannot be stored as codes."""
     spec = specs[layer, "weights"]
@@ -141,8 +146,13 @@ def _expert_refusal(
             "use --deploy pt2, or exclude it",
         )
     remedy = "use symmetric integers or fp8_e4m3 for experts"
-    if spec.dtype not in ("int", "fp8_e4m3"):
+    if spec.dtype not in ("int", "fp8_e4m3") or spec.scale_type == "e8m0":
         return f"is {spec.dtype}, and readers load no experts of this format", remedy
+    if spec.qscheme == "per_block":
+        return (
+            "has scales of blocks, and transformers loads no such experts",
+            "set its qscheme to per_channel, or exclude experts",
+        )
     if not is_symmetric(spec):
         return "is asymmetric, and readers take no zero points of experts", remedy
     # Groups may be of different sizes, as experts' inputs are.
@@ -152,7 +162,7 @@ def _expert_refusal(
             "is quantized otherwise than those of other experts",
             "quantize all experts alike",
         )
-    return layer_weight_refusal(spec)
+    return layer_weight_refusal(spec, features)
 
 
 def _is_own_linear(graph: Graph, node: Node) -> bool:

@@ -20,6 +20,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import CompressedCheckpoint
 from quantizer.export.compressed_tensors.schemes import (
     MXFP4_FORMAT,
+    MXFP8_FORMAT,
     NVFP4_FORMAT,
     PACKED_FORMAT,
     is_symmetric,
@@ -38,7 +39,7 @@ _NOT_PACKED_HELP = (
     "packed; --deploy pt2 and safetensors need no such reader"
 )
 # Readers compute these in bfloat16.
-_BFLOAT16_FORMATS = (MXFP4_FORMAT, NVFP4_FORMAT)
+_BFLOAT16_FORMATS = (MXFP4_FORMAT, MXFP8_FORMAT, NVFP4_FORMAT)
 
 
 def verify_folder(
@@ -65,7 +66,7 @@ def verify_folder(
         module, remarks = _loaded(folder, checkpoint, call, name)
         return module
 
-    # The values of mxfp4 need no rounding.
+    # The values of mxfp4 and mxfp8 need no rounding.
     is_rounded = any(layer.format == NVFP4_FORMAT for layer in checkpoint.layers.values())
     is_exact = checkpoint.is_weight_only and not is_rounded
     verification = verify_calls(load, calls, sqnr_db, name, is_exact=is_exact)
@@ -149,15 +150,15 @@ def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Mod
 
 def _cause(checkpoint: CompressedCheckpoint) -> str | None:
     """Return why this reader may not load by default a checkpoint that others load."""
-    fp4_formats: set[str] = set()
+    formats: set[str] = set()
     for layer in checkpoint.layers.values():
         if layer.format == PACKED_FORMAT and not is_symmetric(layer.weight.spec):
             return f"{_reader()} does not load packed asymmetric weights by default"
         if layer.format in _BFLOAT16_FORMATS:
-            fp4_formats.add(layer.format.partition("-")[0])
-    if not fp4_formats:
+            formats.add(layer.format.partition("-")[0])
+    if not formats:
         return None
-    names = " and ".join(sorted(fp4_formats))
+    names = " and ".join(sorted(formats))
     return f"{_reader()} computes {names} in bfloat16, and the model is in another dtype"
 
 

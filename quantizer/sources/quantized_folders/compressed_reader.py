@@ -11,11 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quantizer.numerics.granularity import BlockSize, block_counts
 from quantizer.sources.quantized_folders.compressed_schemes import WeightScheme, WeightSchemes
 from quantizer.sources.quantized_folders.fp8_reader import (
     BLOCK_SCALE_DTYPES,
-    BlockSize,
-    block_counts,
     row_blocks,
     scale_shape_of,
     spread_blocks,

@@ -10,7 +10,8 @@ from typing import Any
 
 from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
-from quantizer.sources.quantized_folders.fp8_reader import BlockSize, read_block_size
+from quantizer.numerics.granularity import BlockSize
+from quantizer.sources.quantized_folders.fp8_reader import read_block_size
 from quantizer.sources.quantized_folders.method_settings import (
     FLOAT_FOLDER_HELP,
     MethodSettings,

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quantizer.numerics.granularity import BlockSize, block_counts
 from quantizer.sources.quantized_folders.grouped_codes import GroupedCodes, float_scales
 from quantizer.sources.quantized_folders.method_settings import MethodSettings
 from quantizer.sources.quantized_folders.stored_layer import (
@@ -21,8 +22,6 @@ from quantizer.sources.quantized_folders.stored_layer import (
 )
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-BlockSize = tuple[int, int]
-"""The rows and columns of a block that shares a scale."""
 BLOCK_SCALE_DTYPES = (*SCALE_DTYPES, torch.uint8, torch.float8_e8m0fnu)
 _WEIGHT = "weight"
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -170,21 +169,6 @@ def row_blocks(
     stored = list(layer.parts[name].shape)
     expected = list(shape)
     raise layer.damage(name, f"has the shape {stored}, which does not fit {expected} codes")
-
-
-def block_counts(
-    shape: Sequence[int],
-    block_size: BlockSize,
-) -> BlockSize:
-    """Return the number of blocks of a weight along both axes.
-
-    >>> block_counts((100, 64), (48, 64))
-    (3, 1)
-    """
-    rows, columns = shape
-    block_rows, block_columns = block_size
-    count = -(-rows // block_rows)
-    return (count, -(-columns // block_columns))
 
 
 def spread_blocks(
