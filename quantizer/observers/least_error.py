@@ -62,10 +62,7 @@ _OUTERMOST = 3
 
 
 @register_in(RANGE_METHODS, "mse")
-def mse(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least squared error of the spec's codes.
 
     If a scale may be any float, the range is cut at the best clip of `_clips`, on both sides,
@@ -92,10 +89,7 @@ def mse(
 
 
 @register_in(RANGE_METHODS, AUTO_METHOD)
-def auto(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def auto(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least error, of all ranges that the other
     methods could give. An error counts by its power 2.2.
 
@@ -220,10 +214,7 @@ def _excesses(
     return torch.stack([_mean_excess(-centres, counts), _mean_excess(centres, counts)])
 
 
-def _mean_excess(
-    values: Tensor,
-    counts: Tensor,
-) -> Tensor:
+def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
     """Return how far the greatest values are above the last of them on average, of the
     `_OUTERMOST` greatest. Values below 0 count as 0.
 
@@ -294,10 +285,7 @@ def _clips(spec: QuantizationSpec) -> Tensor:
     return torch.cat([lower, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
 
 
-def _least_power(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) times the power of two with the least squared error. Of equally
     good ones it is the greatest.
 
@@ -328,10 +316,7 @@ def _least_power(
 
 
 @register_in(RANGE_METHODS, "group_mse")
-def group_mse(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least squared error, of those of
     `_group_ranges`. Of equally good ones it is the first.
 
@@ -375,10 +360,7 @@ def group_mse(
     return best_low, best_high
 
 
-def _searched_range(
-    values: ObservedBatch,
-    searched: SearchedFormat,
-) -> LowHigh:
+def _searched_range(values: ObservedBatch, searched: SearchedFormat) -> LowHigh:
     """Return the range from which the found scales and minima follow exactly, float64."""
     scale, minimum = searched_scales(values.rows, None, searched)
     scale = scale.double().cpu()
@@ -391,10 +373,7 @@ def _searched_range(
     return outermost.clamp(max=0), outermost.clamp(min=0)
 
 
-def _group_ranges(
-    values: ObservedBatch,
-    code_range: CodeRange,
-) -> Iterator[LowHigh]:
+def _group_ranges(values: ObservedBatch, code_range: CodeRange) -> Iterator[LowHigh]:
     """Yield the ranges to try, low and high of each group, float64 (R,), the whole one first.
 
     Rounding the zero point of an asymmetric range moves the range by up to half a step, which
