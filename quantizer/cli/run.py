@@ -18,7 +18,7 @@ from quantizer.cli.climbing import (
     minutes_option,
     results_folder_option,
     run_tuned,
-    with_remark,
+    with_advice,
 )
 from quantizer.cli.divided_data import divide_data
 from quantizer.cli.float_mode import evaluator_of
@@ -288,12 +288,12 @@ def _climbed(
     judge = GateJudge(opened, data, judged, targets=targets, run_as=targets)
     start = None
     if not data.sentence:
-        start = judge.judged(finished.tested.metrics, finished.plan)
+        start = judge.judged_by_metrics(finished.tested.metrics, finished.plan)
     climb = judge.climb(options.minutes, options.fast_finetune, start)
     folder = Path(options.output_dir)
     path = folder / TUNED_CONFIG if has_file else Path(options.config_file or "")
     if not climb.judged.is_met:
-        opened = with_remark(opened, climb)
+        opened = with_advice(opened, climb)
     run = run_tuned(judge, climb, path, opened, deploy=targets)
     tuning = Tuning(climb, judge, options.minutes, str(path))
     tuning.write(folder)
