@@ -36,7 +36,7 @@ class Snapshot:
 
 @dataclass
 class RunStage:
-    """One part of a run: `with Stage(events, "calib", total=10) as stage: stage.advance()`.
+    """One part of a run: `with RunStage(events, "calib", total=10) as stage: stage.advance()`.
 
     Args:
         events: the follower.

@@ -53,7 +53,8 @@ def products_between_codes(model: ModelProto) -> Kernels:
             operands = dict(zip(("input", "weights"), node.input[:2], strict=True))
             floats = [word for word, name in operands.items() if name not in dequantized]
             if floats:
-                reasons[node.name] = f"its {' and '.join(floats)} not quantized"
+                verb = "is" if floats == ["input"] else "are"
+                reasons[node.name] = f"its {' and '.join(floats)} {verb} not quantized"
             else:
                 integer.append(node.name)
     return Kernels(tuple(integer), reasons, "of quantized values")
