@@ -337,9 +337,9 @@ def _fault(
     parameter = _planned(module, role)
     if parameter is None and role not in ("input", "activation"):
         return "the layer has no such tensor"
-    spec = tensor.spec
-    if not spec.is_scaled or spec.is_dynamic:
+    if not tensor.spec.has_stored_scale:
         return None
+    spec = tensor.spec.stored
     qparams = QParams(tensor.scale, tensor.zero_point)
     dtypes = (qparams.scale.dtype, qparams.zero_point.dtype)
     if not qparams.scale.numel() or dtypes != (torch.float32, torch.int32):
