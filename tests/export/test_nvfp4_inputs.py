@@ -189,3 +189,8 @@ def test_a_model_in_place_has_the_same_factors(
     }
     for name, value in stored.items():
         assert torch.equal(value, expected[name]), name
+    ModelQuantizer.save(model, tmp_path / "saved")
+    read = ModelQuantizer.load(llama().bfloat16(), tmp_path / "saved")
+    [batch] = tokens(1)
+    with torch.no_grad():
+        assert torch.equal(read(**batch).logits, model(**batch).logits)
