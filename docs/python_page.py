@@ -45,6 +45,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "GPTQConfig",
         "GPTAQConfig",
         "QronosConfig",
+        "IMatrixConfig",
         "CLEConfig",
         "AlgoConfig",
         "PreQuantOptConfig",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         CLEConfig,
         GPTAQConfig,
         GPTQConfig,
+        IMatrixConfig,
         PreQuantOptConfig,
         QronosConfig,
         RotationConfig,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
         ScaleType,
     )
 
-__version__ = "0.12.0"
+__version__ = "0.13.0"
 __all__ = [
     "AWQConfig",
     "AlgoConfig",
@@ -62,6 +63,7 @@ __all__ = [
     "Dtype",
     "GPTAQConfig",
     "GPTQConfig",
+    "IMatrixConfig",
     "ModelQuantizer",
     "ObserverBase",
     "PerBlock2DMinMaxObserver",

@@ -74,6 +74,7 @@ from quantizer.algorithms.sequential_runner import (
     watching,
 )
 from quantizer.algorithms.shared_steps import shared_steps
+from quantizer.algorithms.super_blocks import super_block_remarks
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import rescale_weight
@@ -112,6 +113,8 @@ class _Search:
         self.task = task
         self.settings = settings
         self.adjustment = adjustment
+        if not task.done:
+            self.adjustment = adjustment.with_remarks(*super_block_remarks(task))
         before = task.before if task.done else adjustment
         self.groups, self.leads = shared_folds(
             task.graph,
@@ -123,7 +126,7 @@ class _Search:
             rescaled = settings.scale_search and not task.done
             self.groups, remarks = without_insertions(self.groups, before)
             if rescaled:
-                self.adjustment = adjustment.with_remarks(*remarks)
+                self.adjustment = self.adjustment.with_remarks(*remarks)
         for group in self.groups:
             for name in quantized_layers(task, group):
                 weight = parameter(task.graph, adjustment, name)

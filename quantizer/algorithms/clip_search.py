@@ -27,18 +27,14 @@ from quantizer.algorithms.patches import (
 from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import workspace
+from quantizer.numerics.code_range import POWERS_OF_TWO, SMALLEST_SCALE
 from quantizer.numerics.codes import work_dtype_of
 from quantizer.numerics.granularity import (
     from_rows,
     scale_shape,
     to_rows,
 )
-from quantizer.numerics.qparams import (
-    POWERS_OF_TWO,
-    SMALLEST_SCALE,
-    QParams,
-    uncut,
-)
+from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import nearest_group_scale
 from quantizer.observers import (
     code_range_of,

@@ -346,9 +346,15 @@ def quantized_layers(
     task: Task,
     group: InputGroup,
 ) -> list[str]:
-    """Return the group's layers whose weights are rounded."""
+    """Return the group's layers whose weights are rounded. Those with super-blocks keep the
+    scales of a search of their own.
+    """
     specs = {name: task.specs.get((name, "weights")) for name in group.layers}
-    return [name for name, spec in specs.items() if spec is not None and spec.is_scaled]
+    names = []
+    for name, spec in specs.items():
+        if spec is not None and spec.is_scaled and spec.scale_type != "superblock":
+            names.append(name)
+    return names
 
 
 def deepest(

@@ -69,10 +69,7 @@ from quantizer.graph.edits import (
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.qparams import (
-    QParams,
-    qparams_from_range,
-)
+from quantizer.numerics.qparams import QParams, qparams_from_range
 from quantizer.observers import (
     NonFiniteError,
     code_range_of,

@@ -25,6 +25,7 @@ from quantizer.nn.load import unpacked_codes
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.numerics.codes import storage_dtype
+from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
 from quantizer.results.validation import checked_json, spec_fault
@@ -342,8 +343,9 @@ def _fault(
     spec = tensor.spec.stored
     qparams = QParams(tensor.scale, tensor.zero_point)
     dtypes = (qparams.scale.dtype, qparams.zero_point.dtype)
-    if not qparams.scale.numel() or dtypes != (torch.float32, torch.int32):
-        return "it has no scale in float32 with a zero point in int32"
+    zero_point_dtype = torch.float32 if has_minimum(spec.dtype) else torch.int32
+    if not qparams.scale.numel() or dtypes != (torch.float32, zero_point_dtype):
+        return f"it has no scale in float32 with a zero point in {zero_point_dtype}"
     if parameter is not None:
         return qparams_fault(spec, tuple(parameter.shape), qparams)
     # The file does not say how many channels a layer reads or returns

@@ -22,6 +22,7 @@ from quantizer.graph.edits import Insertion, channels_of, with_insertions
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
+from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import Key
@@ -227,6 +228,8 @@ def scales_fault(
         return "its scale is not finite and positive"
     if zero_point.shape != scale.shape:
         return f"it has {tuple(zero_point.shape)} zero points, not {expected}"
+    if has_minimum(spec.dtype) and not bool((zero_point.isfinite() & (zero_point >= 0)).all()):
+        return "a minimum is not finite, or above 0"
     if spec.dtype != "int" or not zero_point.numel():
         return None
     low = int(zero_point.min())

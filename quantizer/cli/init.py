@@ -30,6 +30,10 @@ _STRATEGIES = {
     "gguf_q5_0": "gguf_q5_0",
     "gguf_q5_1": "gguf_q5_1",
     "gguf_q8_0": "gguf_q8_0",
+    "gguf_q4_k": "gguf_q4_k",
+    "gguf_q5_k": "gguf_q5_k",
+    "gguf_q6_k": "gguf_q6_k",
+    "gguf_iq4_nl": "gguf_iq4_nl",
 }
 """The preset of each strategy, in the hierarchical form."""
 

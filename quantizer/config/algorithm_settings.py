@@ -31,6 +31,7 @@ class AlgoConfig:
             memory at its peak.
         networks: how many networks it runs side by side.
         eases_activations: whether it changes weights for the sake of quantized activations.
+        needs_groups: whether it changes weights in groups only.
     """
 
     name: str = ""
@@ -42,6 +43,7 @@ class AlgoConfig:
     matrices: ClassVar[int] = 0
     networks: ClassVar[int] = 1
     eases_activations: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = False
 
 
 @dataclass
@@ -121,6 +123,7 @@ def algorithm(
     matrices: int = 0,
     networks: int = 1,
     eases_activations: bool = False,
+    needs_groups: bool = False,
 ) -> Callable[[type[_AlgoConfigT]], type[_AlgoConfigT]]:
     """Return a decorator that registers a class of settings in `ALGORITHMS`, by the default of
     its field `name`.
@@ -131,6 +134,7 @@ def algorithm(
         matrices, networks: its peak memory, as `AlgoConfig` says; `quantizer plan` predicts
             with it.
         eases_activations: whether it has nothing to gain where no activations are quantized.
+        needs_groups: whether it has nothing to do where no weights are in groups.
 
     Raises (where the class is defined):
         ValueError: the name is taken, or a setting has no description.
@@ -143,6 +147,7 @@ def algorithm(
         kind.matrices = matrices
         kind.networks = networks
         kind.eases_activations = eases_activations
+        kind.needs_groups = needs_groups
         settings_of(kind)
         name = kind.name
         if name in ALGORITHMS:

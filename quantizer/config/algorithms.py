@@ -298,6 +298,17 @@ class QronosConfig(ColumnRounding):
     sweeps: int = 0
 
 
+@algorithm(run="quantizer.algorithms.imatrix:imatrix", stage="round", needs_groups=True)
+@dataclass
+class IMatrixConfig(AlgoConfig):
+    """Importance matrix, as in llama.cpp: the scales of groups are searched with each weight's
+    squared error times the mean square of its input. It is for q4_k, q5_k, q6_k, iq4_nl, and
+    symmetric integers in groups. Not part of the documented format.
+    """
+
+    name: str = "imatrix"
+
+
 def _only(value: Any, why: str) -> dict[str, Any]:
     """Return the keywords of a setting that has one value here and more in other tools."""
     remedy = "remove the key"

@@ -23,7 +23,7 @@ Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
 Device = Literal["DPU", "CPU", "GPU", "IPU"]
 QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token", "per_block"]
-ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent"]
+ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent", "superblock"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range", "quant_min"]
 DynamicRange = bool | Literal["local"]
@@ -48,6 +48,14 @@ POOLED: Literal["pooled"] = "pooled"
 PAIR = 2
 """Values that share a microexponent."""
 
+SUPERBLOCK = 256
+"""Consecutive values whose groups share the factor of their scales, with scales of type
+"superblock".
+"""
+
+_SIGNED_SCALES = frozenset({"q6_k", "iq4_nl"})
+"""Formats whose scales may be negative, because one more value is."""
+
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 """Formats that need no scale: a value is cast to them and back."""
 
@@ -58,7 +66,8 @@ class QuantizationSpec:
 
     Number format: `dtype` is "int" or the name of another format. The codes of "int" follow
     from `bit_width`, `signed`, `symmetric` and `narrow_range`. Other formats with a scale are
-    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6" and "mx9".
+    "fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4", "mx_int8", "bfp16", "mx6", "mx9", and
+    for weights "q4_k", "q5_k", "q6_k" and "iq4_nl".
     Those in `CAST_ONLY` have no scale, and "float32" leaves a tensor as it is. `dtype` may be
     any string, because formats may be registered at run time.
 
@@ -77,7 +86,7 @@ class QuantizationSpec:
     `group_size` long in the first axis. "per_tensor" then gives each of them a scale, and
     "per_channel" each of their channels.
 
-    Scale: `scale_type` is one of five.
+    Scale: `scale_type` is one of six.
 
     - "float": any float.
     - "poweroftwo": a power of two, at least 2^-`finest_position` if the device requires that.
@@ -86,6 +95,8 @@ class QuantizationSpec:
     - "e4m3", for groups only: a number of fp8_e4m3 times one float of the tensor.
     - "microexponent", for groups only: a shared exponent that is one less for some pairs of
       values.
+    - "superblock", for groups only: a whole number of few bits times a float16 that the groups
+      of `SUPERBLOCK` values share.
 
     Symmetric integers with a "float" or "e4m3" scale divide the largest magnitude by
     `symmetric_scale`: "quant_max", or "half_range", which is (quant_max - quant_min) / 2 and
@@ -146,9 +157,18 @@ class QuantizationSpec:
     @property
     def has_signed_scale(self) -> bool:
         """Return whether scales may be negative: the value with the largest magnitude gets the
-        code `quant_min`, with either sign.
+        code `quant_min`, with either sign. Some formats always have such scales.
         """
+        if self.dtype in _SIGNED_SCALES:
+            return True
         return self.has_symmetric_scale and self.symmetric_scale == "quant_min"
+
+    @property
+    def has_searched_scale(self) -> bool:
+        """Return whether the method group_mse searches scales that super-blocks or a float16
+        can store.
+        """
+        return self.scale_type == "superblock" or self.has_signed_scale
 
     @property
     def has_one_scale(self) -> bool:
@@ -159,6 +179,13 @@ class QuantizationSpec:
     def has_groups(self) -> bool:
         """Return whether groups or blocks have a scale each, which may be many."""
         return self.qscheme in ("per_group", "per_block")
+
+    @property
+    def block_size(self) -> int | None:
+        """Return how many values along the axis have scales that are found together; None
+        without groups.
+        """
+        return SUPERBLOCK if self.scale_type == "superblock" else self.group_size
 
     @property
     def scales_per_group(self) -> int:

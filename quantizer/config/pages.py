@@ -181,6 +181,10 @@ def _algorithm_sections(name: str) -> Iterator[str]:
     lists = "`algo_config`" if finds_codes(kind) else "`algo_config` or `pre_quant_opt_config`"
     layered = f"the switch `{kind.switch}`" if kind.switch else "an entry of `algorithms`"
     yield f"Where: an entry of {lists}; in the layered form, {layered}."
+    if not settings:
+        yield "It has no keys but its name."
+        yield from _worked_example(name)
+        return
     rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
     for key, entry in settings.items():
         default = json.dumps(entry["default"])

@@ -104,7 +104,7 @@ def _refusals(
     """Yield what a target cannot hold: negative scales, and the refusals of its exporter."""
     if not EXPORTERS[checked.target].holds_negative_scales:
         for (layer, role), spec in specs.items():
-            if spec.has_signed_scale:
+            if spec.dtype == "int" and spec.has_signed_scale:
                 yield Refusal(_MAY_BE_NEGATIVE, _USE_HALF_RANGE, layer, role)
     exporter = exporter_of(checked.target, checked.choices)
     yield from exporter.refusals(graph, specs, opset)

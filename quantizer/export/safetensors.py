@@ -20,6 +20,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
+from quantizer.numerics.formats import has_minimum
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import read_metadata
@@ -62,7 +63,7 @@ class SafetensorsExporter(Exporter[Path]):
             specs[name] = spec.to_json()
             if spec.has_stored_scale:
                 tensors[f"{name}.scale"] = tensor.scale
-                if spec.dtype == "int":
+                if spec.dtype == "int" or has_minimum(spec.dtype):
                     tensors[f"{name}.zero_point"] = tensor.zero_point
             if tensor.codes is not None:
                 tensors[name] = tensor.codes
@@ -79,7 +80,11 @@ class SafetensorsExporter(Exporter[Path]):
         write_tensors(path, tensors, {_METADATA_KEY: json.dumps(description, sort_keys=True)})
         yield path
 
-    def verify(self, deployment: Deployment, written: Path) -> Verification:
+    def verify(
+        self,
+        deployment: Deployment,
+        written: Path,
+    ) -> Verification:
         """Compare the parameters of `load` with test mode's."""
         expected = _parameters(deployment.network())
         decoded = _decoded(written)
@@ -115,7 +120,13 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
         parameters.pop(f"{name}.zero_point", None)
     for name, dtype_name in description["dtypes"].items():
         dtype = getattr(torch, dtype_name)
-        decode_now = partial(_decode_parameter, tensors, name, specs[name], dtype)
+        decode_now = partial(
+            _decode_parameter,
+            tensors,
+            name,
+            specs[name],
+            dtype,
+        )
         parameters[name] = DeferredTensor(tensors[name].shape, dtype, decode_now)
     for name in [name for name in parameters if name.endswith(_CORRECTION)]:
         correction = parameters.pop(name)
@@ -141,7 +152,13 @@ def _decode_parameter(
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
     if f"{name}.zero_point" in tensors:
         zero_point = tensors[f"{name}.zero_point"].load()
-    return decode(tensors[name].load(), spec, scale, zero_point, dtype=dtype)
+    return decode(
+        tensors[name].load(),
+        spec,
+        scale,
+        zero_point,
+        dtype=dtype,
+    )
 
 
 def _sum(summands: Sequence[DeferredTensor]) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import BLOCK_SIZE, fill
+from quantizer.numerics.code_range import CodeRange
 from quantizer.numerics.codes import work_dtype_of
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qparams import CodeRange, QParams, qparams_from_range, symmetric_step
+from quantizer.numerics.qparams import QParams, qparams_from_range, symmetric_step
 from quantizer.numerics.two_level import global_scale_of, with_global_scale
 from quantizer.observers import ObservationError, check_has_codes, code_range_of, kernel_of
 from quantizer.observers.observed_batch import as_rows, extremes

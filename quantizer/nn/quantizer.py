@@ -11,8 +11,9 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.nn.dynamic import dynamic_qparams, quantize_each_row, quantize_once
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.fake_quantize import fake_cast, fake_quantize
-from quantizer.numerics.formats import cast_round_trip_
+from quantizer.numerics.formats import cast_round_trip_, has_minimum
 from quantizer.numerics.granularity import from_rows, to_rows
+from quantizer.numerics.minimum import fake_cast_with_minimum
 from quantizer.observers import axis_of
 
 
@@ -24,7 +25,7 @@ class TensorQuantizer(nn.Module):
         spec: number format, granularity and rounding.
         scale: float32, of `granularity.scale_shape`; () where only the ranges of groups are
             found at run time. Dynamic tensors and formats without a scale do not read it.
-        zero_point: int32, same shape.
+        zero_point: int32, same shape. Formats with a minimum have it here, as float32.
         inplace: overwrite the input. This is allowed if nothing else reads it unquantized.
 
     Raises:
@@ -145,11 +146,15 @@ class TensorQuantizer(nn.Module):
         fn: Any,
         recurse: bool = True,
     ) -> Any:
-        """Move with the model. If the model is cast (`half()`), the scale stays float32."""
-        scale = self.scale
+        """Move with the model. If the model is cast (`half()`), scale and zero point keep
+        their dtypes.
+        """
+        before = {"scale": self.scale, "zero_point": self.zero_point}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
-            self.scale = scale.to(self.scale.device)
+        for name, values in before.items():
+            changed = getattr(self, name)
+            if values is not None and changed is not None and changed.dtype != values.dtype:
+                setattr(self, name, values.to(changed.device))
         return self
 
     def extra_repr(self) -> str:
@@ -180,6 +185,7 @@ def quantize_tensor(
     ch_axis = axis_of(spec)
     is_along_axis = spec.qscheme == "per_channel" and spec.group_size is None
     needs_rows = not spec.has_one_scale and not is_along_axis
+    needs_rows = needs_rows or has_minimum(spec.dtype)
     if needs_rows:
         x = to_rows(x, spec.cut)
         scale = scale.reshape(-1)
@@ -196,6 +202,8 @@ def quantize_tensor(
             ch_axis=ch_axis,
             inplace=inplace,
         )
+    elif has_minimum(spec.dtype):
+        out = fake_cast_with_minimum(x, scale, zero_point, spec.dtype)
     else:
         out = fake_cast(x, scale, spec.dtype, ch_axis, inplace=inplace)
     return from_rows(out, shape, spec.cut) if needs_rows else out

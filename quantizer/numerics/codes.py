@@ -14,8 +14,9 @@ from torch.nn.functional import pad
 
 from quantizer.numerics.blocks import BLOCK_SIZE, blocks, workspace
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel, work_dtype
-from quantizer.numerics.formats import FloatFormat, format_named
+from quantizer.numerics.formats import FloatFormat, format_named, has_minimum
 from quantizer.numerics.granularity import from_rows, to_rows
+from quantizer.numerics.minimum import decode_with_minimum, encode_with_minimum
 
 _BYTE = 8
 _WORD_DTYPES = {8: torch.uint8, 24: torch.int32}
@@ -55,12 +56,14 @@ def encode(
         spec: its format and granularity.
         scale: float32, of `granularity.scale_shape`. Formats without a scale read neither this
             nor the zero point.
-        zero_point: int32, same shape.
+        zero_point: int32, same shape. Formats with a minimum have it here, as float32.
     """
     storage = storage_dtype(spec)
     if not spec.is_scaled:
         codes = value.to(storage)
         return codes if torch.equal(codes.to(value.dtype), value) else None
+    if has_minimum(spec.dtype):
+        return _encode_with_minimum(value, spec, scale, zero_point)
     factor = _factor(spec)
     if factor:
         kernel = float_kernel(spec.dtype)
@@ -85,6 +88,19 @@ def encode(
     return from_rows(codes, tuple(value.shape), spec.cut).contiguous()
 
 
+def _encode_with_minimum(
+    value: Tensor,
+    spec: Spec,
+    scale: Tensor,
+    minimum: Tensor,
+) -> Tensor | None:
+    rows = to_rows(value, spec.cut)
+    codes = encode_with_minimum(rows, scale, minimum, spec.dtype)
+    if codes is None:
+        return None
+    return from_rows(codes, tuple(value.shape), spec.cut).contiguous()
+
+
 def decode(
     codes: Tensor,
     spec: Spec,
@@ -99,6 +115,9 @@ def decode(
     if not spec.is_scaled:
         return codes.to(dtype)
     work = work_dtype_of(spec, dtype)
+    if has_minimum(spec.dtype):
+        rows = decode_with_minimum(to_rows(codes, spec.cut), scale, zero_point)
+        return from_rows(rows, tuple(codes.shape), spec.cut).to(dtype).contiguous()
     rows = to_rows(codes.to(work), spec.cut)
     rows = _unscaled(rows, _factor(spec), zero_point.reshape(-1, 1))
     rows.mul_(scale.reshape(-1, 1).to(work))
@@ -134,7 +153,7 @@ def pack(
     if bits >= _BYTE:
         return codes.contiguous()
     flat = codes.reshape(-1).contiguous().view(torch.uint8)
-    if codes.is_floating_point():
+    if _has_patterns(spec):
         return pack_bits(_looked_up(_numbers(format_named(spec.dtype)), flat), bits)
     return pack_bits(flat + _offset(codes.dtype, bits), bits)
 
@@ -161,7 +180,7 @@ def unpack(
         return stored
     flat = unpack_bits(stored, bits, torch.Size(shape).numel())
     dtype = storage_dtype(spec)
-    if dtype.is_floating_point:
+    if _has_patterns(spec):
         patterns = _patterns(format_named(spec.dtype)).view(torch.uint8)
         return _looked_up(patterns, flat).view(dtype).view(shape)
     return (flat - _offset(dtype, bits)).view(dtype).view(shape)
@@ -267,6 +286,14 @@ def _factor(spec: Spec) -> float:
     return 0.0 if spec.dtype == "int" else format_named(spec.dtype).factor
 
 
+def _has_patterns(spec: Spec) -> bool:
+    """Return whether codes are numbered by a table of the format."""
+    if spec.dtype == "int":
+        return False
+    row = format_named(spec.dtype)
+    return bool(row.levels) or row.storage.is_floating_point
+
+
 def _offset(
     dtype: torch.dtype,
     bits: int,
@@ -303,6 +330,8 @@ def _patterns(row: FloatFormat) -> Tensor:
     A code is sign, exponent and mantissa, from the highest bit on. The values of fp4 are 0,
     0.5, 1, 1.5, 2, 3, 4, 6, and the same with a minus.
     """
+    if row.levels:
+        return torch.tensor(row.levels).to(row.storage)
     assert row.mantissa is not None
     finest = 2.0 ** (row.least - row.mantissa)
     magnitudes = []

@@ -1,7 +1,9 @@
 """The number formats other than plain integers, one row each."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,7 +23,10 @@ class FloatFormat:
     `storage` is the smallest torch dtype that holds its codes, which are its values times
     `factor`. `mantissa` is the number of bits after the binary point and `least` the exponent
     of the smallest normal value, below which values are 2^(least - mantissa) apart. `mantissa`
-    is None for formats to which a cast to `storage` rounds.
+    is None for formats to which a cast to `storage` rounds, and for those that list their
+    values in `levels`, ascending.
+
+    A group of a format that `has_minimum` also has a float that is subtracted from its values.
     """
 
     bits: int
@@ -30,6 +35,13 @@ class FloatFormat:
     mantissa: int | None = None
     least: int = 0
     factor: float = 1.0
+    levels: tuple[float, ...] = ()
+    has_minimum: bool = False
+
+    @property
+    def has_signed_scale(self) -> bool:
+        """Return whether one more value is negative, so that scales may have either sign."""
+        return bool(self.levels) and -self.levels[0] > self.levels[-1]
 
     @property
     def emax(self) -> int:
@@ -37,6 +49,19 @@ class FloatFormat:
         v1.0, table 1).
         """
         return math.frexp(self.largest)[1] - 1
+
+
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def listed_format(
+    bits: int, levels: Iterable[int], *, has_minimum: bool = False
+) -> FloatFormat:
+    """Return a format of codes in int8 that are the values themselves."""
+    values = tuple(float(level) for level in levels)
+    return FloatFormat(
+        bits, torch.int8, values[-1], factor=1.0, levels=values, has_minimum=has_minimum
+    )
 
 
 FLOAT_FORMATS: dict[str, FloatFormat] = {
@@ -52,7 +77,12 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
     "bfp16": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
     "mx6": FloatFormat(5, torch.int8, 15 / 8, 3, 0, factor=8.0),
     "mx9": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
+    "q4_k": listed_format(4, range(16), has_minimum=True),
+    "q5_k": listed_format(5, range(32), has_minimum=True),
+    "q6_k": listed_format(6, range(-32, 32)),
+    "iq4_nl": listed_format(4, _IQ4_LEVELS),
 }
+"""The formats by name. Source of the last four: ggml's block_q4_K to block_iq4_nl."""
 
 
 def format_named(name: str) -> FloatFormat:
@@ -64,6 +94,15 @@ def format_named(name: str) -> FloatFormat:
     return lookup(FLOAT_FORMATS, name, "floating-point format")
 
 
+def has_minimum(name: str) -> bool:
+    """Return whether groups of a format have a minimum. Integers have a zero point instead.
+
+    >>> has_minimum("q4_k"), has_minimum("q6_k"), has_minimum("int")
+    (True, False, False)
+    """
+    return name in FLOAT_FORMATS and FLOAT_FORMATS[name].has_minimum
+
+
 def cast_round_trip_(x: Tensor, name: str, memory: Tensor | None = None) -> Tensor:
     """Replace each value of `x` by the nearest one of the format `name`, ties to even, in
     place, and return `x`.
@@ -71,6 +110,7 @@ def cast_round_trip_(x: Tensor, name: str, memory: Tensor | None = None) -> Tens
     Values beyond the largest finite one become it, infinities too (a plain cast gives infinity
     in some formats and on some devices); NaN stays NaN. fp4 is E2M1; mx_int8, bfp16 and mx9 are
     codes k / 64 with |k| <= 127, and mx6 k / 8 with |k| <= 15, to be scaled by a power of two.
+    Between two listed levels that are no neighbouring integers, a tie goes to the lower one.
     `memory` may be a tensor of the shape and dtype of `x` to work in.
 
     Raises:
@@ -86,6 +126,8 @@ def cast_round_trip_(x: Tensor, name: str, memory: Tensor | None = None) -> Tens
     [0.0, 1.0, 2.0, 4.0, 6.0]
     """
     row = format_named(name)
+    if row.levels:
+        return to_levels_(x, row)
     largest = min(row.largest, torch.finfo(x.dtype).max)
     x.clamp_(-largest, largest)
     if row.mantissa is None:
@@ -115,3 +157,30 @@ def _round_(x: Tensor, row: FloatFormat, memory: Tensor | None) -> Tensor:
     exponents = torch.bitwise_and(x.view(integers), exponent_mask, out=memory)
     power = exponents.view(x.dtype).clamp_(min=2.0**row.least)
     return x.add_(power, alpha=shift).sub_(power, alpha=shift)
+
+
+def to_levels_(x: Tensor, row: FloatFormat) -> Tensor:
+    """Round to the nearest of the listed levels, in place."""
+    least = row.levels[0]
+    largest = row.levels[-1]
+    x.clamp_(least, largest)
+    if len(row.levels) == largest - least + 1:
+        return x.round_()
+    # All middles of two levels are multiples of 1/2, so halves between them have one level
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    halves = torch.mul(wide, 2).ceil_().sub_(2 * least).nan_to_num_(0)
+    table = _levels_of_halves(row.levels).to(x)
+    nearest = table.index_select(0, halves.to(torch.int32).reshape(-1)).view(x.shape)
+    # Adds NaN to NaN
+    return x.sub_(x).add_(nearest)
+
+
+@cache
+def _levels_of_halves(levels: tuple[float, ...]) -> Tensor:
+    """Return the level nearest to all numbers of each interval (k / 2 - 1 / 2, k / 2], from the
+    least level on.
+    """
+    values = torch.tensor(levels)
+    middles = (values[1:] + values[:-1]) / 2
+    ends = torch.arange(2 * levels[0], 2 * levels[-1] + 1) / 2
+    return values[torch.bucketize(ends, middles)]

@@ -3,182 +3,43 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantizer.numerics.blocks import SCALES_AT_ONCE
-from quantizer.numerics.formats import FloatFormat, format_named
+from quantizer.numerics.code_range import (
+    POWERS_OF_TWO,
+    SHARED_EXPONENTS,
+    SMALLEST_SCALE,
+    CodeRange,
+    FloatRange,
+    IntegerRange,
+)
+from quantizer.numerics.superblocks import (
+    LEAST_FACTOR,
+    SUPERBLOCKS,
+    nearest_in_superblocks,
+)
 from quantizer.numerics.two_level import (
     global_scale_of,
     with_global_scale,
     with_microexponents,
 )
 
-SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: 1 / scale stays finite."""
-SHARED_EXPONENTS = ("e8m0", "microexponent")
-POWERS_OF_TWO = ("poweroftwo", *SHARED_EXPONENTS)
-SCALE_MODES = ("floor", "even", "ceil")
-SYMMETRIC_SCALES = ("quant_max", "half_range", "quant_min")
 _LARGEST_VALUE = 2.0**128 - 2.0**105
 """The limit of a code times its scale. It is one step less than the largest float32, because
 the scale may be rounded up to float32.
 """
-_SMALLEST_SHARED = 2.0**-127
-"""The smallest scale that the eight bits of a shared exponent hold (OCP MX v1.0, 5.4.1)."""
 _FLOAT64_MANTISSA = (1 << 52) - 1
 _FLOAT32_EXPONENT = 0x7F800000
 
 
 @dataclass(frozen=True)
-class IntegerRange:
-    """The integer codes of a tensor, and the scales that it may have.
-
-    Attributes:
-        quant_min, quant_max: the smallest and the largest code.
-        symmetric: whether the zero point is 0.
-        scale_type: "float", "e4m3" (a number of fp8_e4m3 times one float of the tensor) or
-            "poweroftwo".
-        finest_position: if a device has one, powers of two are at least 2^-finest_position.
-        symmetric_scale: the divisor of the largest magnitude for a symmetric float scale. It is
-            "quant_max", or "half_range", (quant_max - quant_min) / 2, if codes have both signs.
-            With "quant_min" the value of the largest magnitude gets that code, so that the
-            scale of a positive one is negative. It needs a code more below zero than above.
-
-    Raises:
-        ValueError: no code is above zero, or a word is not known.
-    """
-
-    quant_min: int
-    quant_max: int
-    symmetric: bool = True
-    scale_type: str = "float"
-    finest_position: int | None = None
-    symmetric_scale: str = "quant_max"
-
-    def __post_init__(self) -> None:
-        if not self.quant_min <= 0 < self.quant_max:
-            raise ValueError(
-                f"Codes need quant_min <= 0 < quant_max, not {self.quant_min} and "
-                f"{self.quant_max}."
-            )
-        if self.scale_type not in ("float", "e4m3", "poweroftwo"):
-            raise ValueError(
-                f'"{self.scale_type}" is not a scale type; known are float, e4m3, poweroftwo.'
-            )
-        if self.symmetric_scale not in SYMMETRIC_SCALES:
-            known = ", ".join(SYMMETRIC_SCALES)
-            raise ValueError(
-                f'"{self.symmetric_scale}" is not a rule for symmetric scales; known are '
-                f"{known}."
-            )
-
-    @property
-    def nonnegative(self) -> bool:
-        """Return whether negative values have no code."""
-        return self.symmetric and self.quant_min == 0
-
-    @property
-    def has_signed_scale(self) -> bool:
-        """Return whether scales may be negative."""
-        is_float = self.symmetric and self.scale_type == "float"
-        has_extra_code = -self.quant_min > self.quant_max
-        return is_float and has_extra_code and self.symmetric_scale == "quant_min"
-
-    @property
-    def largest(self) -> float:
-        """Return what the largest magnitude is divided by for a symmetric float scale."""
-        if self.has_signed_scale:
-            return -self.quant_min
-        if self.symmetric_scale == "half_range" and self.quant_min < 0:
-            return (self.quant_max - self.quant_min) / 2
-        return self.quant_max
-
-    @property
-    def span(self) -> int:
-        """Return the largest distance of a code from the zero point."""
-        if self.symmetric:
-            return max(-self.quant_min, self.quant_max)
-        return self.quant_max - self.quant_min
-
-    @property
-    def finest(self) -> float:
-        """Return the least power-of-two scale."""
-        return SMALLEST_SCALE if self.finest_position is None else 2.0**-self.finest_position
-
-
-@dataclass(frozen=True)
-class FloatRange:
-    """A floating-point format whose values are scaled; `dtype` is its name in FLOAT_FORMATS.
-
-    The scale types are:
-
-    - "float": any float32.
-    - "e4m3": a number of fp8_e4m3 times one float of the tensor.
-    - "poweroftwo": the smallest power of two that clips nothing.
-    - "e8m0": 2^(e - emax), with e the exponent of the largest magnitude.
-    - "microexponent": like "e8m0" for each pair of values, but at least half of the largest
-      scale of the pair's block. The pairs of a block follow each other.
-
-    The scale modes decide the exponent e of a shared exponent:
-
-    - "floor" takes it as it is, so that values may be clipped (OCP MX v1.0, 6.3).
-    - "even" first rounds the magnitude to the format's mantissa, ties up.
-    - "ceil" takes the next exponent unless the magnitude is a power of two.
-
-    Attributes:
-        shared_step: the largest step of all tensors that share the scale, or the float of
-            scales of type "e4m3". None if the tensor shares nothing.
-
-    Raises:
-        ValueError: it is another scale type or mode, or there is no such format.
-    """
-
-    dtype: str
-    scale_type: str = "float"
-    scale_mode: str = "floor"
-    symmetric: bool = True
-    shared_step: float | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        format_named(self.dtype)
-        if not self.symmetric:
-            raise ValueError(f"{self.dtype} has no zero point, so its range is symmetric.")
-        if self.scale_type not in (*POWERS_OF_TWO, "float", "e4m3"):
-            known = ", ".join(("float", "e4m3", *POWERS_OF_TWO))
-            raise ValueError(f'"{self.scale_type}" is not a scale type; known are {known}.')
-        if self.scale_mode not in SCALE_MODES:
-            raise ValueError(
-                f'"{self.scale_mode}" is not a scale mode; known are {", ".join(SCALE_MODES)}.'
-            )
-
-    @property
-    def row(self) -> FloatFormat:
-        """Return the format itself."""
-        return format_named(self.dtype)
-
-    @property
-    def largest(self) -> float:
-        """Return the largest value before scaling."""
-        return self.row.largest
-
-    span = largest
-
-    @property
-    def finest(self) -> float:
-        """Return the least power-of-two scale."""
-        return _SMALLEST_SHARED if self.scale_type in SHARED_EXPONENTS else SMALLEST_SCALE
-
-
-CodeRange = IntegerRange | FloatRange
-
-
-@dataclass(frozen=True)
 class QParams:
     """The `scale` float32 and the `zero_point` int32, both of one shape: () for a tensor, (C,)
-    for its channels or rows.
+    for its channels or rows. For formats with a minimum, that is the zero point, as float32.
     """
 
     scale: Tensor
@@ -213,7 +74,8 @@ def step_from_range(
     - Symmetric float step: it puts the largest magnitude on quant_max, or half a step above it
       with the rule "half_range". With the rule "quant_min" it puts the value of the largest
       magnitude on quant_min, and the step of a positive value is negative.
-    - Asymmetric step: it puts the ends of the range on the least and the greatest code.
+    - Asymmetric step, or that of a format with a minimum: it puts the ends of the range on the
+      least and the greatest code.
     - Symmetric power-of-two step: it is the finest one that clips at most half a step, with
       2^-fp >= max(low / (quant_min - 0.5), high / (quant_max + 0.5)).
     - For a FloatRange see its docstring.
@@ -233,7 +95,7 @@ def step_from_range(
         step = _truncate_(_amax(low, high), _carry(code_range, 52))
         step.mul_(2.0**-code_range.row.emax)
         return step if code_range.scale_type == "e8m0" else with_microexponents(step)
-    if not code_range.symmetric:
+    if not code_range.symmetric or _has_minimum(code_range):
         step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(code_range.span)
     elif isinstance(code_range, IntegerRange) and code_range.scale_type == "poweroftwo":
         for_low = low.double() / (code_range.quant_min - 0.5)
@@ -241,7 +103,7 @@ def step_from_range(
         step = torch.maximum(for_low, for_high).clamp_(min=0)
     else:
         step = symmetric_step(_amax(low, high), code_range)
-        if isinstance(code_range, IntegerRange) and code_range.has_signed_scale:
+        if code_range.has_signed_scale:
             step = torch.where(high > -low, -step, step)
     if code_range.scale_type == "poweroftwo":
         _truncate_(step, _FLOAT64_MANTISSA)
@@ -267,7 +129,7 @@ def uncut(code_range: CodeRange) -> float:
     >>> uncut(IntegerRange(-2, 1, symmetric_scale="half_range")), uncut(IntegerRange(-2, 1))
     (1.5, 1.0)
     """
-    if isinstance(code_range, IntegerRange) and code_range.has_signed_scale:
+    if code_range.has_signed_scale:
         return 1.0
     is_float = code_range.symmetric and code_range.scale_type == "float"
     if isinstance(code_range, IntegerRange) and is_float:
@@ -307,11 +169,60 @@ def _qparams(
     code_range: CodeRange,
 ) -> QParams:
     """Return the qparams for a step that the scale type allows."""
-    if isinstance(code_range, IntegerRange) and code_range.has_signed_scale:
-        unsigned_range = replace(code_range, symmetric_scale="quant_max")
-        qparams = _qparams(step.abs(), low, unsigned_range)
-        signed_scale = torch.where(step < 0, -qparams.scale, qparams.scale)
-        return QParams(signed_scale, qparams.zero_point)
+    if isinstance(code_range, FloatRange) and code_range.scale_type == "superblock":
+        return _superblock_qparams(
+            step,
+            low,
+            code_range,
+        )
+    if not code_range.has_signed_scale:
+        return _unsigned_qparams(
+            step,
+            low,
+            code_range,
+        )
+    qparams = _unsigned_qparams(
+        step.abs(),
+        low,
+        code_range,
+    )
+    signed_scale = torch.where(
+        step < 0,
+        -qparams.scale,
+        qparams.scale,
+    )
+    return QParams(signed_scale, qparams.zero_point)
+
+
+def _superblock_qparams(
+    step: Tensor,
+    low: Tensor,
+    code_range: FloatRange,
+) -> QParams:
+    """Return the nearest scales and minima that super-blocks hold."""
+    layout = SUPERBLOCKS[code_range.dtype]
+    scale = nearest_in_superblocks(
+        step,
+        layout.scales,
+        layout.groups,
+    ).float()
+    if layout.minima is None:
+        return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
+    minimum = -low.double().clamp(max=0)
+    minimum = nearest_in_superblocks(
+        minimum,
+        layout.minima,
+        layout.groups,
+    )
+    return QParams(scale, minimum.float())
+
+
+def _unsigned_qparams(
+    step: Tensor,
+    low: Tensor,
+    code_range: CodeRange,
+) -> QParams:
+    """Return the qparams for a step of at least 0."""
     least, largest = _scale_bounds(code_range)
     shared_step = None
     if isinstance(code_range, FloatRange):
@@ -325,14 +236,29 @@ def _qparams(
         scale = step.clamp(least, largest)
         zeros = _zeros(step)
         if zeros is not None:
-            is_limited = getattr(code_range, "finest_position", None) is not None
+            is_limited = (
+                getattr(
+                    code_range,
+                    "finest_position",
+                    None,
+                )
+                is not None
+            )
             zeros_scale = least if is_limited else 1.0
+            if isinstance(code_range, FloatRange) and not code_range.has_zero:
+                zeros_scale = LEAST_FACTOR
             scale.masked_fill_(zeros, zeros_scale)
+    if _has_minimum(code_range):
+        return QParams(scale.float(), -low.float().clamp(max=0))
     if code_range.symmetric or isinstance(code_range, FloatRange):
         return QParams(scale.float(), torch.zeros_like(scale, dtype=torch.int32))
     zero_point = code_range.quant_min - torch.round(low.double().clamp(max=0) / scale)
     zero_point = zero_point.clamp(code_range.quant_min, code_range.quant_max)
     return QParams(scale.float(), zero_point.to(torch.int32))
+
+
+def _has_minimum(code_range: CodeRange) -> bool:
+    return isinstance(code_range, FloatRange) and code_range.row.has_minimum
 
 
 def _amax(low: Tensor, high: Tensor) -> Tensor:
@@ -394,9 +320,18 @@ def qparams_from_range(
     ):
         return _shared_scale(low, high, code_range)
     if is_traced or low.numel() <= SCALES_AT_ONCE or code_range.scale_type == "e4m3":
-        return _qparams(step_from_range(low, high, code_range), low, code_range)
+        return _qparams(
+            step_from_range(
+                low,
+                high,
+                code_range,
+            ),
+            low,
+            code_range,
+        )
     scale = torch.empty_like(low, dtype=torch.float32)
-    zero_point = torch.empty_like(low, dtype=torch.int32)
+    zero_point_dtype = torch.float32 if _has_minimum(code_range) else torch.int32
+    zero_point = torch.empty_like(low, dtype=zero_point_dtype)
     tensors = (low, high, scale, zero_point)
     parts = [torch.split(tensor.view(-1), SCALES_AT_ONCE) for tensor in tensors]
     for low_part, high_part, scale_part, zero_point_part in zip(*parts, strict=True):

@@ -7,6 +7,7 @@ from quantizer.observers.methods import (
     axis_of,
     code_range_of,
     kernel_of,
+    searched_format,
 )
 from quantizer.observers.observer import (
     NegativeValuesError,
@@ -31,4 +32,5 @@ __all__ = [
     "code_range_of",
     "find_ranges",
     "kernel_of",
+    "searched_format",
 ]

@@ -9,20 +9,26 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import AUTO_METHOD, QuantizationSpec
+from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.blocks import fill
-from quantizer.numerics.histogram import BINS
-from quantizer.numerics.qparams import (
+from quantizer.numerics.code_range import (
     POWERS_OF_TWO,
     SHARED_EXPONENTS,
     SMALLEST_SCALE,
     CodeRange,
-    qparams_from_range,
-    symmetric_step,
-    uncut,
 )
+from quantizer.numerics.histogram import BINS
+from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
 from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
-from quantizer.observers.methods import CENTRES, RANGE_METHODS, code_range_of, kernel_of
+from quantizer.numerics.weighted_groups import SearchedFormat
+from quantizer.observers.methods import (
+    CENTRES,
+    RANGE_METHODS,
+    code_range_of,
+    kernel_of,
+    searched_format,
+)
 from quantizer.observers.observed_batch import (
     LowHigh,
     ObservedBatch,
@@ -307,11 +313,16 @@ def group_mse(
 
     Groups have few values. So their errors are those of the values themselves and not of a
     histogram, and an asymmetric range gets the better of the two zero points around its end.
+    Formats of llama.cpp and scales of either sign have a search of their own,
+    `searched_scales`.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
     # `Observer` refuses this method for all batches together
     assert isinstance(values, ObservedBatch)
+    searched = searched_format(spec)
+    if searched is not None and spec.has_searched_scale:
+        return _searched_range(values, searched)
     # The error does not depend on how a scale is stored
     spec = replace(spec, scale_type="float")
     code_range = code_range_of(spec)
@@ -338,6 +349,22 @@ def group_mse(
         best_low = torch.where(is_less, low, best_low)
         best_high = torch.where(is_less, high, best_high)
     return best_low, best_high
+
+
+def _searched_range(
+    values: ObservedBatch,
+    searched: SearchedFormat,
+) -> LowHigh:
+    """Return the range from which the found scales and minima follow exactly, float64."""
+    scale, minimum = searched_scales(values.rows, None, searched)
+    scale = scale.double().cpu()
+    row = searched.row
+    if row.has_minimum:
+        low = -minimum.double().cpu()
+        return low, low + row.largest * scale
+    # The value of the largest magnitude has the least code, with its sign
+    outermost = row.levels[0] * scale
+    return outermost.clamp(max=0), outermost.clamp(min=0)
 
 
 def _group_ranges(

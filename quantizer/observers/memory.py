@@ -168,7 +168,11 @@ class RangeMemory(Memory):
         else:
             lows = []
             highs = []
-            for part in batch.split(_ROWS_AT_ONCE):
+            rows_at_once = _ROWS_AT_ONCE
+            if self.spec.has_searched_scale:
+                # Scales of a super-block are found together
+                rows_at_once = rows
+            for part in batch.split(rows_at_once):
                 low, high = _ranges_of(part, self.spec)
                 lows.append(low)
                 highs.append(high)

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import PAIR, QuantizationSpec
+from quantizer.numerics.block_search import SEARCHED
 from quantizer.numerics.blocks import Kernel, fill
+from quantizer.numerics.code_range import CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
+from quantizer.numerics.formats import listed_format
 from quantizer.numerics.histogram import BINS
-from quantizer.numerics.qparams import (
-    CodeRange,
-    FloatRange,
-    IntegerRange,
-    qparams_from_range,
-)
+from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.registry import lookup, register_in
 from quantizer.numerics.two_level import PAIRS
+from quantizer.numerics.weighted_groups import SearchedFormat
 from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
 
 RANGE_METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}
@@ -43,6 +42,8 @@ CENTRES = (
 )
 _DIFFS_SAMPLE_SIZE = 1 << 15
 """A small sample: every value is quantized five times, and the candidates are far apart."""
+_LISTED_BITS = 8
+"""The most bits of integers whose levels are listed."""
 _DIFFS_CANDIDATES = 5
 """The scale that clips nothing, and 1/2, 1/4, 1/8 and 1/16 of it, as in pytorch_nndct."""
 _ENTROPY_AT_ONCE = 1 << 20
@@ -92,6 +93,24 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
             spec.round_mode,
         )
     return float_kernel(spec.dtype)
+
+
+def searched_format(spec: QuantizationSpec) -> SearchedFormat | None:
+    """Return the levels of a weight in groups whose scales can be searched with a weight for
+    each error. None for other specs.
+
+    These are the formats of llama.cpp, and symmetric integers with a float scale.
+    """
+    if spec.qscheme != "per_group" or spec.round_mode != "half_even":
+        return None
+    if spec.dtype in SEARCHED:
+        return SearchedFormat.of(spec.dtype)
+    is_short = spec.dtype == "int" and spec.bit_width <= _LISTED_BITS
+    if not is_short or not spec.symmetric or spec.scale_type != "float":
+        return None
+    levels = range(spec.quant_min, spec.quant_max + 1)
+    row = listed_format(spec.bit_width, levels)
+    return SearchedFormat(row, has_signed_scale=spec.has_signed_scale)
 
 
 def axis_of(spec: QuantizationSpec) -> int | None:

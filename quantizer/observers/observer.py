@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import POOLED, QuantizationSpec
+from quantizer.numerics.code_range import CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import (
-    CodeRange,
-    FloatRange,
-    IntegerRange,
     QParams,
     qparams_from_range,
     qparams_from_step,

@@ -11,16 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.model import QuantizationSpec, Sourced
+from quantizer.config.forms.dtypes import integer_word
+from quantizer.config.model import SUPERBLOCK, QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node
-from quantizer.numerics.qparams import SHARED_EXPONENTS
+from quantizer.numerics.code_range import SHARED_EXPONENTS
 
 _SAMPLE_AXIS = 0
 _FP8 = ("fp8_e4m3", "fp8_e5m2")
 _SMALLEST_GROUP = 16
 """Smaller groups cost as many bits for scales as for values."""
+
+
+_SUBSTITUTES = {
+    "q4_k": QuantizationSpec(bit_width=5, symmetric_scale="quant_min", method="group_mse"),
+    "q5_k": QuantizationSpec(bit_width=5, signed=False, symmetric=False, method="group_mse"),
+    "q6_k": QuantizationSpec(),
+}
+"""What llama.cpp uses for widths that super-blocks do not divide: Q5_0, Q5_1 and Q8_0."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,15 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A group size that does not divide the axis of one tensor."""
+    """A group size that does not divide the axis of one tensor, or the size of super-blocks of
+    a format.
+    """
 
     tensor: str
     length: int
     group_size: int
     place: Place | None
+    super_blocks_of: str | None = None
 
 
 def parameter_view(
@@ -248,10 +260,13 @@ def misfit(tensor: PlannedTensor) -> Misfit | None:
     if not -len(sizes) <= spec.ch_axis < len(sizes):
         return None
     length = sizes[spec.ch_axis]
-    if length is None or length % spec.group_size == 0:
+    size = spec.block_size or spec.group_size
+    if length is None or length % size == 0:
         return None
     name = f"{tensor.role} of {tensor.layer}"
-    return Misfit(name, length, spec.group_size, tensor.place_of("group_size"))
+    if spec.scale_type == "superblock":
+        return Misfit(name, length, size, tensor.place_of("dtype"), spec.dtype)
+    return Misfit(name, length, size, tensor.place_of("group_size"))
 
 
 def may_end_short(spec: QuantizationSpec) -> bool:
@@ -265,14 +280,18 @@ def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:
     """Yield one error for each place in the file, with the tensors by the lengths of their
     axes.
     """
-    by_place: dict[Place | None, list[Misfit]] = {}
+    by_place: dict[tuple[Place | None, str | None], list[Misfit]] = {}
     for tensor in tensors:
-        by_place.setdefault(tensor.place, []).append(tensor)
-    for place, alike in by_place.items():
+        key = tensor.place, tensor.super_blocks_of
+        by_place.setdefault(key, []).append(tensor)
+    for (place, super_blocks_of), alike in by_place.items():
         names: dict[int, list[str]] = {}
         for tensor in alike:
             names.setdefault(tensor.length, []).append(tensor.tensor)
         rows = [f"{length} long in {first_names(some)}" for length, some in names.items()]
+        if super_blocks_of is not None:
+            yield _super_block_misfit(super_blocks_of, rows, place, len(alike))
+            continue
         group_sizes = {tensor.group_size for tensor in alike}
         sizes = ", ".join(str(size) for size in sorted(group_sizes))
         remedy = (
@@ -289,3 +308,43 @@ def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:
             place,
             help=remedy,
         )
+
+
+def super_block_substitute(dtype: str) -> str:
+    """Return the integers that replace a format with super-blocks, in groups of 32.
+
+    >>> super_block_substitute("q4_k"), super_block_substitute("q5_k")
+    ('int5', 'uint5')
+    """
+    return integer_word(_SUBSTITUTES[dtype])
+
+
+def without_super_blocks(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return the spec that replaces one with super-blocks where these do not divide an axis.
+
+    Source: llama.cpp's fallback types.
+    """
+    return dataclasses.replace(
+        _SUBSTITUTES[spec.dtype],
+        qscheme="per_group",
+        ch_axis=spec.ch_axis,
+        group_size=32,
+    )
+
+
+def _super_block_misfit(
+    dtype: str,
+    rows: Sequence[str],
+    place: Place | None,
+    count: int,
+) -> Diagnostic:
+    """Return the error about tensors that super-blocks do not divide."""
+    instead = super_block_substitute(dtype)
+    return Diagnostic(
+        "QZ407",
+        f"{dtype} has super-blocks of {SUPERBLOCK}, which do not divide the axis of {count} "
+        f"tensor(s): {'; '.join(rows)}",
+        place,
+        help=f"use {instead} in groups of 32 for these layers, as llama.cpp does (`quantizer "
+        "init --model` and `quantizer run` write that), or exclude them",
+    )

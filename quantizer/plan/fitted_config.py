@@ -27,6 +27,7 @@ from quantizer.plan.fitted_groups import (
     fit_axes,
     fit_groups,
     leave_out_impossible,
+    replace_super_blocks,
 )
 from quantizer.plan.fitted_layers import (
     give_divided_heads_channels,
@@ -206,6 +207,7 @@ _STEPS = (
     fit_axes,
     spare_sensitive_layers,
     give_recurrent_layers_eight_bits,
+    replace_super_blocks,
     fit_groups,
     leave_out_impossible,
     smooth_normalized_inputs,

@@ -14,7 +14,7 @@ from quantizer.config.json_types import (
     JsonObject,
     JsonPath,
 )
-from quantizer.config.model import QuantizationSpec
+from quantizer.config.model import SUPERBLOCK, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.plan.axes import (
@@ -22,6 +22,8 @@ from quantizer.plan.axes import (
     TensorView,
     impossible,
     may_end_short,
+    super_block_substitute,
+    without_super_blocks,
 )
 from quantizer.plan.fitting import (
     Fitting,
@@ -131,6 +133,32 @@ def fit_groups(fitting: Fitting) -> None:
     _give_channels(fitting, by_channel)
     layers = {row.tensor.layer for row in by_channel}
     _exclude(fitting, [row for row in unfit if row.tensor.layer not in layers])
+
+
+def replace_super_blocks(fitting: Fitting) -> None:
+    """Give weights whose inputs super-blocks do not divide the format that llama.cpp uses
+    there.
+    """
+    layers: dict[tuple[str, QuantizationSpec], dict[str, int]] = {}
+    for tensor in fitting.plan.tensors.values():
+        spec = tensor.spec
+        sizes = fitting.view_of(tensor).sizes
+        if spec.scale_type != "superblock" or spec.ch_axis is None or sizes is None:
+            continue
+        length = sizes[spec.ch_axis] or 0
+        if length % SUPERBLOCK:
+            key = spec.dtype, without_super_blocks(spec)
+            layers.setdefault(key, {})[tensor.layer] = length
+    for (dtype, spec), lengths in layers.items():
+        names = fitting.names(lengths)
+        counts = " or ".join(str(length) for length in sorted({*lengths.values()}))
+        fitting.give_weights(
+            names,
+            spec,
+            f"{super_block_substitute(dtype)} in groups of 32 instead of {dtype} for "
+            f"{first_names(names)}, as in llama.cpp: super-blocks of {SUPERBLOCK} do not "
+            f"divide {counts} inputs",
+        )
 
 
 def _choose_size(

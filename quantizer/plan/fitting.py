@@ -52,6 +52,7 @@ _KEY_ORDER = (
     "round_method",
     "qscheme",
     "ch_axis",
+    "group_size",
     "is_dynamic",
 )
 """Of a spec in the presets."""
@@ -237,6 +238,8 @@ class Fitting:
         words = specification(spec)
         if spec.ch_axis is not None:
             words["ch_axis"] = spec.ch_axis
+        if spec.qscheme == "per_group" and spec.group_size is not None:
+            words["group_size"] = spec.group_size
         is_usual = words.get("symmetric_scale") == usual_symmetric_scale(spec)
         if is_usual and "symmetric_scale" not in str(self.document):
             # Nothing else could be inherited

@@ -13,7 +13,7 @@ from quantizer.config.model import (
     Sourced,
 )
 from quantizer.config.roles import is_parameter
-from quantizer.numerics.qparams import SHARED_EXPONENTS
+from quantizer.numerics.code_range import SHARED_EXPONENTS
 from quantizer.plan.match import MatchedRule
 
 MergedSpec = tuple[QuantizationSpec | None, dict[str, Sourced]]
@@ -86,7 +86,7 @@ def _ends_scale_type(
     """Return whether a scale type does not apply to the format that replaces its own."""
     if scale_type == "e4m3":
         return is_foreign(dtype, new_dtype)
-    return scale_type in SHARED_EXPONENTS
+    return scale_type == "superblock" or scale_type in SHARED_EXPONENTS
 
 
 def _value(values: Fields, name: str) -> object:

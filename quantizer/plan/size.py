@@ -15,6 +15,10 @@ from quantizer.numerics.codes import bits_of
 from quantizer.numerics.two_level import scale_bytes
 from quantizer.plan.model import Plan
 
+GGUF_SCALES = 16
+GGUF_SCALE_BYTES = {"q4_k": 32, "q5_k": 32, "q6_k": 18, "iq4_nl": 32}
+"""The bytes of so many scales with their minima and factors, in formats of llama.cpp."""
+
 
 def weight_bytes(plan: Plan) -> tuple[int, int]:
     """Return the float bytes and the quantized bytes of all parameters of the graph, with
@@ -52,6 +56,8 @@ def parameter_bytes(
     points, too.
     """
     code_bytes = math.ceil(values * bits_of(spec) / 8)
+    if spec.dtype in GGUF_SCALE_BYTES:
+        return code_bytes + scales * GGUF_SCALE_BYTES[spec.dtype] // GGUF_SCALES
     zero_point_bytes = scales if spec.dtype == "int" else 0
     return code_bytes + scale_bytes(spec.scale_type, scales) + zero_point_bytes
 

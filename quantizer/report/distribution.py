@@ -13,9 +13,10 @@ from torch import Tensor
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.nn.quantizer import quantize_tensor
+from quantizer.numerics.code_range import IntegerRange
 from quantizer.numerics.histogram import BINS, Histogram
 from quantizer.numerics.metrics import decibel
-from quantizer.numerics.qparams import IntegerRange, QParams
+from quantizer.numerics.qparams import QParams
 from quantizer.observers import RANGE_METHODS, Observer, code_range_of
 
 _DRAWN_BINS = 128

@@ -17,6 +17,7 @@ from quantizer.evaluation.network_comparison import LayerNoise, NetworkCompariso
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
+from quantizer.numerics.block_search import SEARCHED
 from quantizer.plan.model import Key, Plan
 from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 
@@ -216,6 +217,8 @@ def describe_spec(spec: QuantizationSpec) -> str:
     if not spec.is_scaled:
         return spec.dtype
     is_integer = spec.dtype == "int"
+    if spec.dtype in SEARCHED:
+        return f"{spec.dtype} {spec.method}"
     words = [spec.dtype, spec.qscheme]
     if is_integer:
         is_signed = spec.signed and spec.symmetric

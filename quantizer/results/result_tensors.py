@@ -20,6 +20,7 @@ from quantizer.nn.load import (
 )
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import pack, packed_shape
+from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.two_level import pack_scales
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenedFiles
@@ -51,7 +52,8 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
             parts = pack_scales(tensor.scale, spec.scale_type)
             for part, values in parts.items():
                 scales[f"{module}.{role}.{part}"] = values
-            if spec.dtype == "int" and not spec.symmetric:
+            has_zero_point = spec.dtype == "int" and not spec.symmetric
+            if has_zero_point or has_minimum(spec.dtype):
                 scales[f"{module}.{role}.zero_point"] = tensor.zero_point
     rescaled: dict[str, Tensor] = {}
     for layer, parameters in solution.rescaled.items():

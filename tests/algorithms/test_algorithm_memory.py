@@ -119,7 +119,7 @@ def test_no_more_than_two_blocks_activations_and_one_hessian(name: str) -> None:
     assert few <= networks * (2 * activations + 2 * activations / BATCHES) + 12 * hessian
 
 
-@pytest.mark.parametrize("name", FOR_WEIGHTS)
+@pytest.mark.parametrize("name", [name for name in FOR_WEIGHTS if ALGORITHMS[name].matrices])
 def test_values_in_files_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the budget of memory, which is nothing here, what goes from block to block lies on
     disk.

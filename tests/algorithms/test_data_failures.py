@@ -20,6 +20,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError, ModelError
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
+GROUPS = QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=1, group_size=8)
 READS_DATA = sorted(name for name, kind in ALGORITHMS.items() if kind.needs_data)
 FOR_WEIGHTS = [name for name in READS_DATA if not ALGORITHMS[name].eases_activations]
 
@@ -73,7 +74,8 @@ def test_values_that_are_not_finite_are_named_by_layer_and_batch(name: str, bad:
     value.
     """
     inputs = data()
-    task = task_of(Cubed(), inputs, INT4, QuantizationSpec())
+    spec = GROUPS if ALGORITHMS[name].needs_groups else INT4
+    task = task_of(Cubed(), inputs, spec, QuantizationSpec())
     inputs[1] = inputs[1].clone()
     inputs[1][0, 0, 0] = bad
     layer = "second" if math.isfinite(bad) else "first"

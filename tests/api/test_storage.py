@@ -33,6 +33,7 @@ from quantizer.errors import ModelError, ResultError, UsageError
 from quantizer.storage.opened_files import json_digest
 
 FLOATS = (Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)
+OF_LLAMA_CPP = (Dtype.q4_k, Dtype.q5_k, Dtype.q6_k, Dtype.iq4_nl)
 INTEGERS = tuple(dtype for dtype in Dtype if "int" in dtype.name)
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -52,7 +53,9 @@ def weight(dtype: Dtype) -> QuantizationSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype", [d for d in Dtype if d is not Dtype.float32], ids=lambda dtype: dtype.name
+    "dtype",
+    [d for d in Dtype if d not in (Dtype.float32, *OF_LLAMA_CPP)],
+    ids=lambda dtype: dtype.name,
 )
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_format_comes_back(
@@ -64,6 +67,22 @@ def test_every_format_comes_back(
     loaded = ModelQuantizer.load(tiny_lm().to(model_dtype), tmp_path)
     assert same(loaded(tokens()), model(tokens()))
     assert loaded.lm_head.weight is loaded.embed.weight
+
+
+@pytest.mark.parametrize("dtype", OF_LLAMA_CPP, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_formats_of_llama_cpp_come_back(
+    dtype: Dtype, model_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(256, 8)).to(model_dtype)
+
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).to(model_dtype)
+    stored = quantized(model(), weight=QuantizationSpec(dtype, ch_axis=1))
+    ModelQuantizer.save(stored, tmp_path)
+    loaded = ModelQuantizer.load(model(), tmp_path)
+    assert same(loaded(x), stored(x))
 
 
 def test_weights_are_stored_as_codes(tmp_path: Path) -> None:

@@ -26,12 +26,21 @@ GRIDS = {
     "mx6": [k / 8 for k in range(16)],
     "mx9": [k / 64 for k in range(128)],
 }
+# All values, of formats whose values above and below zero differ. Source: ggml's tables
+LEVELS = {
+    "q4_k": range(16),
+    "q5_k": range(32),
+    "q6_k": range(-32, 32),
+    "iq4_nl": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+}
 # All values of float32 are too many to list
 LISTED = [name for name in FLOAT_FORMATS if name != "float32"]
 
 
 def values_of(name):
     """Every finite value of a format, negative ones too, ascending."""
+    if name in LEVELS:
+        return torch.tensor([*LEVELS[name]], dtype=torch.float32)
     if name in GRIDS:
         positive = torch.tensor(GRIDS[name])
         return torch.cat([-positive.flip(0), positive[1:]])
@@ -45,7 +54,7 @@ def values_of(name):
 def test_a_format_that_does_not_fill_its_storage_has_its_values_here():
     for name, row in FLOAT_FORMATS.items():
         fills = row.storage.is_floating_point and row.bits == 8 * row.storage.itemsize
-        assert fills != (name in GRIDS), name
+        assert fills != (name in GRIDS or name in LEVELS), name
 
 
 @pytest.mark.parametrize("name", LISTED)
@@ -88,7 +97,9 @@ def test_exponents_of_the_largest_values(name, emax):
     ("name", "dtype"),
     [(name, torch.float32) for name in LISTED]
     + [
-        (name, torch.float64) for name, row in FLOAT_FORMATS.items() if row.mantissa is not None
+        (name, torch.float64)
+        for name, row in FLOAT_FORMATS.items()
+        if row.mantissa is not None or row.levels
     ],
     ids=str,
 )
@@ -102,6 +113,9 @@ def test_between_two_values_the_nearer_one_is_taken_and_of_a_tie_every_second(na
         beside = torch.nextafter(middle, toward)
         assert torch.equal(cast_round_trip_(beside[exact].clone(), name), nearest[exact])
     even = torch.arange(len(values)) % 2 == int(torch.argmin(values.abs())) % 2
+    if name == "iq4_nl":
+        # Its levels are no neighbouring numbers: the lower one is taken
+        even[:] = True
     expected = torch.where(even[:-1], low, high)
     assert torch.equal(cast_round_trip_(middle[exact].clone(), name), expected[exact])
 
@@ -120,8 +134,9 @@ def test_the_rounding_is_that_of_torch(name):
 @pytest.mark.parametrize("name", FLOAT_FORMATS)
 def test_beyond_the_largest_value_it_saturates(name):
     largest = FLOAT_FORMATS[name].largest
+    least = min(LEVELS.get(name, [-largest]))
     x = torch.tensor([math.inf, -math.inf, 1e300, -1e300, 2 * largest], dtype=torch.float64)
-    assert cast_round_trip_(x, name).tolist() == [largest, -largest, largest, -largest, largest]
+    assert cast_round_trip_(x, name).tolist() == [largest, least, largest, least, largest]
 
 
 @pytest.mark.parametrize("name", FLOAT_FORMATS)

@@ -12,8 +12,8 @@ import pytest
 from quantizer.config.forms.types import DeviceType, QSchemeType, RoundType, ScaleType
 from quantizer.config.model import CAST_ONLY, POOLED, Device, QuantizationSpec, Role
 from quantizer.config.resources import load_resource
+from quantizer.numerics.code_range import SCALE_MODES, SHARED_EXPONENTS, SYMMETRIC_SCALES
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.numerics.qparams import SCALE_MODES, SHARED_EXPONENTS, SYMMETRIC_SCALES
 from quantizer.numerics.rounding import ROUND_MODES
 from quantizer.observers.methods import BATCH_STATISTICS, RANGE_METHODS
 
@@ -30,7 +30,15 @@ SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
         ("statistic", [*BATCH_STATISTICS, POOLED]),
         ("scale_mode", SCALE_MODES),
         ("symmetric_scale", SYMMETRIC_SCALES),
-        ("scale_type", [*(member.value for member in ScaleType), "e4m3", *SHARED_EXPONENTS]),
+        (
+            "scale_type",
+            [
+                *(member.value for member in ScaleType),
+                "e4m3",
+                "superblock",
+                *SHARED_EXPONENTS,
+            ],
+        ),
         ("qscheme", [member.value for member in QSchemeType]),
     ],
 )

@@ -105,7 +105,7 @@ IMPORTS = re.findall(
     PAGES["from_quark"],
     re.MULTILINE,
 )
-OURS_ALONE = {"PerGroupMSEObserver"}
+OURS_ALONE = {"IMatrixConfig", "PerGroupMSEObserver"}
 DOCUMENTED = {
     "quark.torch": "ModelQuantizer",
     "quark.torch.quantization.config.config": "Config QuantizationConfig QuantizationSpec SmoothQuantConfig AWQConfig GPTQConfig",

@@ -103,14 +103,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+SUPER_BLOCKS = ("gguf_q4_k", "gguf_q5_k", "gguf_q6_k")
+HAS_EXACT_SCALES = ("powers of two", "float16", *SUPER_BLOCKS)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) -> None:
     given, kind = CONFIGS[name]
-    found = calibrated(given).export("gguf", tmp_path / "net.gguf")
+    sizes = {"hidden_size": 256, "intermediate_size": 256} if name in SUPER_BLOCKS else {}
+    found = calibrated(given, llama(**sizes)).export("gguf", tmp_path / "net.gguf")
     assert without_remarks(found) == (0.0, 1.0)
     assert "no tokenizer" in found.remarks[0]
     rounded = "scales are rounded to float16" in str(found.remarks[1:])
-    assert rounded == (name not in ("powers of two", "float16"))
+    assert rounded == (name not in HAS_EXACT_SCALES)
     written = kinds(tmp_path / "net.gguf")
     assert written["blk.0.attn_q.weight"] == kind
     assert written["output_norm.weight"] == "F32"
@@ -153,6 +158,20 @@ def test_weights_that_algorithms_changed(name: str, tmp_path: Path) -> None:
     result = calibrated(config(integer("uint4", symmetric=False), **ALGORITHMS[name]), model)
     found = result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
     assert without_remarks(found) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gptq", "iq4_nl"), ("imatrix", "q4_k"), *extended(("awq", "iq4_nl"), ("awq", "q4_k"))],
+)
+def test_formats_of_llama_cpp_with_algorithms(name: str, dtype: str, tmp_path: Path) -> None:
+    model = llama(hidden_size=256, intermediate_size=256)
+    # A template has a place for no inserted layers
+    algorithm = {"name": name, "online": False} if name == "awq" else {"name": name}
+    given = preset(f"gguf_{dtype}") | {"algo_config": algorithm}
+    found = calibrated(given, model).export("gguf", tmp_path / "net.gguf")
+    assert without_remarks(found) == (0.0, 1.0)
+    assert kinds(tmp_path / "net.gguf")["blk.0.attn_q.weight"] == dtype.upper()
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", *extended("F16", "Q8_0")])

@@ -64,6 +64,41 @@ def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
     return ((codes * scale.half().float()).view(args[0].shape),)
 
 
+def rounded_by_super_block(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """The same for products with super-blocks: int8 in blocks of 256, with scales in float32
+    (Q8_K).
+    """
+    blocks = args[0].reshape(-1, 256)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    inverse = torch.where(largest != 0, -127 / largest, 0.0)
+    codes = torch.round(blocks * inverse).clamp(max=127)
+    scale = torch.where(inverse != 0, 1 / inverse, 0.0)
+    return ((codes * scale).view(args[0].shape),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["q4_k", *extended("q5_k", "q6_k", "iq4_nl")])
+def test_llama_cpp_computes_super_blocks_but_for_inputs_in_int8(
+    name: str, tmp_path: Path
+) -> None:
+    """Embedding and head are Q6_K, and Q8_0 with iq4_nl."""
+    model = llama(tie_word_embeddings=True, hidden_size=256, intermediate_size=256)
+    base = template(tmp_path / "base.gguf", model)
+    result = quantizer.calibrate(model, ROOT / "configs" / f"gguf_{name}.json", tokens())
+    result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="net.gguf", dtype=torch.float32
+    )
+    hook = rounded if name == "iq4_nl" else rounded_by_super_block
+    for module in loaded.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(hook)
+    with torch.no_grad():
+        expected = torch.log_softmax(loaded(input_ids=torch.tensor([IDS])).logits[0, -1], -1)
+    difference = float((log_probabilities(tmp_path / "net.gguf") - expected).abs().max())
+    assert difference < 5e-6, difference
+
+
 @pytest.mark.slow
 @pytest.mark.shows("LLaMA (random), Q8_0 to Q5_1", "llama.cpp")
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", *extended("q5_0", "q5_1")])

@@ -12,9 +12,10 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis (extra:
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantizer.numerics.code_range import FloatRange
 from quantizer.numerics.fake_quantize import fake_cast, fake_cast_plain
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
-from quantizer.numerics.qparams import FloatRange, qparams_from_range
+from quantizer.numerics.qparams import qparams_from_range
 
 SCALED = [name for name, row in FLOAT_FORMATS.items() if row.mantissa is not None]
 KINDS = [

@@ -9,6 +9,7 @@ import torch
 from support.positional import fake_quantize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantizer.numerics.code_range import IntegerRange
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 from quantizer.numerics.metrics import (
     VALUES_PER_SUM,
@@ -21,7 +22,7 @@ from quantizer.numerics.metrics import (
     sqnr_db,
     top1_agreement,
 )
-from quantizer.numerics.qparams import IntegerRange, qparams_from_range
+from quantizer.numerics.qparams import qparams_from_range
 
 
 def quantized(x, code_range):

@@ -20,7 +20,8 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.qparams import IntegerRange, qparams_from_range
+from quantizer.numerics.code_range import IntegerRange
+from quantizer.numerics.qparams import qparams_from_range
 from support.toys import built, traced
 
 PHONES = ["executorch", "litert"]

@@ -52,6 +52,7 @@ from quantizer.algorithms.gram import (
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.algorithms.shared_steps import shared_steps
+from quantizer.algorithms.super_blocks import super_block_remarks
 from quantizer.config.algorithms import (
     GPTAQConfig,
     GPTQConfig,
@@ -118,6 +119,8 @@ def _round_in_order(
     target: GptqTarget,
 ) -> Adjustment:
     """Round group after group, or all groups of a block at once without `true_sequential`."""
+    if not task.done:
+        adjustment = adjustment.with_remarks(*super_block_remarks(task))
     rounding = _SequentialRounding(task, adjustment, target)
     numbered_groups = enumerate(task.structure.groups)
     by_block = itertools.groupby(numbered_groups, lambda numbered: numbered[1].block)

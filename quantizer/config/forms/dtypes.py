@@ -34,13 +34,16 @@ def dtype_word(spec: QuantizationSpec) -> str | None:
     words = [integer_word(spec)]
     if not spec.symmetric:
         words.append(f"int{spec.bit_width}")
-    return next((word for word in words if word in INTEGERS), None)
+    return next(
+        (word for word in words if word in INTEGERS),
+        None,
+    )
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format with a shared exponent: how many values share it, and how it is found where the
-    file does not say.
+    """A format of blocks: how many values share a scale, and how it is found where the file
+    does not say.
     """
 
     group_size: int
@@ -50,15 +53,43 @@ class BlockFormat:
 
 BLOCK_FORMATS = {
     "mx": BlockFormat(32),
-    "bfp16": BlockFormat(8, scale_mode="even"),
-    "mx6": BlockFormat(16, "microexponent"),
-    "mx9": BlockFormat(16, "microexponent"),
+    "bfp16": BlockFormat(
+        8,
+        scale_mode="even",
+    ),
+    "mx6": BlockFormat(
+        16,
+        "microexponent",
+    ),
+    "mx9": BlockFormat(
+        16,
+        "microexponent",
+    ),
+    "q4_k": BlockFormat(
+        32,
+        "superblock",
+    ),
+    "q5_k": BlockFormat(
+        32,
+        "superblock",
+    ),
+    "q6_k": BlockFormat(
+        16,
+        "superblock",
+    ),
+    "iq4_nl": BlockFormat(
+        32,
+        "float",
+    ),
 }
 """The dtypes that always are block formats. Source of 32: OCP Microscaling Formats v1.0,
 section 5; of 16: "With Shared Microexponents, A Little Shifting Goes a Long Way" (arXiv
-2302.08007), table 2. bfp16's exponent is one up where the largest value would round beyond
-it.
+2302.08007), table 2; of the last four: ggml. bfp16's exponent is one up where the largest
+value would round beyond it.
 """
+
+SEARCHED_FORMATS = frozenset({"q4_k", "q5_k", "q6_k", "iq4_nl"})
+"""The formats of llama.cpp, whose scales are searched where the file names no observer."""
 
 GROUP_SIZES = {"e8m0": 32, "e4m3": 16}
 """The values that share a scale of a `scale_format`, where neither the file nor the dtype

@@ -12,6 +12,7 @@ from quantizer.config.forms.dtypes import (
     BLOCK_FORMATS,
     GROUP_SIZES,
     INTEGERS,
+    SEARCHED_FORMATS,
     BlockFormat,
     dtype_word,
 )
@@ -137,7 +138,9 @@ class Words:
 
     @property
     def is_block(self) -> bool:
-        """Return whether groups of values share a power-of-two exponent."""
+        """Return whether it is a format of blocks: one whose groups share a power-of-two
+        exponent, or one of llama.cpp.
+        """
         return self.dtype in BLOCK_FORMATS or self.value("scale_format") == "e8m0"
 
     @property
@@ -295,6 +298,8 @@ class Words:
             fields["method"] = _mapped(source, method)
             if not is_parameter:
                 fields["statistic"] = _mapped(source, usual_statistic(method))
+        elif self.dtype in SEARCHED_FORMATS and is_parameter:
+            fields["method"] = _mapped(self.raw["dtype"], "group_mse")
         if "percentage" in self.raw and self.observer == "PerTensorPercentileObserver":
             percentage = self.raw["percentage"]
             fields["percentage"] = _mapped(percentage, float(percentage.value))

@@ -14,8 +14,8 @@ class _Named(Enum):
 
 class Dtype(_Named):
     """Number formats. `mx` is a block format whose elements `mx_element_dtype` names, `mx6` and
-    `mx9` have exponents of pairs, too. `float32` (ours) leaves a tensor in float that a wider
-    level quantizes.
+    `mx9` have exponents of pairs, too. `q4_k` to `iq4_nl` are those of llama.cpp. `float32`
+    (ours) leaves a tensor in float that a wider level quantizes.
     """
 
     int2 = "int2"
@@ -41,6 +41,10 @@ class Dtype(_Named):
     mx6 = "mx6"
     mx9 = "mx9"
     bfp16 = "bfp16"
+    q4_k = "q4_k"
+    q5_k = "q5_k"
+    q6_k = "q6_k"
+    iq4_nl = "iq4_nl"
 
 
 class QSchemeType(_Named):

@@ -177,6 +177,14 @@ def _idle(algorithm: Algorithm, config: Config) -> Diagnostics:
             "warning",
             help="quantize weights, or remove the algorithm",
         )
+    elif algorithm.kind.needs_groups and not _has_groups(config):
+        yield Diagnostic(
+            "QZ128",
+            f"no weights are in groups, so {name} has nothing to do",
+            algorithm.place,
+            "warning",
+            help="quantize weights per_group, or remove the algorithm",
+        )
     elif parts and not any(map(algorithm.value, parts)):
         effect = "does nothing"
         if finds_codes(algorithm.kind):
@@ -225,6 +233,14 @@ def _quantizes(config: Config, role: Role) -> bool:
             dtype = _value({**inherited, **rule.fields.get(role, {})}, "dtype")
             if QuantizationSpec(dtype=dtype).is_scaled:
                 return True
+    return False
+
+
+def _has_groups(config: Config) -> bool:
+    """Return whether some rule puts weights into groups."""
+    for rule in config.rules:
+        if _value(rule.fields.get("weights", {}), "qscheme") == "per_group":
+            return True
     return False
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.dtypes import BLOCK_FORMATS
+from quantizer.config.forms.dtypes import BLOCK_FORMATS, SEARCHED_FORMATS
 from quantizer.config.forms.hierarchical import ROLE_OF, Hierarchical
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
@@ -271,6 +271,10 @@ def _unread(scope: _Scope) -> dict[str, str]:
         if scope.is_block:
             reason = f"{dtype} has its own way to find exponents"
         unread["scale_calculation_mode"] = reason
+    if dtype in SEARCHED_FORMATS:
+        unread["scale_type"] = f"{dtype} has scales of its own"
+        unread["scale_format"] = f"{dtype} has scales of its own"
+        return {key: reason for key, reason in unread.items() if key in scope.raw}
     if scope.is_block and scope.value("scale_type") == "pof2":
         unread["scale_type"] = "a block format's scale is a power of two anyway"
     elif scope.has_quantized_scales:

@@ -1,6 +1,7 @@
 """Stores a weight in the blocks of a GGUF file: scales as float16, codes as bytes.
 
-Source: ggml's block_q4_0 to block_q8_0; tests compare with the package gguf.
+Source: ggml's block_q4_0 to block_q8_0; tests compare with the package gguf. Other blocks are
+in `super_blocks`.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.schemes import Reason, is_symmetric, scales_by_row
+from quantizer.export.gguf.super_blocks import packed_levels, packed_super_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.granularity import from_rows, to_rows
@@ -47,6 +49,15 @@ BLOCK_TYPES = (
 )
 
 
+_TYPES_OF_FORMATS = {
+    "q4_k": BlockType("Q4_K", 4, has_minimum=True),
+    "q5_k": BlockType("Q5_K", 5, has_minimum=True),
+    "q6_k": BlockType("Q6_K", 6, has_minimum=False),
+    "iq4_nl": BlockType("IQ4_NL", 4, has_minimum=False),
+}
+"""The types whose formats no integers stand for."""
+
+
 def block_type(spec: QuantizationSpec) -> BlockType | None:
     """Return the type with the fewest bits that can hold the codes of a spec; None if there is
     none.
@@ -57,7 +68,7 @@ def block_type(spec: QuantizationSpec) -> BlockType | None:
     'Q5_1'
     """
     if spec.dtype != "int":
-        return None
+        return _TYPES_OF_FORMATS.get(spec.dtype)
     for kind in BLOCK_TYPES:
         if kind.has_minimum != is_symmetric(spec) and kind.bits >= spec.bit_width:
             return kind
@@ -76,10 +87,15 @@ def block_refusal(
             f"has {inputs} inputs, and blocks {GGUF_BLOCK} each",
             "exclude the layer, which keeps it in float",
         )
+    if spec.dtype in _TYPES_OF_FORMATS:
+        if spec.ch_axis in (1, -1):
+            return None
+        return "has groups of outputs", "set its ch_axis to 1"
     if spec.dtype != "int":
         return (
             f"is {spec.dtype}, which blocks do not hold",
-            "use int4, int5 or int8 (quantizer init --strategy gguf_q8_0)",
+            "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (quantizer init --strategy "
+            "gguf_q8_0)",
         )
     if block_type(spec) is None and is_symmetric(spec):
         return (
@@ -120,6 +136,11 @@ def with_float16_scale(tensor: QuantizedTensor) -> QuantizedTensor:
     spec, codes = tensor.spec, tensor.codes
     if codes is None:
         raise ValueError("Only a weight that was encoded can be stored in blocks.")
+    if spec.scale_type == "superblock":
+        return tensor
+    if spec.dtype in _TYPES_OF_FORMATS:
+        half_scale = short_scale(tensor.scale, tensor.zero_point)
+        return replace(tensor, scale=half_scale)
     scale = short_scale(tensor.scale, tensor.zero_point)
     if torch.equal(scale, tensor.scale):
         return tensor
@@ -175,6 +196,10 @@ def packed_blocks(tensor: QuantizedTensor) -> Tensor:
     Raises:
         ValueError: the weight has no codes, or no type can hold them.
     """
+    if tensor.spec.scale_type == "superblock":
+        return packed_super_blocks(tensor)
+    if tensor.spec.dtype in _TYPES_OF_FORMATS:
+        return packed_levels(tensor)
     kind = block_type(tensor.spec)
     if tensor.codes is None or kind is None:
         raise ValueError("Only a weight that was encoded in integers can be stored in blocks.")

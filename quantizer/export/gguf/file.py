@@ -14,6 +14,8 @@ from quantizer.export.gguf.blocks import block_type, packed_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 FILE_TYPE_KEY = "general.file_type"
+_FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
+"""The names of files with one type of blocks, where they have another name."""
 _ALIGNMENT_KEY = "general.alignment"
 
 
@@ -45,7 +47,10 @@ class Arrangement:
     heads: int = 0
     added: float = 0.0
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(
+        self,
+        x: Tensor,
+    ) -> Tensor:
         """Return the rows, of values or of bytes, in the file's order."""
         if not self.heads:
             return x
@@ -117,7 +122,12 @@ def write_gguf(
     try:
         keys = {**outline.keys, FILE_TYPE_KEY: _file_type(tensors)}
         for name, key in keys.items():
-            writer.add_key_value(name, key.value, key.type, key.element_type)
+            writer.add_key_value(
+                name,
+                key.value,
+                key.type,
+                key.element_type,
+            )
         if _ALIGNMENT_KEY in outline.keys:
             writer.data_alignment = outline.keys[_ALIGNMENT_KEY].value
         for name, tensor in tensors.items():
@@ -135,6 +145,7 @@ def _file_type(tensors: Mapping[str, GgufTensor]) -> GgufValue:
     types = Counter(tensor.type for tensor in tensors.values() if tensor.type != "F32")
     name = "ALL_F32"
     if types:
-        name = f"MOSTLY_{types.most_common(1)[0][0]}"
+        most_common = types.most_common(1)[0][0]
+        name = f"MOSTLY_{_FILE_TYPES.get(most_common, most_common)}"
     number = getattr(gguf.LlamaFileType, name, gguf.LlamaFileType.GUESSED)
     return GgufValue(int(number), gguf.GGUFValueType.UINT32)

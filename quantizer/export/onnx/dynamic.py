@@ -12,8 +12,8 @@ from quantizer.export.onnx.activations import FLOAT8_TYPES, round_units
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.tensors import UINT8
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.numerics.code_range import SMALLEST_SCALE
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.numerics.qparams import SMALLEST_SCALE
 from quantizer.observers import code_range_of
 
 _MIDDLE = 128
