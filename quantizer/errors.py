@@ -89,6 +89,12 @@ class ModelError(QuantizerError):
     exit_code = 3
 
 
+class UntraceableError(ModelError):
+    """`torch.export` cannot trace the model, although it may run. Its layers with weights can
+    still be quantized as modules.
+    """
+
+
 class DataError(QuantizerError):
     """The data is unreadable, empty, of the wrong shape, or not finite."""
 

@@ -112,9 +112,10 @@ class ModelQuantizer:
             ResultError: the folder cannot be written.
             UsageError: `folder` is not a path.
         """
-        from quantizer.api import storage
+        from quantizer.api.config import path_of
+        from quantizer.export.saved_modules import save_quantized
 
-        storage.save_quantized(model, folder)
+        save_quantized(model, path_of(folder, "folder"))
 
     @staticmethod
     def load(model: Model, folder: str | os.PathLike[str]) -> Model:
@@ -130,7 +131,8 @@ class ModelQuantizer:
             ResultError: the folder is incomplete or damaged.
             UsageError: `folder` is not a path.
         """
-        from quantizer.api import storage
+        from quantizer.api.config import path_of
+        from quantizer.export.saved_modules import load_quantized
 
-        storage.load_quantized(model, folder)
+        load_quantized(model, path_of(folder, "folder"))
         return model

@@ -18,11 +18,14 @@ from quantizer.cli.options import Options
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers, table_view
+from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
+from quantizer.errors import UntraceableError
 from quantizer.export import checked_target, planned_refusals, refuse
+from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
@@ -53,7 +56,7 @@ def run_calib(
     opened = opened or session.open_run(options)
     batches = opened.batches
     with _locked_folder(folder, options, ranks) as noted:
-        original = opened.graph
+        original = _traced(opened)
         noted["data"] = batches.filled and batches.filled.to_json()
         noted["stamp"] = batches.stamp
         if ranks.is_first:
@@ -104,6 +107,18 @@ def run_calib(
             checkpoints.remove()
     view = table_view(options, state.plan.graph)
     return _outcome(request, state, folder, view)
+
+
+def _traced(opened: session.OpenedRun) -> Graph:
+    """Return the trace of the model.
+
+    Raises:
+        UntraceableError: it cannot be traced; the help says what works without a trace.
+    """
+    try:
+        return opened.graph
+    except UntraceableError as error:
+        raise with_remedy(error) from error
 
 
 def _require_alike(ranks: Ranks, request: CalibrationRequest) -> None:

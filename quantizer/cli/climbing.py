@@ -1,5 +1,5 @@
-"""Writes what came out of the ladder of `quantizer run --gate` and `quantizer tune`: the
-config, its results, tune.json and the table.
+"""Writes the result of a climb for `quantizer run --gate` and `quantizer tune`: the config, its
+calibration and test, tune.json and the table. Both commands also share fields of options here.
 """
 
 import sys
@@ -26,7 +26,7 @@ from quantizer.storage.atomic_write import replace_file
 from quantizer.storage.files import cannot_use, write_json
 
 TUNED_CONFIG = "tuned_config.json"
-"""The config of a climb that started from a file of the user."""
+"""The name of the written config if the climb started from a file of the user."""
 
 
 def minutes_option(text: str) -> Any:
@@ -46,8 +46,11 @@ def results_folder_option(text: str) -> Any:
     )
 
 
-def with_remark(opened: OpenedRun, climb: Climb) -> OpenedRun:
-    """Return a run that says after its test why the ladder was not enough."""
+def with_advice(opened: OpenedRun, climb: Climb) -> OpenedRun:
+    """Return the run with what to do next, for a climb after which a gate does not hold.
+
+    Its test prints that.
+    """
     text = (
         "no change of the config meets the gate, and tune.json has what was tried: relax the "
         "bound, or choose another preset."
@@ -78,7 +81,8 @@ class TunedRun:
     """The calibration and the test of the best rung of a climb.
 
     Attributes:
-        calibrated, tested: the results of both modes.
+        calibrated: the result of calib mode.
+        tested: the result of test mode.
         test_options: the options of the test.
     """
 
@@ -90,19 +94,21 @@ class TunedRun:
 def run_tuned(
     judge: GateJudge, climb: Climb, path: Path, opened: OpenedRun, *, deploy: Sequence[str] = ()
 ) -> TunedRun:
-    """Write the config of the best rung, and calibrate and test it as the modes do.
+    """Write the config of the best rung, then calibrate and test it as `--quant_mode` does.
+
+    Both write their results into the folder of the run.
 
     Args:
-        judge: of the climb.
-        climb: the result.
-        path: of the config.
+        judge: that measured the climb.
+        climb: the rungs and the best of them.
+        path: where the config is written.
         opened: the model and its data.
-        deploy: the targets to write.
+        deploy: the targets that the test exports to.
 
     Raises:
         QuantizerError: a mode failed.
     """
-    write_config(path, judge.read, climb)
+    write_config(path, judge.start_config, climb)
     data = judge.data
     calib_options = replace(
         data.calib_options,
@@ -130,11 +136,11 @@ def run_tuned(
 
 @dataclass(frozen=True)
 class Tuning:
-    """A climb whose config is written.
+    """A climb whose best config is written.
 
     Attributes:
-        climb: what was tried.
-        judge: what judged it.
+        climb: the rungs that were tried, and the best of them.
+        judge: that measured them.
         minutes: the time budget.
         config: the path of the written config.
     """
@@ -166,7 +172,7 @@ class Tuning:
             write_json(folder / TUNE_FILE, info.with_checksum(self.content))
 
     def show(self) -> None:
-        """Print the table of the steps, and what was changed."""
+        """Print the table of the steps, and which changes were kept."""
         console = session.console()
         metrics = [gate.metric for gate in self.judge.gates]
         console.print(ladder_table(self.climb, metrics))

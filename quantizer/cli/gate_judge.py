@@ -28,13 +28,13 @@ from quantizer.sources.directions import BY_NAME
 
 
 class GateJudge:
-    """Judges rungs by the gates of a run.
+    """Calibrates and tests rungs, and compares their metrics with the gates of a run.
 
     Args:
-        opened: the model, its trace and its data.
-        data: divided.
-        gates: of the run.
-        targets: that a plan must fit.
+        opened: the model and its trace.
+        data: the batches that calibrate, and those that test.
+        gates: the bounds of metrics.
+        targets: the targets that have to be able to hold each plan.
         run_as: the targets whose runtimes the tests imitate.
     """
 
@@ -64,17 +64,17 @@ class GateJudge:
         self._events: Events | None = None
 
     @property
-    def read(self) -> ReadConfig:
-        """Return the config that the ladder starts from."""
+    def start_config(self) -> ReadConfig:
+        """Return the config that the ladder starts from, with the text of its file."""
         return self._subject.read
 
     def climb(self, minutes: float, fast_finetune: str | None, judged: Judged | None) -> Climb:
         """Change the config step by step until the gates hold.
 
         Args:
-            minutes: after which no step begins.
-            fast_finetune: the mode of the start.
-            judged: what was measured on the start, if it was.
+            minutes: the time after which no rung is measured.
+            fast_finetune: the mode of finetuning of the start; None without.
+            judged: what a test of the start has measured; None to measure it.
 
         Raises:
             UsageError: a target cannot hold the start.
@@ -87,17 +87,17 @@ class GateJudge:
             lambda: on_device(self._options, self.data.calibration, self._subject.original),
             self._refusal,
         )
-        start = Rung(self.read.config.document, fast_finetune)
+        start = Rung(self.start_config.config.document, fast_finetune)
         refusal = self._refusal(Admission(ground, start).plan)
         if refusal:
             raise UsageError(refusal, help="start from a config that this target can hold")
-        climber = Climber(ground, 60 * minutes, after_row=self._say)
+        climber = Climber(ground, 60 * minutes, after_row=self._print_step)
         with RunStage(progress(quiet=self._options.json), "tune", unit="steps") as whole:
             self._events = OneBar(whole)
             return climber.climb(start, judged)
 
     def judge(self, rung: Rung) -> Judged:
-        """Calibrate and test a rung."""
+        """Calibrate and test a rung, without notes on the screen."""
         with without_notes():
             calibrated, plan = self._calibrate(rung)
             run_as = as_run(
@@ -107,12 +107,18 @@ class GateJudge:
                 self._options.target_choices,
             )
             scores = self._scores(calibrated.with_solution(run_as))
-        return self.judged(scores.gated, plan, is_valid=scores.fault is None)
+        return self.judged_by_metrics(scores.gated, plan, is_valid=scores.fault is None)
 
-    def judged(
+    def judged_by_metrics(
         self, metrics: Mapping[str, float], plan: Plan, *, is_valid: bool = True
     ) -> Judged:
-        """Return what the figures of a test say about the gates."""
+        """Return metrics with how far each gate is from holding.
+
+        Args:
+            metrics: of a test, by the names that gates use.
+            plan: of its calibration.
+            is_valid: whether the test found no fault. After a fault no gate holds.
+        """
         shortfalls = []
         for gate in self.gates:
             shortfall = gate.shortfall(metrics) if is_valid else math.inf
@@ -120,10 +126,12 @@ class GateJudge:
         return Judged(metrics, tuple(shortfalls), weight_bytes(plan)[1])
 
     def _calibrate(self, rung: Rung) -> tuple[Calibrated, Plan]:
+        """Calibrate a rung in memory, from the seed of the run."""
         seed_everything(self._options.seed)
         return self._subject.calibrated(rung.config, self._events, rung.fast_finetune)
 
     def _scores(self, calibrated: Calibrated) -> Scores:
+        """Return the metrics of a calibrated rung, from the seed of the run."""
         seed_everything(self._options.seed)
         scores = score(
             calibrated,
@@ -131,21 +139,23 @@ class GateJudge:
             self.data.evaluation,
             self._events or progress(quiet=True),
             function=self._evaluator,
-            check=self._check,
+            check=self._require_metrics,
             before=self._float_metrics,
         )
+        # The float network is the same for all rungs, so it is evaluated once
         if self._evaluator is not None:
             before = {name: pair["float"] for name, pair in scores.pairs.items()}
             self._float_metrics = before
         return scores
 
-    def _check(self, metrics: Collection[str]) -> None:
+    def _require_metrics(self, metrics: Collection[str]) -> None:
+        """Raise `UsageError` if a gate is about a metric that the test does not measure."""
         directions = BY_NAME if self._evaluator is None else self._evaluator.directions
         names = names_in_test(metrics, self._options, directions)
         require_known(about_all(self.gates), names)
 
     def _refusal(self, plan: Plan) -> str:
-        """Return why the targets cannot hold a plan; empty if they can."""
+        """Return why a target cannot hold a plan; empty if all can."""
         for target in self._targets:
             checked = checked_target(target, self._options.target_choices)
             try:
@@ -154,8 +164,8 @@ class GateJudge:
                 return error.message
         return ""
 
-    def _say(self, row: Row) -> None:
-        """Print a line about a step that is done."""
+    def _print_step(self, row: Row) -> None:
+        """Print a line about a step after it is done."""
         if row.judged is None:
             say_note(f"{row.step}: not tried: {'; '.join(row.reasons)}")
             return

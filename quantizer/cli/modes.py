@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,12 +116,17 @@ def _require_mode(options: Options) -> None:
             )
 
 
+def loses_most(page: Path) -> str:
+    """Return the remedy for gates that do not hold, which names the page of a report."""
+    return f"{page} shows which layers lose most"
+
+
 def require_met(
     options: Options,
     gates: list[Gate],
     outcome: Outcome,
     *,
-    shown_in: str = "the table above",
+    remedy: str = "the table above shows which layers lose most",
 ) -> None:
     """Raise `GateError` if a gate does not hold, or its metric was not measured.
 
@@ -128,7 +134,7 @@ def require_met(
         options: of the run.
         gates: of the run.
         outcome: of the run.
-        shown_in: what shows the loss of each layer.
+        remedy: what to do.
     """
     not_met = failed_gates(gates, outcome.metrics)
     if options.quant_mode == "test" and outcome.error is None:
@@ -141,7 +147,7 @@ def require_met(
     text = f"not met: {', '.join(not_met)}"
     if options.deploy and "deployed" not in outcome.content:
         text += "; nothing is deployed"
-    raise GateError(text, help=f"{shown_in} shows which layers lose most")
+    raise GateError(text, help=remedy)
 
 
 def _compared_facts(options: Options) -> dict[str, Any]:

@@ -5,7 +5,7 @@ verdict. Each step is the one that `--quant_mode` runs.
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -18,7 +18,7 @@ from quantizer.cli.climbing import (
     minutes_option,
     results_folder_option,
     run_tuned,
-    with_remark,
+    with_advice,
 )
 from quantizer.cli.divided_data import divide_data
 from quantizer.cli.float_mode import evaluator_of
@@ -38,16 +38,19 @@ from quantizer.cli.gates import (
     require_measured,
 )
 from quantizer.cli.job_summary import append_summary
-from quantizer.cli.modes import require_met
+from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
+from quantizer.cli.untraceable import with_remedy
+from quantizer.config.document.document import Text
+from quantizer.config.load import load_text
 from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
-from quantizer.errors import UsageError
+from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.export import require_extras
 from quantizer.export.choices import require_choices
@@ -58,12 +61,17 @@ from quantizer.export.destinations import (
     preset_for,
 )
 from quantizer.export.value_names import require_fitting_names
+from quantizer.graph.ir import Graph
+from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.plan.fitted_config import fitted_text
 from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.seeding import seed_everything
+
+_MODULE_TARGETS = ("safetensors", "compressed-tensors")
+"""The targets of `--to` that modules can be written for."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +176,8 @@ def run(model: str, options: RunOptions) -> None:
     _show(finished, lines, as_json=options.json)
     append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
     page = Path(options.output_dir) / "report.html"
-    require_met(finished.test_options, gates, finished.tested, shown_in=str(page))
+    remedy = finished.remedy or loses_most(page)
+    require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if finished.tested.error:
         raise finished.tested.error
     require_known(gates, finished.tested.metrics)
@@ -184,6 +193,9 @@ class _Finished:
         calibrated, tested: the results of both modes.
         plan: of the calibration.
         tuning: the ladder, if it was climbed.
+        remedy: what to do if a gate does not hold; empty to name the page of the report.
+        float_bytes: of the float model; None for those of the layers in the plan.
+        left_float: why modules that are not in the plan stay in float, by path.
     """
 
     test_options: Options
@@ -192,6 +204,9 @@ class _Finished:
     tested: Outcome
     plan: Plan
     tuning: Tuning | None = None
+    remedy: str = ""
+    float_bytes: int | None = None
+    left_float: Mapping[str, str] = field(default_factory=dict)
 
 
 def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
@@ -221,10 +236,17 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     if session.evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
-    require_known_parts(gates, output_parts(opened.graph))
-    require_fitting_names(options.target_choices, model, opened.graph)
+    try:
+        graph = opened.graph
+    except UntraceableError as error:
+        return _on_modules(options, opened, gates, name=name, error=error)
+    require_known_parts(gates, output_parts(graph))
+    require_fitting_names(options.target_choices, model, graph)
     has_file = options.config_file is not None
-    config_file = options.config_file or _config_file(options, name, opened)
+    config_file = options.config_file
+    if config_file is None:
+        preset = options.preset or preset_for(name, has_data=has_data)
+        config_file = _config_file(options, MadeFor(name, opened.loaded.name, preset), graph)
     options = replace(options, config_file=config_file)
     test_options = replace(
         options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
@@ -266,12 +288,12 @@ def _climbed(
     judge = GateJudge(opened, data, judged, targets=targets, run_as=targets)
     start = None
     if not data.sentence:
-        start = judge.judged(finished.tested.metrics, finished.plan)
+        start = judge.judged_by_metrics(finished.tested.metrics, finished.plan)
     climb = judge.climb(options.minutes, options.fast_finetune, start)
     folder = Path(options.output_dir)
     path = folder / TUNED_CONFIG if has_file else Path(options.config_file or "")
     if not climb.judged.is_met:
-        opened = with_remark(opened, climb)
+        opened = with_advice(opened, climb)
     run = run_tuned(judge, climb, path, opened, deploy=targets)
     tuning = Tuning(climb, judge, options.minutes, str(path))
     tuning.write(folder)
@@ -281,22 +303,65 @@ def _climbed(
     )
 
 
-def _config_file(options: RunOptions, name: str, opened: OpenedRun) -> str:
+def _on_modules(
+    options: RunOptions,
+    opened: OpenedRun,
+    gates: Sequence[Gate],
+    *,
+    name: str,
+    error: UntraceableError,
+) -> _Finished:
+    """Return the run of a model that cannot be traced, on its modules.
+
+    Raises:
+        UntraceableError: the config or the destination needs a trace.
+    """
+    # Few runs need it
+    from quantizer.cli.module_run import RunOnModules, require_weights_only
+
+    model = opened.loaded.module
+    destination = DESTINATIONS[name]
+    target = destination.target_of(model)
+    preset = options.preset or destination.without_data
+    if target not in _MODULE_TARGETS or preset is None:
+        raise with_remedy(error, f"--to {name} needs a trace") from error
+    if options.fast_finetune:
+        raise with_remedy(error, "--fast_finetune works on a trace") from error
+    if options.config_file is None:
+        config = load_text(Text(preset, preset_text(preset))).require()
+        require_weights_only(model, config, error)
+        made_for = MadeFor(name, opened.loaded.name, preset)
+        config_file = _config_file(options, made_for, module_graph(model))
+        options = replace(options, config_file=config_file)
+    run = RunOnModules(options, opened, gates, target, error).run()
+    if options.minutes and failed_gates(gates, run.tested.metrics):
+        say_note("note: no better config is looked for: that needs a trace")
+    test_options = replace(options, quant_mode="test", deploy=(target,))
+    return _Finished(
+        test_options,
+        run.opened,
+        run.calibrated,
+        run.tested,
+        run.plan,
+        float_bytes=run.float_bytes,
+        left_float=run.left_float,
+        remedy="`exclude` in the config leaves layers in float",
+    )
+
+
+def _config_file(options: RunOptions, made_for: MadeFor, graph: Graph) -> str:
     """Return the path of the config in the folder of the run, and print what was fitted to the
     model if it is a new one.
     """
-    preset = options.preset
-    if preset is None:
-        preset = preset_for(name, has_data=not opened.batches.stands_in)
+    preset = made_for.preset
 
     def new_text() -> str:
         """Return the preset, fitted to the model."""
-        text, changes = fitted_text(preset_text(preset), preset, opened.graph)
+        text, changes = fitted_text(preset_text(preset), preset, graph)
         for change in changes:
             say_note(change)
         return text
 
-    made_for = MadeFor(name, type(opened.loaded.module).__name__, preset)
     folder = Path(options.output_dir)
     return str(run_config(folder, made_for, new_text, overwrite=options.overwrite))
 
@@ -315,7 +380,7 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         size = tested.exports[-1]["bytes"]
         runtime, floating = verified.in_runtime
         float_activations = verified.float_activations
-    return VerdictFacts.of(
+    facts = VerdictFacts.of(
         finished.plan,
         floating=floating,
         float_activations=float_activations,
@@ -330,6 +395,10 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         not_met=failed_gates(gates, tested.metrics),
         improvement=finished.opened.improvement,
     )
+    if finished.float_bytes is not None:
+        left_float = {**facts.left_float, **finished.left_float}
+        facts = replace(facts, float_size=finished.float_bytes, left_float=left_float)
+    return facts
 
 
 def _show(finished: _Finished, lines: Sequence[str], *, as_json: bool) -> None:

@@ -34,7 +34,7 @@ from quantizer.cli.gates import (
     require_known_parts,
 )
 from quantizer.cli.job_summary import append_summary
-from quantizer.cli.modes import require_met
+from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import MODEL, Options, command, takes
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
@@ -86,7 +86,7 @@ def tune(options: TuneOptions) -> None:
             session.print_line(line, console)
     append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
     page = Path(options.output_dir) / "report.html"
-    require_met(run.test_options, gates, run.tested, shown_in=str(page))
+    require_met(run.test_options, gates, run.tested, remedy=loses_most(page))
     if run.tested.error:
         raise run.tested.error
 

@@ -110,7 +110,7 @@ class PairedRun:
         expected, result.outputs, result.quantization = self._pair.outputs.figures(
             executions, self._recorders, self._batch
         )
-        _record_predictions(result, self._batch, expected, self._quantized_run.outputs())
+        record_predictions(result, self._batch, expected, self._quantized_run.outputs())
         if self._pair.recorded is not None:
             self._pair.recorded.record(self._digest, self._quantized_run.output())
         return result
@@ -147,7 +147,7 @@ def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
     return rows, taps
 
 
-def _record_predictions(
+def record_predictions(
     result: NetworkComparison,
     batch: Batch,
     reference: Sequence[Tensor],

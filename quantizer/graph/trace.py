@@ -19,7 +19,7 @@ from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import with_article
-from quantizer.errors import ModelError
+from quantizer.errors import ModelError, UntraceableError
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
@@ -57,7 +57,7 @@ _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, whi
 _NOT_USER_CODE = ("/torch/", "/quantizer/graph/", "contextlib")
 
 
-class _SameForAllExamplesError(ModelError):
+class _SameForAllExamplesError(UntraceableError):
     """Says that another example would fail, too: forward() branches on values, or exits."""
 
 
@@ -393,7 +393,7 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
             f"torch.export.register_dataclass({name}) in the model's file",
         )
     reason = text.splitlines()[0] if text else type(error).__name__
-    return ModelError(
+    return UntraceableError(
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: "
         f"{reason}{_where(error)}",
         help="check that the model runs on the first batch, in eval mode, as `model(*batch)`",

@@ -1,4 +1,8 @@
-"""Range methods that try ranges and take the one with the least error."""
+"""Range methods that try ranges and take the one with the least error.
+
+R is the number of rows of a tensor. Each row has a range (low, high) and a histogram around 0.
+`CENTRES` (2 * BINS,) has the centres of its bins, in widths of a bin.
+"""
 
 import math
 from collections.abc import Iterator
@@ -37,37 +41,37 @@ from quantizer.observers.observed_batch import (
 )
 
 _MSE_STEPS_PER_OCTAVE = 16
-# Sixteenths of an octave to cut off from the range of a group. More of them gain less than
-# 0.02 dB at 4 and 5 bits
+# Sixteenths of an octave to cut off from the range of a group; a negative one widens it. More
+# of them gain less than 0.02 dB at 4 and 5 bits
 _GROUP_STEPS = (0, 1, 2, 3, 4, 6, 8, 12, -1)
 _GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
-# Factors on the range if scales are powers of two
+# Factors of the range if scales are powers of two
 _HALVINGS = tuple(0.5**halvings for halvings in range(8))
-# Octaves to cut off, first from the extremes, then around the best ends so far
+# Octaves to cut off in each round of `auto`, from the best ends of the round before. An end of
+# o octaves is the extreme times 0.5**o
 _AUTO_STEPS = (torch.arange(12) / 2, torch.arange(-3, 4) / 8, torch.arange(-1, 2) / 16)
-# Octaves by which an end may lie beyond the extreme
-_AUTO_WIDER = 0.5
+# Octaves by which an end may be beyond the extreme
+_MOST_WIDENING = 0.5
+# The error of a value counts by this power
 _AUTO_POWER = 2.2
+# Each range needs a copy of all bins, so that this bounds the memory
 _AUTO_RANGES_AT_ONCE = 128
-# The distances between so many of the greatest values estimate how far a new one exceeds them
+# From the distances between so many of the greatest values follows how far a new one exceeds
+# them
 _OUTERMOST = 3
 
 
 @register_in(RANGE_METHODS, "mse")
-def mse(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
-    """Return the range that gives the least squared error with the spec's codes, of those that
-    lead to different scales.
+def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return low and high (R,) of the range with the least squared error of the spec's codes.
 
-    A range whose scale may be any float is cut at the best clip, on both sides, or widened
-    until it cuts nothing off. A range whose scale is a power of two is halved as often as the
-    error falls. It does not matter how ties are rounded: both neighbours of a half-way point
-    have the same error.
+    If a scale may be any float, the range is cut at the best clip of `_clips`, on both sides,
+    or widened until it cuts nothing off. If scales are powers of two, the range is multiplied
+    by the best power of two.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
+    # Both neighbours of a half-way point have the same error, so ties may be rounded either way
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
     # Specs that agree in what the errors depend on share a cached table
     codes = QuantizationSpec(
@@ -85,29 +89,27 @@ def mse(
 
 
 @register_in(RANGE_METHODS, AUTO_METHOD)
-def auto(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
-    """Return the range of the least error, of all ranges that the other methods could give. An
-    error counts by its power 2.2.
+def auto(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return low and high (R,) of the range with the least error, of all ranges that the other
+    methods could give. An error counts by its power 2.2.
 
-    The ranges of maxmin, percentile and mse have ends nearer to zero than the extremes, or
-    equal to them. All pairs of ends are tried, in steps of half an octave and then of down to a
-    sixteenth. A one-sided tensor has one end to cut. A tail on one side costs the other
-    nothing. The ends of a symmetric range are cut alike. If scales are powers of two, mse tries
-    every range there is.
+    Pairs of ends are tried, nearer to zero than the extremes or equal to them: first in steps
+    of half an octave, then of an eighth and a sixteenth around the best pair. Each end is cut
+    on its own, so that a tail on one side costs the other nothing. An end at zero stays there.
+    The ends of a symmetric range are cut alike. If scales are powers of two, mse tries every
+    range there is.
 
     For the data of a calibration an end may also be up to half an octave beyond the extreme.
-    New values will be outside, on average as many as were seen once, as far as the outermost
-    ones are apart. Among the few values of a pooled tensor one value that is cut off counts
-    more than wider steps. All values of a weight are known.
+    New data will have values outside: on average one at either end among as many values as were
+    seen. How far outside follows from the distances between the outermost values, see
+    `_error_beyond`. This matters for tensors of few values, where one value that is cut off
+    counts more than wider steps. All values of a weight are known.
 
     Errors of a layer's inputs are about independent, so the least error of one range is the
-    least at the layer's output. With squared errors, the few large values on which the
-    attention of a transformer depends would count for too little: a sentence encoder loses 1.6
-    dB to maxmin. With the power 2.2 it gains 0.3 dB, and convolutional networks lose 0.2 of the
-    1 to 2 dB that they gain.
+    least at the layer's output. Squared errors would count the few large values too little that
+    the attention of a transformer depends on. With them a sentence encoder loses 1.6 dB to
+    maxmin. With the power 2.2 it gains 0.3 dB. Convolutional networks then gain 0.2 dB less, of
+    1 to 2 dB.
 
     Source: Li et al., "BRECQ", 2021, whose code searches scales by the power 2.4; for excesses
     Pickands, "Statistical inference using extreme order statistics", 1975.
@@ -127,7 +129,7 @@ def auto(
         counts = histogram[occupied]
         excess = torch.zeros(2, dtype=torch.float64)
         if has_new_values:
-            excess = _excess(centres, counts, symmetric=spec.symmetric)
+            excess = _excesses(centres, counts, symmetric=spec.symmetric)
         ranges.append(
             _best_ends(
                 row_extremes[:, None],
@@ -149,8 +151,14 @@ def _best_ends(
     *,
     spec: QuantizationSpec,
 ) -> Tensor:
-    """Return low and high (2,) with the least error of a row of `counts` values at `centres`,
-    whose `extremes` are (2, 1).
+    """Return low and high of the range with the least error for one row, float64 (2,).
+
+    Args:
+        extremes: the least and the greatest value, float64 (2, 1).
+        excess: how far a new value is beyond each of them on average, (2,); 0 without new ones.
+        centres: the values, those of occupied bins (N,).
+        counts: how many values there are of each, (N,).
+        spec: of the codes.
     """
     octaves = torch.zeros(2, 1, dtype=torch.float64)
     for steps in _AUTO_STEPS:
@@ -171,13 +179,18 @@ def _pairs(
     *,
     alike: bool,
 ) -> Tensor:
-    """Return the octaves to cut off from low and high, (2, N): all pairs of `steps` around
-    `octaves`.
+    """Return the octaves to try for low and high, (2, N): all pairs of `octaves` plus `steps`.
+
+    Args:
+        octaves: what the best range so far cuts off from low and high, (2,).
+        steps: what to add to them, (S,).
+        extremes: the least and the greatest value, (2, 1).
+        alike: whether both ends are cut by the same octaves.
     """
-    low = torch.unique((octaves[0] + steps).clamp(min=-_AUTO_WIDER))
+    low = torch.unique((octaves[0] + steps).clamp(min=-_MOST_WIDENING))
     if alike:
         return torch.stack([low, low])
-    high = torch.unique((octaves[1] + steps).clamp(min=-_AUTO_WIDER))
+    high = torch.unique((octaves[1] + steps).clamp(min=-_MOST_WIDENING))
     # An end at zero stays there
     if extremes[0] == 0:
         low = low[:1]
@@ -186,14 +199,14 @@ def _pairs(
     return torch.cartesian_prod(low, high).T
 
 
-def _excess(
+def _excesses(
     centres: Tensor,
     counts: Tensor,
     *,
     symmetric: bool,
 ) -> Tensor:
-    """Return how far a new value beyond either extreme is from it on average, (2,). A
-    symmetric range has one extreme.
+    """Return how far a new value beyond the least and the greatest one is from it on average,
+    (2,). For a symmetric range, the first is for magnitudes, and the second is 0.
     """
     if symmetric:
         excess = _mean_excess(centres.abs(), counts)
@@ -201,17 +214,17 @@ def _excess(
     return torch.stack([_mean_excess(-centres, counts), _mean_excess(centres, counts)])
 
 
-def _mean_excess(
-    values: Tensor,
-    counts: Tensor,
-) -> Tensor:
-    """Return how far the greatest values are above the last of them on average. Values below 0
-    count as 0.
+def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
+    """Return how far the greatest values are above the last of them on average, of the
+    `_OUTERMOST` greatest. Values below 0 count as 0.
+
+    The three greatest values of this example are 9, 8 and 5:
 
     >>> _mean_excess(torch.tensor([5.0, 9.0, 8.0, 1.0]), torch.tensor([1.0, 1.0, 1.0, 7.0]))
     tensor(3.5000)
     """
     order = values.argsort(descending=True)
+    # A bin may hold several of the greatest values
     ranks = torch.arange(1, _OUTERMOST + 1).to(counts)
     index = torch.searchsorted(counts[order].cumsum(0), ranks)
     outermost = values[order][index.clamp(max=len(values) - 1)].clamp(min=0)
@@ -223,11 +236,12 @@ def _error_beyond(
     extremes: Tensor,
     excess: Tensor,
 ) -> Tensor:
-    """Return the error (N,) of new values beyond ranges `ends` (2, N), one at either end among
-    as many values as were seen.
+    """Return the mean error (N,) of two new values with ranges `ends` (2, N), one beyond either
+    extreme (2, 1).
 
-    Such a value is exponentially far beyond the extreme, and the power p of an exponential
-    has the mean gamma(p + 1) mean^p.
+    The distance of a new value from the extreme has an exponential distribution of the mean
+    `excess` (2,). With the probability exp(-widening / mean) it exceeds a widened range. What
+    exceeds the range has the same distribution, and its power p the mean gamma(p + 1) mean^p.
     """
     widening = (ends.abs() - extremes.abs()).clamp(min=0)
     mean = excess.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
@@ -241,7 +255,7 @@ def _error_of(
     counts: Tensor,
     spec: QuantizationSpec,
 ) -> Tensor:
-    """Return the error (N,) of `counts` values at `centres` with ranges `ends` (2, N)."""
+    """Return the sum of errors (N,) of `counts` values at `centres`, for N ranges (2, N)."""
     qparams = qparams_from_range(ends[0], ends[1], code_range_of(spec))
     rounded = centres.repeat(ends.shape[1], 1)
     fill(
@@ -256,12 +270,13 @@ def _error_of(
 
 
 def _clips(spec: QuantizationSpec) -> Tensor:
-    """Return the clips to try, in bins: the centres 1536, 1552, ... of pytorch_nndct, the
-    maximum, and 16 per octave below them.
+    """Return the magnitudes to clip at, in units of a bin, float64 (clips,), the least first.
 
-    Low bit widths need those: at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter
-    of the maximum. If the spec's rule for symmetric scales cuts even the maximum, the scale
-    that does not is tried too.
+    They are the clips of pytorch_nndct, which are the centres of the bins 1536, 1552 and so on,
+    16 per octave over 7 octaves below them, and the maximum. Low bit widths need those below:
+    at 2 bits the best clip of Gaussian data is 1.03 sigma, a quarter of the maximum. If the
+    spec's rule for symmetric scales cuts even the maximum, the range that does not is tried
+    too.
     """
     upper = torch.arange(1536, BINS, 16, dtype=torch.float64) + 0.5
     steps = torch.arange(7 * _MSE_STEPS_PER_OCTAVE, 0, -1, dtype=torch.float64)
@@ -270,16 +285,13 @@ def _clips(spec: QuantizationSpec) -> Tensor:
     return torch.cat([lower, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
 
 
-def _least_power(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
-    """Return the range times the power of two with the least squared error. Of equal ones it is
-    the widest.
+def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return low and high (R,) times the power of two with the least squared error. Of equally
+    good ones it is the greatest.
 
     The errors are those of the bins' centres with the scales that the ranges lead to.
     """
-    # Shared exponents may cut much off, so that a wider range may be better
+    # The rule for shared exponents may cut much off, so that a wider range may be better
     powers = (2.0, *_HALVINGS) if spec.scale_type in SHARED_EXPONENTS else _HALVINGS
     factors = torch.tensor(powers, dtype=torch.float64)
     low = values.low * factors[:, None]
@@ -304,15 +316,12 @@ def _least_power(
 
 
 @register_in(RANGE_METHODS, "group_mse")
-def group_mse(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
-    """Return the range that gives the least squared error, of those of `_group_ranges`. Of
-    equal ones it is the first.
+def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return low and high (R,) of the range with the least squared error, of those of
+    `_group_ranges`. Of equally good ones it is the first.
 
-    Groups have few values. So their errors are those of the values themselves and not of a
-    histogram, and an asymmetric range gets the better of the two zero points around its end.
+    Each row is a group of few values. So its error is that of the values themselves and not of
+    a histogram. An asymmetric range gets the better of the two zero points next to its end.
     Formats of llama.cpp and scales of either sign have a search of their own,
     `searched_scales`.
     """
@@ -351,10 +360,7 @@ def group_mse(
     return best_low, best_high
 
 
-def _searched_range(
-    values: ObservedBatch,
-    searched: SearchedFormat,
-) -> LowHigh:
+def _searched_range(values: ObservedBatch, searched: SearchedFormat) -> LowHigh:
     """Return the range from which the found scales and minima follow exactly, float64."""
     scale, minimum = searched_scales(values.rows, None, searched)
     scale = scale.double().cpu()
@@ -367,14 +373,12 @@ def _searched_range(
     return outermost.clamp(max=0), outermost.clamp(min=0)
 
 
-def _group_ranges(
-    values: ObservedBatch,
-    code_range: CodeRange,
-) -> Iterator[LowHigh]:
-    """Yield the ranges to try for each group, float64, the whole one first.
+def _group_ranges(values: ObservedBatch, code_range: CodeRange) -> Iterator[LowHigh]:
+    """Yield the ranges to try, low and high of each group, float64 (R,), the whole one first.
 
-    An asymmetric range that leads to a rounded zero point is cut off at one end, by up to half
-    a step. So each range is also moved until zero is a code, to both sides.
+    Rounding the zero point of an asymmetric range moves the range by up to half a step, which
+    cuts something off at one end. So each range is also moved until zero is a code, once to
+    either side.
     """
     low = values.low.double().clamp(max=0)
     high = values.high.double().clamp(min=0)
@@ -397,12 +401,13 @@ def _errors(
     values: ObservedValues,
     codes: QuantizationSpec,
 ) -> Tensor:
-    """Return the squared error of each row with every clip, up to a factor of the row, (R,
-    clips).
+    """Return the squared error of each row with every clip, float64 (R, clips), in a unit that
+    only depends on the row.
     """
     if not isinstance(values, PooledBatches):
         # The bins end at amax
         return values.histogram @ _squared_errors(codes).T
+    # The bins of a pool may end beyond amax. Their centres are here in units of amax / BINS
     stretches = values.width * BINS / values.amax.clamp(min=1e-300)
     errors = []
     for counts, stretch in zip(values.histogram, stretches, strict=True):
@@ -413,11 +418,10 @@ def _errors(
 
 @lru_cache(maxsize=16)
 def _squared_errors(spec: QuantizationSpec) -> Tensor:
-    """Return the squared error, in bins^2, of every bin's centre with every clip, (clips, 2 *
-    BINS) float64.
+    """Return the squared error of every bin's centre with every clip, in squared widths of a
+    bin, float64 (clips, 2 * BINS).
 
-    It depends on no data, so a histogram times this matrix gives the error of all clips at
-    once.
+    It depends on no data. So a histogram times this matrix gives the error of all clips.
     """
     return _errors_at(CENTRES, spec)
 
@@ -426,7 +430,9 @@ def _errors_at(
     centres: Tensor,
     spec: QuantizationSpec,
 ) -> Tensor:
-    """Return the squared errors of some centres (N,), in bins, with every clip, (clips, N)."""
+    """Return the squared errors (clips, N) of `centres` (N,) with every clip, in widths of a
+    bin.
+    """
     scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
     zero_point = torch.zeros_like(scale)
     values = centres.repeat(len(scale), 1)

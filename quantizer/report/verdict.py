@@ -142,7 +142,8 @@ def _left_float_of(plan: Plan) -> dict[str, str]:
     """Return the reasons why layers with weights stay in float."""
     reasons = {}
     for node in plan.graph.nodes:
-        is_quantized = (node.name, "weights") in plan.tensors
+        # Recurrent layers have several weights
+        is_quantized = "weights" in map(base_role, plan.of_layer(node.name))
         if node.row.kind == "mac" and node.row.weight and not is_quantized:
             reasons[node.name] = plan.floats.get(node.name, NO_RULES)
     return reasons

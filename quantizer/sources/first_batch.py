@@ -15,6 +15,7 @@ from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.sources.user_code import frames_of, user_error, user_exits
+from quantizer.storage.changed_in_place import ChangedInPlaceError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _INPUT_NAMES = ("input", "x", "hidden_states")
@@ -35,6 +36,9 @@ def try_first_batch(
     with torch.random.fork_rng(), torch.no_grad(), user_exits(what, ModelError):
         try:
             module(*batch.args, **batch.kwargs)
+        except ChangedInPlaceError:
+            # The batch is not at fault: with its values in memory the model may run
+            return
         except Exception as cause:
             remedies = [*_remedies(module, batch, cause), *frames_of(cause)]
             message = user_error(what, cause, DataError).message

@@ -1,8 +1,10 @@
-"""Leave padding out of batches. A batch whose attention mask excludes positions becomes one
-batch for each range of positions that its sequences have.
+"""Leave padding out of batches. A batch whose attention mask excludes positions is divided.
+Each part has the samples whose tokens span the same positions, and only these positions.
 
-No statistic sees a position before the first or after the last that the mask includes, and no
-algorithm has to know of masks.
+So no statistic sees a position before a sample's first token or after its last one, and no
+algorithm has to know of masks. An excluded position between two tokens stays.
+
+A call may have several texts, such as those of an encoder and a decoder, with a mask each.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from quantizer.sources.data import Batches
 logger = logging.getLogger(__name__)
 
 _MASK = "attention_mask"
-_TEXTS = ("decoder_", "encoder_", "")
-"""How the names of the arguments of one text begin; the last one is for all other names."""
+_TEXT_PREFIXES = ("decoder_", "encoder_", "")
+"""How the names of the arguments of one text begin. The empty one is for all other names."""
 _EMBEDDINGS = ("inputs_embeds", "hidden_states")
 """Floating-point arguments [batch, positions, width] of a text."""
 _IMAGE_RANK = 4
-"""Axes from which on floating-point values have no positions, as `graph.lengths` has it."""
+"""Floats of at least so many axes are images without positions, as in `graph.lengths`."""
 _Path = tuple[Any, ...]
-"""Where a value is in (args, kwargs)."""
+"""The indices and keys that lead to a value in (args, kwargs), as (1, "attention_mask")."""
 _Span = tuple[int, int]
-"""The first position of a sequence, and the one after its last."""
+"""The position of a sample's first token, and the position after its last token."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _Positions:
     """Where a call has the positions of one text.
 
     Args:
-        axes: the axis of each value that has them, by the value's path.
+        axes: the axes of positions, by the path of the value.
         least: the fewest positions that the model accepts.
     """
 
@@ -53,16 +55,17 @@ def without_padding(
     batches: Batches,
     graph: Graph | None,
 ) -> Iterator[Batch]:
-    """Yield the batches of a pass, numbered, without padding.
+    """Yield the batches of a pass without padding. The parts of a batch have its number.
 
-    The attention mask is the argument `attention_mask`, 2-D [batch, positions], of integers 0
-    and 1 or booleans. `decoder_attention_mask` and `encoder_attention_mask` are those of other
-    texts of the same call. A batch without padding keeps its tensors.
+    The attention mask is the argument `attention_mask`, [batch, positions], of integers 0 and 1
+    or booleans. `decoder_attention_mask` and `encoder_attention_mask` are those of other texts
+    of the same call. A batch without padding keeps its tensors. If it is not sure where the
+    positions are, the batch keeps its padding, with a warning.
 
     Args:
         batches: the data, and the names of the model's arguments.
         graph: the trace that the batches will run through. It says where the positions of a
-            mask are. None for a model without a trace.
+            mask are. None for a model without a trace: then sizes say it.
 
     Raises:
         BatchError: a mask excludes all positions of a batch.
@@ -74,7 +77,13 @@ def without_padding(
 
 
 class _PaddedCall:
-    """One batch, whose sequences are taken apart."""
+    """Divides one batch.
+
+    Args:
+        batch: with its number.
+        batches: the data that it is from.
+        graph: the trace, if there is one.
+    """
 
     def __init__(
         self,
@@ -93,41 +102,44 @@ class _PaddedCall:
             self._values[path] = value
 
     def parts(self) -> Iterator[Batch]:
-        """Yield the batch, or the batches that it becomes."""
+        """Yield the parts of the batch; the batch itself if it has to stay as it is."""
         masks = self._padded_masks
         if not masks:
             yield self._batch
             return
-        texts = {}
+        positions_by_mask = {}
         for path in masks:
             positions = self._positions(path)
             if positions is None:
-                self._stay("the number of its positions is fixed, or several axes may have it")
+                self._warn_once(
+                    "the number of its positions is fixed, or several axes may have it"
+                )
                 yield self._batch
                 return
-            texts[path] = positions
-        groups = self._groups(masks, texts)
+            positions_by_mask[path] = positions
+        groups = self._samples_by_spans(masks, positions_by_mask)
         count = max(map(len, masks.values()))
         is_divided = any(len(rows) < count for rows in groups.values())
-        if is_divided and not self._is_by_sample(count):
-            self._stay("not all of its values have the samples along axis 0")
+        if is_divided and not self._has_samples_first(count):
+            self._warn_once("not all of its values have the samples along axis 0")
             yield self._batch
             return
         for spans, rows in groups.items():
             values = dict(self._values)
             if is_divided:
-                values = self._of_samples(rows)
+                values = self._values_of_samples(rows)
             for mask, span in zip(masks, spans, strict=True):
-                _cut(values, texts[mask], span)
-            yield self._with(values)
+                _cut_to_span(values, positions_by_mask[mask], span)
+            yield self._batch_with(values)
 
     @cached_property
     def _padded_masks(self) -> dict[_Path, Tensor]:
-        """Return the masks that exclude something, boolean, by path."""
+        """Return the masks that exclude a position, bool [batch, positions], by path."""
         masks = {}
         for path, value in self._values.items():
             name = self._name(path)
-            if len(path) != 2 or name != _text_of(name) + _MASK:
+            # A path of two entries is an argument itself, not a part of one
+            if len(path) != 2 or name != _text_prefix(name) + _MASK:
                 continue
             mask = _included(value)
             if mask is not None:
@@ -135,9 +147,11 @@ class _PaddedCall:
         return masks
 
     def _name(self, path: _Path) -> str:
-        """Return the name of the argument that has a value."""
-        where, key = path[:2]
-        if where:
+        """Return the name of the argument that a path leads to or into; empty for an argument
+        after the known ones.
+        """
+        is_keyword, key = path[:2]
+        if is_keyword:
             return str(key)
         names = self._batches.arguments.names
         return names[key] if key < len(names) else ""
@@ -154,7 +168,7 @@ class _PaddedCall:
         for path, axes in positions.axes.items():
             value = self._values.get(path)
             shape = getattr(value, "shape", ())
-            # The network refuses the batch if they differ
+            # If sizes differ, the batch stays as it is, and the network refuses it
             if any(axis >= len(shape) or shape[axis] != size for axis in axes):
                 return None
         return positions
@@ -164,8 +178,10 @@ class _PaddedCall:
         mask: _Path,
         graph: Graph,
     ) -> _Positions | None:
-        """Return where the positions of a mask are in a trace, if calls choose their number."""
-        text = _text_of(self._name(mask))
+        """Return where the positions of a mask are in a trace; None if their number is fixed,
+        or other texts share it.
+        """
+        text = _text_prefix(self._name(mask))
         for length in graph.lengths:
             axes: dict[_Path, tuple[int, ...]] = {}
             for leaf, axis in length.axes:
@@ -174,21 +190,22 @@ class _PaddedCall:
                 axes[path] = (*before, axis)
             if axes.get(mask) != (1,):
                 continue
-            texts = {_text_of(self._name(path)) for path in axes}
+            texts = {_text_prefix(self._name(path)) for path in axes}
             if texts == {text}:
                 return _Positions(axes, length.least)
         return None
 
     def _positions_by_size(self, mask: _Path) -> _Positions | None:
-        """Return where the positions of a mask are in a call of modules, None if another value
-        has an axis of the same size.
+        """Return where the positions of a mask are in a call without a trace: axis 1 of tokens
+        and embeddings of the mask's size. None if another axis has that size, because it may
+        be one of positions, too.
         """
-        text = _text_of(self._name(mask))
+        text = _text_prefix(self._name(mask))
         shape = self._values[mask].shape
         axes = {}
         for path, value in self._values.items():
             name = self._name(path)
-            if not isinstance(value, Tensor) or _text_of(name) != text:
+            if not isinstance(value, Tensor) or _text_prefix(name) != text:
                 continue
             rank = value.dim()
             is_float = value.is_floating_point()
@@ -203,24 +220,24 @@ class _PaddedCall:
                 return None
         return _Positions(axes)
 
-    def _groups(
+    def _samples_by_spans(
         self,
         masks: Mapping[_Path, Tensor],
-        texts: Mapping[_Path, _Positions],
+        positions_by_mask: Mapping[_Path, _Positions],
     ) -> dict[tuple[_Span, ...], list[int]]:
-        """Return the samples of each combination of spans, without samples that are all
-        padding.
+        """Return the numbers of the samples that have the same span in each mask, by these
+        spans. A sample that a mask excludes wholly is in none.
 
         Raises:
             BatchError: no sample is left.
         """
-        by_mask = []
+        spans_by_mask = []
         for path, mask in masks.items():
-            least = texts[path].least
+            least = positions_by_mask[path].least
             spans_of_mask = [_span(row, least) for row in mask.tolist()]
-            by_mask.append(spans_of_mask)
+            spans_by_mask.append(spans_of_mask)
         groups: dict[tuple[_Span, ...], list[int]] = {}
-        for sample, of_sample in enumerate(zip(*by_mask, strict=True)):
+        for sample, of_sample in enumerate(zip(*spans_by_mask, strict=True)):
             spans = tuple(span for span in of_sample if span is not None)
             if len(spans) < len(masks):
                 continue
@@ -234,17 +251,18 @@ class _PaddedCall:
             )
         return groups
 
-    def _is_by_sample(self, count: int) -> bool:
-        """Return whether each tensor of the call has the samples along axis 0, any number of
-        them.
+    def _has_samples_first(self, count: int) -> bool:
+        """Return whether each tensor of the call has the samples along axis 0, and the trace
+        accepts any number of them.
 
         Args:
-            count: how many samples there are.
+            count: how many samples the batch has.
         """
         nodes = () if self._graph is None else self._graph.nodes
         for node in nodes:
             if node.op != "input" or not node.shape:
                 continue
+            # None is a size that follows the batch
             if node.shape[0] is not None:
                 return False
         for value in self._values.values():
@@ -252,8 +270,8 @@ class _PaddedCall:
                 return False
         return True
 
-    def _of_samples(self, rows: list[int]) -> dict[_Path, Any]:
-        """Return the values of some samples, by path."""
+    def _values_of_samples(self, rows: list[int]) -> dict[_Path, Any]:
+        """Return all values by path, the tensors with the samples `rows` only."""
         values = {}
         for path, value in self._values.items():
             if isinstance(value, Tensor):
@@ -261,8 +279,8 @@ class _PaddedCall:
             values[path] = value
         return values
 
-    def _with(self, values: Mapping[_Path, Any]) -> Batch:
-        """Return the batch with other values, and without a target."""
+    def _batch_with(self, values: Mapping[_Path, Any]) -> Batch:
+        """Return the batch with other values. It has no target, which may have padding, too."""
         leaves = list(values.values())
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return replace(
@@ -273,8 +291,8 @@ class _PaddedCall:
             raw=kwargs or args[0],
         )
 
-    def _stay(self, reason: str) -> None:
-        """Warn, once for each reason, that padding stays."""
+    def _warn_once(self, reason: str) -> None:
+        """Warn that padding stays, once for each reason in all passes."""
         if reason in self._batches.warnings:
             return
         self._batches.warnings.add(reason)
@@ -288,19 +306,20 @@ class _PaddedCall:
 
 
 def _step(key: Any) -> Any:
-    """Return the index or key that an entry of a pytree path stands for."""
+    """Return the index or key of an entry of a pytree path."""
     return key.idx if hasattr(key, "idx") else getattr(key, "key", None)
 
 
-def _cut(
+def _cut_to_span(
     values: dict[_Path, Any],
     positions: _Positions,
     span: _Span,
 ) -> None:
-    """Leave the positions of a span alone in all values that have positions."""
+    """Replace all values that have positions by their parts in a span."""
     first, end = span
     for path, axes in positions.axes.items():
         value = values[path]
+        # A value without padding stays the tensor that it is
         if value.shape[axes[0]] == end - first:
             continue
         for axis in axes:
@@ -312,15 +331,19 @@ def _cut(
         values[path] = value.contiguous()
 
 
-def _text_of(name: str) -> str:
-    """Return how the names of the arguments of the same text begin."""
-    return next(text for text in _TEXTS if name.startswith(text))
+def _text_prefix(name: str) -> str:
+    """Return how the names of all arguments of the same text begin.
+
+    >>> _text_prefix("decoder_input_ids"), _text_prefix("input_ids")
+    ('decoder_', '')
+    """
+    return next(text for text in _TEXT_PREFIXES if name.startswith(text))
 
 
 def _included(mask: Any) -> Tensor | None:
-    """Return the positions that a mask includes, boolean [batch, positions].
+    """Return whether a mask includes each position, bool [batch, positions].
 
-    None means that it excludes none, or is no mask of zeros and ones.
+    None means that it excludes none, or is not a mask of zeros and ones.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype.is_floating_point:
         return None
@@ -331,8 +354,9 @@ def _included(mask: Any) -> Tensor | None:
 
 
 def _span(row: list[bool], least: int) -> _Span | None:
-    """Return the span from the first to the last included position, at least as long as the
-    model needs; None if the row includes none.
+    """Return the span from the first to the last included position; None if there is none.
+
+    A span of fewer than `least` positions takes in positions after it, then before it.
 
     >>> _span([False, True, False, True, False], 1), _span([False, True], 2)
     ((1, 4), (0, 2))

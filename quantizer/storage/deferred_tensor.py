@@ -1,6 +1,4 @@
-"""Tensors whose values are in memory only while an operator computes with them. Their values
-are read from a file or computed from other tensors, such as codes.
-"""
+"""Tensors whose values are read from files, or made of codes, when an operator needs them."""
 
 from __future__ import annotations
 
@@ -22,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
 from quantizer.storage.allocator import kept_after_moves, trim_heap
+from quantizer.storage.changed_in_place import ChangedInPlaceError
 from quantizer.storage.positioned_io import BytesInFile, read_some, write_at
 
 CPU = torch.device("cpu")
@@ -187,7 +186,7 @@ class DeferredTensor(Tensor):
                 device = CPU if func is Tensor.cpu else first.device
                 return first.on_device(device)
             if isinstance(first, DeferredTensor) and func in _IN_PLACE:
-                raise RuntimeError("A deferred tensor cannot be changed in place.")
+                raise ChangedInPlaceError("A deferred tensor cannot be changed in place.")
             return func(*loaded(args), **loaded(kwargs))
 
     @classmethod

@@ -28,8 +28,8 @@ from quantizer import (
     QSchemeType,
     QuantizationSpec,
 )
-from quantizer.api.stored import DESCRIPTION, SAVED_TENSORS
 from quantizer.errors import ModelError, ResultError, UsageError
+from quantizer.export.saved_description import DESCRIPTION, SAVED_TENSORS
 from quantizer.storage.opened_files import json_digest
 
 FLOATS = (Dtype.fp8_e4m3, Dtype.fp8_e5m2, Dtype.fp6_e3m2, Dtype.fp6_e2m3, Dtype.fp4)

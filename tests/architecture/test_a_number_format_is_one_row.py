@@ -14,11 +14,11 @@ from support.generated import imported
 from support.hierarchies import hierarchy
 from support.toys import built, leaves_equal, traced
 
-from quantizer.api import storage
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.module_attach import attach_solution
 from quantizer.calibration.solution import quantized_network
 from quantizer.export import export
+from quantizer.export import saved_modules as storage
 from quantizer.export.deployment import Deployment
 from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes

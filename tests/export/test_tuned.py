@@ -406,7 +406,7 @@ def test_two_sides_are_as_cheap_as_any() -> None:
         for name, (first, second) in alone.items():
             sides.cost(name, on_first=first, on_second=second)
         for (first, second), cost in between.items():
-            sides.part_cost(first, second, cost)
+            sides.cost_apart(first, second, cost)
 
         def total(chosen: set[str]) -> float:
             cost = sum(alone[name][name not in chosen] for name in names)  # noqa: B023

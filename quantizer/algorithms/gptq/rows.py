@@ -3,7 +3,9 @@
 This is GPTQ (W, H, Q as in its paper) with other factors of H. The paper updates all later
 columns by the inverse of H. Here H = M diag(D) M^T with M unit upper triangular. Column j is
 rounded at W_j + sum over i < j of (W_i - Q_i) M_ij. This gives the same Q (QuIP, theorem 6).
-Weights are transposed, [depth, rows], so that a column of W is contiguous in memory.
+
+A column of W is a row of the tensors here: weights are transposed, [depth, rows], so that a
+column is contiguous in memory. Columns are in the order in which they are rounded.
 
 Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Chee et al. 2023, "QuIP" (arXiv
 2307.13304), theorem 6.
@@ -21,7 +23,7 @@ from torch import Tensor
 from quantizer.algorithms.gptq.block_rounder import ColumnScales, ColumnValues, block_rounder
 
 BeginGroup = Callable[[int, Tensor], None]
-"""Called with the number of a group and its columns as they are then, [columns, rows]."""
+"""Called with the number of a group and its updated columns, float32 [columns, rows]."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,10 @@ class OpenGroups:
     """Holds groups of columns whose scales are found when their first column comes.
 
     Attributes:
-        columns: of each group, in the order of the weight: where they are in the order of
-            rounding, int64.
-        begin: called before a group's first column is rounded. Its columns are those that the
-            paper has then: all columns left make up for the errors so far. It may change the
+        columns: for each group the numbers of its columns in the order of rounding, int64
+            [columns]. They are listed in the order of the weight.
+        begin: called before a group's first column is rounded, with its columns as the paper
+            has them then: all columns left make up for the errors so far. It may change the
             group's scales in place.
     """
 
@@ -41,7 +43,7 @@ class OpenGroups:
 
     @cached_property
     def by_first(self) -> dict[int, int]:
-        """Return the groups by the place of the column that is rounded first."""
+        """Return the number of each group by its first column in the order of rounding."""
         firsts = torch.stack([columns.min() for columns in self.columns])
         return {first: group for group, first in enumerate(firsts.tolist())}
 
@@ -63,13 +65,14 @@ class Factor:
 
 
 def factorize(H: Tensor) -> Factor | None:
-    """Return the factors of a symmetric matrix, or None if it is not positive definite.
+    """Return the factors of a symmetric matrix [depth, depth], or None if it is not positive
+    definite.
 
     >>> factor = factorize(torch.tensor([[5.0, 2.0], [2.0, 1.0]]))
     >>> factor.M.tolist(), factor.D.tolist()
     ([[1.0, 2.0], [0.0, 1.0]], [1.0, 1.0])
     """
-    # The Cholesky factor of the flipped matrix is the upper triangular one of H, flipped
+    # Flipped in both axes, the lower triangular factor becomes an upper triangular one of H
     L, info = torch.linalg.cholesky_ex(H.flip(0, 1))
     M = L.flip(0, 1)
     root = M.diagonal().clone()
@@ -91,17 +94,17 @@ def round_columns(
 
     Args:
         W: float32 [depth, rows], transposed.
-        factor: of H.
-        columns: the scales.
-        block_size: columns in a block, B in the paper. The errors of a block reach later
+        factor: M and D of H.
+        columns: the scale of each column.
+        block_size: the columns in a block, B in the paper. The errors of a block reach later
             blocks in one product. It does not change Q except by float32's noise.
         groups: the groups whose scales are found on the way; None if all scales are known. A
             block ends where a group begins.
-        first: what to round for the first column [rows], if not W.
+        first: what to round instead of W's first column, [rows].
 
     Returns:
-        Q [depth, rows], each value a code times its scale, and the error of each row, float64
-            [rows].
+        Q, float32 [depth, rows], each value a code times its scale, and the error of each row,
+            float64 [rows].
 
     >>> one, none = torch.ones(1, 1), torch.zeros(1, 1)
     >>> columns = ColumnScales(
@@ -118,38 +121,46 @@ def round_columns(
     rounder = block_rounder(W, columns)
     error = torch.zeros(W.shape[1], dtype=torch.float64, device=W.device)
     starts = [*range(0, len(W), block_size)]
-    scales = None
+    opener = None
     if groups is not None:
-        scales = _ScalesOnTheWay(W, M, groups)
-        starts = scales.starts(starts)
+        opener = _GroupOpener(W, M, groups)
+        starts = opener.starts(starts)
     for start, end in pairwise([*starts, len(W)]):
         block = slice(start, end)
         M_block = M[block, block]
         earlier_errors = E[:start]
         current = torch.addmm(W[block], M[:start, block].T, earlier_errors)
-        if scales is not None and scales.begin(start, current):
+        if opener is not None and opener.begin(start, current):
             rounder.reread_scales()
         if first is not None and start == 0:
             current[0] = first
         values = ColumnValues(current, W[block], Q[block], E[block])
         rounder.round_block(start, values, M_block)
+        # The error of the first column is that of W, also if `first` was rounded instead
         if start == 0:
-            # The error is that to W, whatever was rounded for the first column
             current[0] = W[0]
+        # Now what rounding has changed in each column
         current.sub_(Q[block])
-        if scales is not None:
-            scales.take(start, current)
+        if opener is not None:
+            opener.record(start, current)
         current.square_()
         block_error = D[block] @ current
         error += block_error.double()
     return Q, error
 
 
-class _ScalesOnTheWay:
-    """Begins groups with their columns as the paper has them.
+class _GroupOpener:
+    """Calls `OpenGroups.begin` for each group with its columns as the paper has them.
 
-    The paper subtracts from the columns left, for each rounded column j, row j of M^-1 times
-    what rounding has changed in column j as it was then.
+    The paper changes the columns left after each rounded column j. It subtracts row j of M^-1
+    times what rounding has changed in column j as it was then. If groups are rounded one after
+    the other, the columns of a group follow from one small system of equations. Otherwise the
+    changes of all rounded columns are kept.
+
+    Args:
+        W: float32 [depth, rows].
+        M: unit upper triangular, [depth, depth].
+        groups: the groups of columns.
     """
 
     def __init__(
@@ -178,9 +189,13 @@ class _ScalesOnTheWay:
         self._changes = torch.empty_like(W)
 
     def starts(self, of_blocks: list[int]) -> list[int]:
-        """Return where blocks begin, if they began at `of_blocks` without groups."""
+        """Return the first column of each block.
+
+        Args:
+            of_blocks: those of blocks without groups.
+        """
         starts = set(self._groups.by_first)
-        # In order, a block is a group
+        # A block is a group if groups are in order
         if not self._is_in_order:
             starts.update(of_blocks)
         return sorted(starts)
@@ -190,11 +205,12 @@ class _ScalesOnTheWay:
         start: int,
         current: Tensor,
     ) -> bool:
-        """Begin the group whose first column is at `start`. Return False if there is none.
+        """Begin the group whose first column is `start`. Return False if there is none.
 
         Args:
-            start: of a block.
-            current: its columns. Each takes the columns of the block before it as W has them.
+            start: the first column of a block.
+            current: the columns of the block [columns, rows], changed by the errors of all
+                earlier blocks.
         """
         group = self._groups.by_first.get(start)
         if group is None:
@@ -211,10 +227,12 @@ class _ScalesOnTheWay:
         start: int,
         current: Tensor,
     ) -> Tensor:
+        """Return the columns of a block as the paper has them before the first is rounded."""
         end = start + len(current)
         W_block = self._W[start:end]
         M_block = self._M[start:end, start:end]
         difference = current - W_block
+        # The paper's columns U make up for all errors so far: M_block^T (U - W) = difference
         update: Tensor = torch.linalg.solve_triangular(
             M_block.T,
             difference,
@@ -228,6 +246,7 @@ class _ScalesOnTheWay:
         start: int,
         columns: Tensor,
     ) -> Tensor:
+        """Return some columns as the paper has them before column `start` is rounded."""
         inverse = self._inverse[:start, columns]
         changes = self._changes[:start]
         return torch.addmm(
@@ -237,12 +256,12 @@ class _ScalesOnTheWay:
             alpha=-1,
         )
 
-    def take(
+    def record(
         self,
         start: int,
         changes: Tensor,
     ) -> None:
-        """Take in what rounding has changed in the columns of a block."""
+        """Keep what rounding has changed in the columns of a block, [columns, rows]."""
         if not self._is_in_order:
             end = start + len(changes)
             self._changes[start:end] = changes

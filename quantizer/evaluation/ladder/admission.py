@@ -1,5 +1,5 @@
-"""Says before a trial is measured why it need not be: the form, the model or a target has no
-place for it, or it changes nothing.
+"""Decides which trials need not be measured: the config has errors, the change has no effect on
+this model, or a target cannot hold it.
 """
 
 from dataclasses import dataclass, replace
@@ -23,26 +23,27 @@ class Admission:
     """Decides which changes of a rung are measured.
 
     Args:
-        ground: of the ladder.
-        rung: that the changes start from.
+        ground: what all rungs share.
+        rung: the rung that trials change.
     """
 
     ground: Ground
     rung: Rung
 
-    def require_worth(self, changed: Rung) -> None:
-        """Raise the reason why a changed rung need not be measured.
+    def require_worth_measuring(self, changed: Rung) -> None:
+        """Raise an error if a changed rung need not be measured.
 
         Raises:
-            ConfigError: its config has errors, alone or for this model.
-            UsageError: it changes nothing, or no target can hold it.
+            ConfigError: its config has errors, in itself or for this model.
+            UsageError: it changes nothing, a new algorithm has no layer to change, or a target
+                cannot hold it.
         """
         config = changed.config
         plan = _plan(self.ground, config)
         errors = [finding for finding in plan.diagnostics if finding.severity == "error"]
         if errors:
             raise ConfigError(errors)
-        self._require_busy(config, plan)
+        self._require_layers_to_change(config, plan)
         if _effect(changed, config, plan) == self._effect_before:
             raise UsageError(NO_CHANGE)
         refusal = self.ground.refusal(plan)
@@ -56,10 +57,11 @@ class Admission:
 
     @cached_property
     def _effect_before(self) -> tuple[Any, ...]:
+        """Return all that the rung does to the model."""
         return _effect(self.rung, self.rung.config, self.plan)
 
-    def _require_busy(self, config: Config, plan: Plan) -> None:
-        """Raise `UsageError` if a new algorithm has no layer to change."""
+    def _require_layers_to_change(self, config: Config, plan: Plan) -> None:
+        """Raise `UsageError` if an algorithm that the rung does not have finds no layer."""
         present = {algorithm.name for algorithm in self.rung.config.algorithms}
         for algorithm in config.algorithms:
             if algorithm.name in present:
@@ -72,7 +74,7 @@ class Admission:
 def reason_of(
     error: QuantizerError,
 ) -> str:
-    """Return what an error says, without the place in a config."""
+    """Return the message of an error, without the place in a config."""
     if isinstance(error, ConfigError):
         for finding in error.diagnostics:
             if finding.severity == "error":
@@ -84,6 +86,7 @@ def _plan(
     ground: Ground,
     config: Config,
 ) -> Plan:
+    """Return the plan of a config for the model, before algorithms."""
     graph = run_passes(ground.original, config.settings)
     return resolve_plan(config, graph, ground.original)
 
@@ -97,7 +100,7 @@ def _effect(
     results.
     """
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
-    # Equalization shows in the graph's changes
+    # If equalization changes something, the graph's changes have it. Places are lines of a file
     settings = replace(config.settings, include_cle=False, places={})
     algorithms = [algorithm.settings for algorithm in config.algorithms]
     return specs, settings, algorithms, plan.graph.changes, rung.fast_finetune

@@ -1,5 +1,8 @@
-"""Climbs a ladder of changed configs, from cheap to dear, until all gates hold or the time is
-up. No rung is worse than the one before.
+"""Climbs a ladder: changes a config step by step, from cheap changes to dear ones, until all
+gates hold or the time is up.
+
+Each step has some trials. The best of them is the next rung if it is better than the rung
+before. So no rung is worse than the one before.
 """
 
 from __future__ import annotations
@@ -20,28 +23,30 @@ from quantizer.evaluation.ladder.rungs import (
 )
 from quantizer.evaluation.ladder.steps import LADDER, LadderStep
 
+# The results of steps
 START = "start"
 KEPT = "kept"
 TAKEN_BACK = "taken back"
 REPLACED = "replaced"
 NOT_TRIED = "not tried"
+# A reason
 OUT_OF_TIME = "the time was up"
 
 
 @dataclass
 class Row:
-    """A step of a climb, for the table.
+    """What a step of a climb did, as a row of the table.
 
     Attributes:
         step: its name.
         cost: what it costs, and why.
-        result: one of the words above.
-        change: of the best trial; empty without one.
-        undoes: the name of the step that this change replaces, if it is kept.
-        judged: what was measured on it; None without one.
+        result: START, KEPT, TAKEN_BACK, REPLACED or NOT_TRIED.
+        change: the change of the best trial; empty if none was measured.
+        undoes: the name of the earlier step whose change the best trial removes.
+        judged: what was measured on the best trial; None if none was measured.
         reasons: why trials were not measured.
         tests: how many configs were calibrated and tested.
-        seconds: of the whole step.
+        seconds: the time of the whole step.
     """
 
     step: str
@@ -60,9 +65,9 @@ class Climb:
     """The result of a climb.
 
     Attributes:
-        rung: the best one.
+        rung: the best rung.
         judged: what was measured on it.
-        rows: the start and all steps, in their order.
+        rows: the start and the steps, in order.
     """
 
     rung: Rung
@@ -71,7 +76,7 @@ class Climb:
 
     @property
     def changes(self) -> list[str]:
-        """Return what was changed, step by step."""
+        """Return each change that is in the best rung, with the name of its step."""
         return [f"{row.step}: {row.change}" for row in self.rows if row.result == KEPT]
 
     @property
@@ -86,10 +91,10 @@ class Climber:
 
     Args:
         ground: what all rungs share.
-        seconds: after which no trial begins.
-        steps: of the ladder.
-        after_row: called with each row.
-        clock: returns seconds.
+        seconds: the time after which no rung is measured.
+        steps: the steps of the ladder, in order.
+        after_row: called with the row of each step that is done.
+        clock: returns the time, in seconds.
     """
 
     ground: Ground
@@ -103,8 +108,8 @@ class Climber:
         """Change a rung step by step until all gates hold.
 
         Args:
-            start: the config as it is.
-            judged: what was measured on it, if it was.
+            start: the rung to begin with.
+            judged: what was measured on it; None to measure it.
 
         Raises:
             QuantizerError: the start cannot be measured.
@@ -134,13 +139,22 @@ class Climber:
     def _step(
         self, step: LadderStep, best: Rung, judged: Judged, *, deadline: float
     ) -> tuple[Row, Rung]:
-        """Measure all trials of a step, and return its row and the best of their rungs."""
+        """Measure the trials of a step, and return its row and the rung of the best trial.
+
+        A trial after which all gates hold is the last.
+
+        Args:
+            step: of the ladder.
+            best: the rung that its trials change.
+            judged: what was measured on `best`.
+            deadline: the clock's time after which no rung is measured.
+        """
         began = self.clock()
         row = Row(step.name, step.cost)
         tested_before = len(self._measured)
 
         def attempt(rung: Rung) -> Judged:
-            """Return what is measured on a rung, once for equal rungs."""
+            """Return what is measured on a rung. Equal rungs are measured once."""
             if rung.key not in self._measured:
                 if self.clock() >= deadline:
                     raise OutOfTimeError
@@ -182,7 +196,9 @@ def _mark_replaced(rows: Sequence[Row], step: str) -> None:
 
 
 def _trials(step: LadderStep, standing: Standing, row: Row) -> Iterator[Trial]:
-    """Yield the trials of a step. Their errors are reasons not to try the step."""
+    """Yield the trials of a step. An error while they are made ends them, with a reason in the
+    row.
+    """
     trials = step.trials(standing)
     while True:
         try:
@@ -196,22 +212,26 @@ def _trials(step: LadderStep, standing: Standing, row: Row) -> Iterator[Trial]:
 
 
 def _is_preferred(result: Judged, best: Judged | None, before: Judged) -> bool:
-    """Return whether a result takes the place of the best one of its step.
+    """Return whether a trial replaces the best trial of its step.
 
     Args:
-        result: of a trial.
-        best: of the trials before; None if there were none.
-        before: of the step before.
+        result: what was measured on the trial.
+        best: what was measured on the best trial of the step until then; None without one.
+        before: what was measured on the rung that both change.
     """
     if best is None or result.is_better_than(best):
         return True
+    # The best trial may move one gate nearer and another one away, so that neither trial is
+    # better than the other. Only a trial that is better than the rung before can be kept
     return result.is_better_than(before) and not best.is_better_than(before)
 
 
 def _measured_on(
     rung: Rung | None, attempt: Callable[[Rung], Judged], row: Row
 ) -> Judged | None:
-    """Return what is measured on a rung; None, and a reason in the row, if that fails."""
+    """Return what is measured on a rung; None without a rung. If measuring fails, return None
+    and append the reason to the row.
+    """
     if rung is None:
         return None
     try:
@@ -222,12 +242,12 @@ def _measured_on(
 
 
 def _changed(trial: Trial, admission: Admission, row: Row) -> Rung | None:
-    """Return the changed rung of a trial; None, and a reason in the row, if it need not be
-    measured.
+    """Return the rung of a trial. If it need not be measured, return None and append the reason
+    to the row.
     """
     try:
         rung = trial.apply(admission.rung)
-        admission.require_worth(rung)
+        admission.require_worth_measuring(rung)
     except QuantizerError as error:
         reason = reason_of(error)
         if reason not in row.reasons:

@@ -39,11 +39,11 @@ from quantizer.sources.batches import Batch
 _WIDE_BITS = 8
 """The widest integers that engines multiply fast."""
 _SHARES = (0.25, 0.5)
-"""How far the mean width goes from that of the config to the widest."""
+"""The share of the way from the config's bits to 8 that the mean width goes."""
 _MAX_MEASURED = 200
-"""With more weights, their noise is predicted from gradients."""
+"""With more weights, their noise is predicted from gradients and not measured."""
 _MAX_ON_ALL = 100
-"""With more tensors, they are measured on one batch only."""
+"""With more quantized tensors, each is measured on one batch instead of `NOISE_BATCHES`."""
 
 
 def wider_weights(standing: Standing) -> Iterator[Trial]:
@@ -62,7 +62,7 @@ def wider_weights(standing: Standing) -> Iterator[Trial]:
     analysis = analyze_weights(
         plan,
         (narrow, _WIDE_BITS),
-        lambda: standing.ground.batches(),
+        standing.ground.batches,
         passes,
         after_layer=lambda: None,
     )
@@ -85,14 +85,15 @@ def _narrow_bits(plan: Plan) -> int | None:
 
 
 def _with_widths(changes: WidthChanges, rung: Rung) -> Rung:
+    """Return the rung with other bits for some layers."""
     return replace(rung, document=with_layer_entries(rung.document, changes))
 
 
 def layers_in_float(standing: Standing) -> Iterator[Trial]:
-    """Search for the fewest bytes of layers in float with which all gates hold, and yield the
+    """Search for layers in float with which all gates hold, of the fewest bytes, and yield the
     config with them.
 
-    If the time ends before, this is the best one that was tried until then.
+    If the time is up before the end, yield the best config of the search so far.
 
     Raises:
         GateError: the gates do not hold even with all layers in float, or only without a
@@ -117,6 +118,7 @@ def layers_in_float(standing: Standing) -> Iterator[Trial]:
 
 
 def _few_batches(standing: Standing, tensors: int) -> Iterable[Batch]:
+    """Return the first batches of a pass, as many as there is time for with so many tensors."""
     count = NOISE_BATCHES if tensors <= _MAX_ON_ALL else 1
     return islice(standing.ground.batches(), count)
 
@@ -125,7 +127,7 @@ class _FloatSearch:
     """Tests configs with layers in float.
 
     Args:
-        standing: where the search starts.
+        standing: the rung that they change.
 
     Attributes:
         best: the last parts with which the gates held and weights were quantized; None if
@@ -151,7 +153,7 @@ class _FloatSearch:
         return judged.is_met
 
     def trial(self) -> Trial:
-        """Return the change to the best config."""
+        """Return the trial of the layers in `best`."""
         layers = _layers(self.best or ())
         rung = self._rung(layers)
         paths = path_names(self._standing.ground.original)
@@ -159,12 +161,13 @@ class _FloatSearch:
         return Trial(f"in float: {first_names(names, 3)}", lambda before: rung)
 
     def _rung(self, layers: Sequence[str]) -> Rung:
-        """Return the shortest config with these layers in float."""
+        """Return the rung with these layers in float, which names as few of them as it can."""
         rung = self._standing.rung
         needed = needed_layers(layers, self._plan)
         return replace(rung, document=with_float(rung.document, needed))
 
     def _plan(self, layers: Sequence[str]) -> Plan:
+        """Return the plan with these layers in float."""
         rung = self._standing.rung
         config = replace(rung, document=with_float(rung.document, layers)).config
         original = self._standing.ground.original
@@ -177,6 +180,7 @@ def _has_weights(plan: Plan) -> bool:
 
 
 def _layers(parts: Sequence[FloatPart]) -> tuple[str, ...]:
+    """Return the layers of all parts, in order."""
     layers: list[str] = []
     for part in parts:
         layers += part.layers

@@ -20,9 +20,11 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 
 LEAST_GAIN = 0.01
-"""The share of the distance from the gates that counts as a gain; less is chance."""
+"""A change gains something if it takes away this share of the distance from the gates. Less is
+chance.
+"""
 TIE_DB = 0.1
-"""If the gates gain less, a higher SQNR of the outputs decides, by so many dB."""
+"""If a change gains less than that, it has to raise the SQNR of the outputs by so many dB."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,14 @@ class Rung:
 
 @dataclass(frozen=True)
 class Trial:
-    """A change that may lose less.
+    """A change of a config that may come nearer to the gates.
 
     Attributes:
         change: what it does to the config, as part of a sentence.
-        apply: returns the changed rung; it may raise `UsageError` if the form has no word for
-            it.
-        undoes: the name of the step whose change does not last; empty if all do.
+        apply: returns the changed rung. It raises `UsageError` if the config's form has no word
+            for the change.
+        undoes: the name of the earlier step whose change this one removes; empty if it removes
+            none.
     """
 
     change: str
@@ -77,9 +80,10 @@ class Judged:
     """What was measured on a rung.
 
     Attributes:
-        metrics: all figures of a test.
-        shortfalls: for each gate its distance from the bound, relative to it; 0 if it holds.
-        weight_bytes: the size of all parameters.
+        metrics: all figures of a test, by name.
+        shortfalls: for each gate the distance of its metric from the bound, as a share of the
+            bound; 0 if the gate holds, infinity if nothing could be measured.
+        weight_bytes: the bytes of all parameters, quantized.
     """
 
     metrics: Mapping[str, float]
@@ -97,15 +101,21 @@ class Judged:
         return self.metrics.get("sqnr_db")
 
     def is_better_than(self, other: Judged) -> bool:
-        """Return whether no gate falls shorter than before, and together they come nearer to
-        their bounds; or they are as near, with a higher SQNR.
+        """Return whether no metric is farther from its bound than in `other`, and something is
+        gained: less distance in all, or else a higher SQNR of the outputs.
+
+        >>> before = Judged({"sqnr_db": 20.0}, (0.5,), 100)
+        >>> Judged({"sqnr_db": 20.0}, (0.4,), 100).is_better_than(before)
+        True
+        >>> Judged({"sqnr_db": 21.0}, (0.5,), 100).is_better_than(before)
+        True
         """
         pairs = zip(self.shortfalls, other.shortfalls, strict=True)
-        # NaN is worse than any number
+        # Written with `not`, so that NaN is worse than any number
         if not all(after <= before for after, before in pairs):
             return False
-        distance = math.fsum(other.shortfalls)
-        if math.fsum(self.shortfalls) < distance * (1 - LEAST_GAIN):
+        distance_before = math.fsum(other.shortfalls)
+        if math.fsum(self.shortfalls) < distance_before * (1 - LEAST_GAIN):
             return True
         before_db = other.sqnr_db
         after_db = self.sqnr_db
@@ -116,14 +126,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Ground:
-    """What all rungs of a ladder share.
+    """What all rungs of a ladder share: the model, its data, and how a rung is measured.
 
     Attributes:
-        original: the model as traced.
+        original: the traced model, before passes.
         judge: calibrates and tests a rung.
-        calibrate: calibrates a rung, in memory.
-        batches: opens a pass over the calibration data, on the model's device.
-        refusal: returns why the targets cannot hold a plan; empty if they can.
+        calibrate: calibrates a rung in memory, and returns its plan, too.
+        batches: begins a pass over the calibration data, on the model's device.
+        refusal: returns why a target cannot hold a plan; empty if all can.
     """
 
     original: Graph
@@ -138,11 +148,11 @@ class Standing:
     """The best rung so far, from which the trials of a step start.
 
     Attributes:
-        ground: of the ladder.
-        rung: the best one so far.
-        plan: of its config, before algorithms.
-        attempt: measures a changed rung; the result of an earlier trial is not measured again.
-            It may raise `OutOfTimeError`, and what calibration raises.
+        ground: what all rungs share.
+        rung: the best rung so far.
+        plan: the plan of its config, before algorithms.
+        attempt: returns what is measured on a rung, which it measures once only. It raises
+            `OutOfTimeError` after the time budget, and what calibration raises.
     """
 
     ground: Ground
@@ -152,4 +162,4 @@ class Standing:
 
 
 class OutOfTimeError(Exception):
-    """A trial would begin after the time budget."""
+    """A rung would be measured after the time budget."""

@@ -1,5 +1,5 @@
-"""The table of a ladder's steps, from cheap to dear. Each step proposes changes of a config;
-the ladder measures them, and keeps one that gains something.
+"""The table of a ladder's steps, from cheap to dear. Each step proposes changes of a config.
+`climb` measures them, and keeps the best one if it gains something.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 _METHODS = ("auto", "percentile", "mse", "maxmin")
 _WEIGHT_METHODS = ("mse", "group_mse")
 _FINETUNING = "finetuning"
+# Scales are searched too if a weight has at most so many bits
 _FEW_BITS = 4
 _SMALLEST_GROUP = 32
 """The smallest groups that all engines for integers have."""
@@ -41,8 +42,8 @@ class LadderStep:
 
     Attributes:
         name: in tables.
-        cost: what it costs, and why.
-        trials: yields the changes to measure, all of the same rung.
+        cost: what it costs to measure and at run time, as words.
+        trials: yields the changes to measure, each of the best rung so far.
     """
 
     name: str
@@ -54,6 +55,7 @@ def _edited(
     edit: Callable[[JsonMapping], JsonObject],
     rung: Rung,
 ) -> Rung:
+    """Return the rung with an edited document."""
     return replace(rung, document=edit(rung.document))
 
 
@@ -62,14 +64,14 @@ def _trial(
     edit: Callable[..., JsonObject],
     **arguments: Any,
 ) -> Trial:
-    """Return the trial of an edit of the config."""
+    """Return the trial that calls `edit(document, **arguments)`."""
     return Trial(change, partial(_edited, partial(edit, **arguments)))
 
 
 def _activation_ranges(
     standing: Standing,
 ) -> Iterator[Trial]:
-    """Yield other methods for all ranges that are calibrated.
+    """Yield each range method for inputs and activations.
 
     Raises:
         UsageError: there are none.
@@ -139,13 +141,10 @@ def _rounding(
     standing: Standing,
 ) -> Iterator[Trial]:
     """Yield the algorithms that round weights one column after another."""
-    settings: JsonObject = {}
-    if _least_bits(standing) <= _FEW_BITS:
-        settings = {"scale_search": True, "sweeps": 4}
     for name in ("gptq", "qronos"):
         yield Trial(name, partial(_rounded_by, {"name": name}), undoes=_FINETUNING)
-    if settings:
-        entry = {"name": "qronos", **settings}
+    if _least_bits(standing) <= _FEW_BITS:
+        entry: JsonObject = {"name": "qronos", "scale_search": True, "sweeps": 4}
         change = "qronos with searched scales"
         yield Trial(change, partial(_rounded_by, entry), undoes=_FINETUNING)
 
@@ -154,13 +153,15 @@ def _rounded_by(
     entry: JsonMapping,
     rung: Rung,
 ) -> Rung:
-    """Return the rung with an algorithm that rounds weights, which excludes finetuning."""
+    """Return the rung with an algorithm that rounds weights."""
+    # Finetuning rounds weights too, so this rung has none
     return Rung(with_algorithm(rung.document, entry))
 
 
 def _least_bits(
     standing: Standing,
 ) -> int:
+    """Return the bits of the narrowest weights; 32 if none are quantized."""
     widths = []
     for (_, role), tensor in standing.plan.tensors.items():
         if base_role(role) == "weights":
@@ -171,6 +172,11 @@ def _least_bits(
 def _smaller_groups(
     standing: Standing,
 ) -> Iterator[Trial]:
+    """Yield groups of weights of half their size, a quarter and so on.
+
+    Raises:
+        UsageError: there are no groups.
+    """
     document = standing.rung.document
     sizes = group_sizes(document)
     if not sizes:

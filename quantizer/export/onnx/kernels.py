@@ -1,4 +1,8 @@
-"""Reports which multiplications ONNX Runtime computes in integers, from its optimized graph."""
+"""Reports which products of a file an engine computes in integers, and why not the others.
+
+A product is a node of a type in `MULTIPLYING`: a convolution or a matrix product. ONNX Runtime
+shows what it computes by its optimized graph.
+"""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +18,7 @@ from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import Layout, layout
 
-# ONNX Runtime's operators with integer weights.
+# ONNX Runtime's products with integer weights
 _INTEGER_OPERATORS = (
     "QLinearConv",
     "ConvInteger",
@@ -25,7 +29,7 @@ _INTEGER_OPERATORS = (
     "DynamicQuantizeMatMul",
     "MatMulNBits",
 )
-# They hand codes on, so that an engine multiplies these.
+# An engine can move codes instead of floats, so what they make of codes is still codes
 _MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 _ONNX_RUNTIME = "ONNX Runtime"
 _INSIDE_AN_OPERATOR = "a step inside the operator, whose result the config does not quantize"
@@ -33,7 +37,10 @@ _BITS_LIMIT = "8 bits or fewer of integers have kernels"
 
 
 def products_between_codes(model: ModelProto) -> Kernels:
-    """Return the products of a file for another engine whose operands are both quantized."""
+    """Return the products of a file whose operands are both quantized, for an engine that does
+    not run here. The reason of each other product names the operands that are not.
+    """
+    # Names of values that are floats of codes
     dequantized: set[str] = set()
     integer: list[str] = []
     reasons: dict[str, str] = {}
@@ -43,8 +50,8 @@ def products_between_codes(model: ModelProto) -> Kernels:
         ):
             dequantized.update(node.output)
         elif node.op_type in MULTIPLYING:
-            names = dict(zip(("input", "weights"), node.input[:2], strict=True))
-            floats = [word for word, name in names.items() if name not in dequantized]
+            operands = dict(zip(("input", "weights"), node.input[:2], strict=True))
+            floats = [word for word, name in operands.items() if name not in dequantized]
             if floats:
                 reasons[node.name] = f"its {' and '.join(floats)} not quantized"
             else:
@@ -52,23 +59,29 @@ def products_between_codes(model: ModelProto) -> Kernels:
     return Kernels(tuple(integer), reasons, "of quantized values")
 
 
-def kernels(model: ModelProto, optimized: str, graph: Graph, solution: Solution) -> Kernels:
-    """Return how a session multiplies; a multiplication that is not found counts as float.
+def kernels_of_session(
+    model: ModelProto, optimized: str, graph: Graph, solution: Solution
+) -> Kernels:
+    """Return how a session of ONNX Runtime multiplies, with the reasons for float.
+
+    A product that has no node in integers counts as float.
 
     Args:
         model: the file as it was written.
-        optimized: the file that a session wrote as its `optimized_model_filepath`. Its nodes
-            keep the names of those that they replace, which are layers of `graph`.
+        optimized: the path of the file that a session wrote as its `optimized_model_filepath`.
+            Its nodes keep the names of those that they replace.
+        graph: the layers. The names of products begin with theirs.
+        solution: what is quantized.
     """
     integer: list[str] = []
     for node in onnx.load(optimized, load_external_data=False).graph.node:
         if node.op_type in _INTEGER_OPERATORS:
-            # The optimizer adds to names.
+            # The optimizer appends this to the name of a node that it merged
             integer.append(re.sub(r"_token_\d+$", "", node.name))
-    return kernels_of(model, integer, graph, solution)
+    return kernels_of_engine(model, integer, graph, solution)
 
 
-def kernels_of(
+def kernels_of_engine(
     model: ModelProto,
     integer: Sequence[str],
     graph: Graph,
@@ -80,8 +93,12 @@ def kernels_of(
 
     Args:
         model: the file as it was written.
-        integer: the names of nodes that the engine computes in integers.
+        integer: the names of the products that the engine computes in integers.
+        graph: the layers. The names of products begin with theirs.
+        solution: what is quantized.
+        engine: its name, for reasons.
     """
+    # The types of the nodes that read and that make each value
     readers: dict[str, str] = {}
     makers: dict[str, str] = {}
     for node in model.graph.node:
@@ -116,9 +133,12 @@ def _reason(
     empty if there is none.
 
     Args:
-        reader: the operator that reads the layer in the file; none for what became bounds of
-            codes.
-        engine: which computes it in float.
+        layer: the name of the layer.
+        graph, solution: the layers, and what is quantized.
+        where: which values are quantized together.
+        reader: the type of the node that reads the product in the file; empty without one. An
+            activation that became bounds of codes is not a node.
+        engine: the name of the engine.
     """
     if layer not in graph.by_name:
         return (
@@ -160,6 +180,11 @@ def _reason(
 
 
 def _words(spec: QuantizationSpec) -> str:
+    """Return the bits of integers, and the name of another format.
+
+    >>> _words(QuantizationSpec(bit_width=16))
+    'in 16 bits'
+    """
     if spec.dtype == "int":
         return f"in {spec.bit_width} bits"
     return spec.dtype

@@ -23,7 +23,7 @@ from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, to_float32
 from quantizer.export.onnx.int8_model import with_int8_weights
-from quantizer.export.onnx.kernels import kernels, products_between_codes
+from quantizer.export.onnx.kernels import kernels_of_session, products_between_codes
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed
 from quantizer.export.speed import Speed
@@ -78,7 +78,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
             label: open_session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)
         }
         if file.is_for_kernels:
-            multiplications = kernels(
+            multiplications = kernels_of_session(
                 file.model, optimized, deployment.graph, deployment.solution
             )
         else:

@@ -12,7 +12,7 @@ from quantizer.export.acceptance import accept_file, with_float_figures, worst_o
 from quantizer.export.agreement import Agreement, Kernels, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import to_float32
-from quantizer.export.onnx.kernels import kernels_of
+from quantizer.export.onnx.kernels import kernels_of_engine
 from quantizer.export.onnx.marks import MULTIPLYING
 from quantizer.export.onnx.openvino import first_layer_that_differs
 from quantizer.export.onnx.speed import speeds_in_turns
@@ -96,7 +96,7 @@ def _kernels(
         if node.op_type in MULTIPLYING and node.name in integer_nodes:
             integer.append(node.name)
     graph, solution = deployment.graph, deployment.solution
-    return kernels_of(session.model, integer, graph, solution, engine="OpenVINO")
+    return kernels_of_engine(session.model, integer, graph, solution, engine="OpenVINO")
 
 
 def _speed(

@@ -1,9 +1,15 @@
-"""Divides the nodes of a file into blocks: a product and what follows it, up to the next."""
+"""Divides the nodes of a file into blocks. A block is one product and all nodes after it, up to
+the next product.
+
+A product is a node that most of the time goes to: a convolution, a matrix product or a
+recurrent layer. ONNX Runtime computes it in integers or in float, and what follows it with it.
+A block has the name of its product.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto
@@ -14,24 +20,26 @@ from quantizer.export.onnx.tuned.meter import Kernel, Profile
 from quantizer.plan.model import Key
 
 START = ""
-"""The block of what comes before the first product."""
+"""The name of the block before the first product."""
 _PRODUCTS = (*MULTIPLYING, "MatMulInteger", "MatMulNBits", "LSTM", "GRU", "RNN")
-# What the package and ONNX Runtime's optimizer append to the name of a layer.
-_ROW_CODES = re.compile(r"\.\d+\.MatMulInteger$")
-_OF_OPTIMIZER = re.compile(r"(_nchwc|_nhwc|_token_\d+)+$")
-# The optimizer puts them before what needs another layout.
+# What the export appends to a layer's name if its input is quantized row by row
+_INTEGER_SUFFIX = re.compile(r"\.\d+\.MatMulInteger$")
+_OPTIMIZER_SUFFIXES = re.compile(r"(_nchwc|_nhwc|_token_\d+)+$")
+# The optimizer puts them before a node that needs another layout, so they belong to its block
 _BEFORE_READERS = ("Transpose", "ReorderInput")
+# They hand on an activation, moved, converted or clipped
 _PASSING = (*MOVE_OPERATORS, "Concat", "QuantizeLinear", "DequantizeLinear", "Clip", "Identity")
 
 
 @dataclass(frozen=True)
-class Point:
+class QuantizationPoint:
     """A place where a file quantizes an activation.
 
     Attributes:
-        nodes: the names of the nodes that do it.
-        block: of the value.
-        readers: the names of nodes that read it, perhaps after it was moved.
+        key: the layer and role of the activation.
+        nodes: the names of the nodes that quantize it.
+        block: the block that computes it.
+        readers: the names of the nodes that read it, directly or after nodes that only move it.
     """
 
     key: Key
@@ -41,13 +49,17 @@ class Point:
 
 
 class BlockMap:
-    """The blocks of a file, by node and by value.
+    """Finds the block of each node and each value of a file.
 
-    A node belongs to the block of the last product that it depends on. What depends on
+    A node belongs to the block of the last product that it depends on. A node that depends on
     constants alone belongs to the block that reads it.
 
+    Args:
+        model: the file before ONNX Runtime optimizes it. Its nodes are in order of computation.
+
     Attributes:
-        names: of all blocks, in order.
+        nodes: of the file.
+        names: of all blocks, in order of computation.
     """
 
     def __init__(
@@ -56,7 +68,7 @@ class BlockMap:
     ) -> None:
         self.nodes = list(model.graph.node)
         self.names = [START]
-        self._places = {START: 0}
+        self._position_of_block = {START: 0}
         self._block_of_node: dict[str, str] = {}
         self._block_of_value: dict[str, str] = {}
         for value in model.graph.input:
@@ -66,14 +78,16 @@ class BlockMap:
             if block is None:
                 continue
             if node.op_type in _PRODUCTS:
-                block = _ROW_CODES.sub("", node.name)
-                self._places.setdefault(block, len(self.names))
+                # Without the suffix, several products of a layer may have one name
+                block = _INTEGER_SUFFIX.sub("", node.name)
+                self._position_of_block.setdefault(block, len(self.names))
                 self.names.append(block)
             self._put(node, block)
         self._readers: dict[str, list[NodeProto]] = {}
         for node in self.nodes:
             for name in node.input:
                 self._readers.setdefault(name, []).append(node)
+        # The nodes left depend on constants. From the last, so that their readers have a block
         for node in reversed(self.nodes):
             if node.name in self._block_of_node:
                 continue
@@ -86,12 +100,14 @@ class BlockMap:
         self,
         node: NodeProto,
     ) -> str | None:
-        """Return the last block that a node reads from; None if it reads constants alone."""
+        """Return the last of the blocks that a node reads from; None if it reads constants
+        alone.
+        """
         last = -1
         for name in node.input:
             block = self._block_of_value.get(name)
             if block is not None:
-                last = max(last, self._places[block])
+                last = max(last, self._position_of_block[block])
         if last < 0:
             return None
         return self.names[last]
@@ -101,6 +117,7 @@ class BlockMap:
         node: NodeProto,
         block: str,
     ) -> None:
+        """Assign a node and its outputs to a block."""
         self._block_of_node[node.name] = block
         for name in node.output:
             self._block_of_value[name] = block
@@ -109,6 +126,7 @@ class BlockMap:
         self,
         node: NodeProto,
     ) -> list[NodeProto]:
+        """Return the nodes that read an output of a node."""
         readers: list[NodeProto] = []
         for name in node.output:
             readers += self._readers.get(name, [])
@@ -117,8 +135,11 @@ class BlockMap:
     def points(
         self,
         keys: Iterable[Key],
-    ) -> list[Point]:
-        """Return the places where activations are quantized."""
+    ) -> list[QuantizationPoint]:
+        """Return the places where the file quantizes these activations.
+
+        An activation that it does not quantize has none.
+        """
         nodes_by_key: dict[Key, list[NodeProto]] = {}
         for key in keys:
             nodes_by_key[key] = []
@@ -126,21 +147,24 @@ class BlockMap:
             key_or_none = key_of_node(node.name)
             if key_or_none in nodes_by_key:
                 nodes_by_key[key_or_none].append(node)
-        points: list[Point] = []
+        points: list[QuantizationPoint] = []
         for key, nodes in nodes_by_key.items():
             if not nodes:
                 continue
             names = frozenset(node.name for node in nodes)
             block = self._block_of_node[nodes[0].name]
             readers = self._final_readers(nodes)
-            points.append(Point(key, names, block, readers))
+            points.append(QuantizationPoint(key, names, block, readers))
         return points
 
     def _final_readers(
         self,
         nodes: Iterable[NodeProto],
     ) -> tuple[str, ...]:
-        """Return the nodes that read values of nodes, past those that only move them."""
+        """Return the names of the nodes that read outputs of `nodes`.
+
+        After a node that only hands a value on, its readers follow.
+        """
         readers: dict[str, None] = {}
         waiting = list(nodes)
         while waiting:
@@ -156,17 +180,38 @@ class BlockMap:
         self,
         name: str,
     ) -> str:
-        """Return the block of a node of the file."""
+        """Return the block of the node of the file that has this name."""
         return self._block_of_node[name]
 
-    def blocks_of(
+    def seconds(
+        self,
+        profile: Profile,
+        left_out: Iterable[Kernel] = (),
+    ) -> dict[str, float]:
+        """Return the seconds that each block takes in a profile of this file.
+
+        Args:
+            profile: of the file.
+            left_out: kernels that do not count.
+        """
+        blocks = self._blocks_of_optimized(profile)
+        skipped = {kernel.name for kernel in left_out}
+        seconds: dict[str, float] = {}
+        for kernel in profile.kernels:
+            if kernel.name not in skipped:
+                block = blocks.get(kernel.name, START)
+                seconds[block] = seconds.get(block, 0.0) + kernel.seconds
+        return seconds
+
+    def _blocks_of_optimized(
         self,
         profile: Profile,
     ) -> dict[str, str]:
-        """Return the block of each node of the optimized graph.
+        """Return the block of each node of the optimized graph, by the node's name.
 
-        It keeps the name of a node, or the name of a value. What the optimizer added belongs to
-        the block that needs it.
+        The optimizer merges and adds nodes. A merged node keeps the name of a node or of a
+        value of the file. An added node belongs to the block before it, or to the one after it
+        if it prepares an input.
         """
         nodes = list(profile.optimized.graph.node)
         blocks: dict[str, str] = {}
@@ -181,6 +226,7 @@ class BlockMap:
             blocks[node.name] = block
             for name in node.output:
                 block_of_value.setdefault(name, block)
+        # The nodes left prepare an input. From the last, so that their readers have a block
         block_of_reader: dict[str, str] = {}
         for node in reversed(nodes):
             if node.name not in blocks:
@@ -194,44 +240,36 @@ class BlockMap:
         self,
         node: NodeProto,
     ) -> str | None:
-        """Return the block of a node whose name, or that of its value, is known."""
-        name = own_name(node.name)
+        """Return the block of an optimized node; None if the file has neither its name nor the
+        names of its outputs.
+        """
+        name = original_name(node.name)
         if name in self._block_of_node:
             return self._block_of_node[name]
-        # A kernel of several operators has the name of the last value
+        # A kernel that was merged from several nodes has the name of their last value
         for value in (name, *node.output):
             if value in self._block_of_value:
                 return self._block_of_value[value]
         return None
 
 
-def own_name(name: str) -> str:
+def original_name(name: str) -> str:
     """Return the name of a node without what ONNX Runtime's optimizer appends.
 
-    >>> own_name("conv2d_1_nchwc"), own_name("Net/conv_token_14")
+    >>> original_name("conv2d_1_nchwc"), original_name("Net/conv_token_14")
     ('conv2d_1', 'Net/conv')
     """
-    return _OF_OPTIMIZER.sub("", name)
+    return _OPTIMIZER_SUFFIXES.sub("", name)
 
 
 def key_of_node(name: str) -> Key | None:
-    """Return the activation that a node quantizes; its name is `<layer>.<role>.<n>.<type>`."""
+    """Return the layer and role of the activation that a node quantizes; None if the name of
+    the node is not `<layer>.<role>.<n>.<operator>`.
+
+    >>> key_of_node("Net/conv.1.activation.0.QuantizeLinear")
+    ('Net/conv.1', 'activation')
+    """
     parts = name.rsplit(".", 3)
     if len(parts) < 4:
         return None
     return parts[0], parts[1]
-
-
-def seconds_by_block(
-    profile: Profile,
-    blocks: Mapping[str, str],
-    left_out: Iterable[Kernel] = (),
-) -> dict[str, float]:
-    """Return the time of each block, without some kernels."""
-    skipped = {kernel.name for kernel in left_out}
-    seconds: dict[str, float] = {}
-    for kernel in profile.kernels:
-        if kernel.name not in skipped:
-            block = blocks.get(kernel.name, START)
-            seconds[block] = seconds.get(block, 0.0) + kernel.seconds
-    return seconds

@@ -1,4 +1,7 @@
-"""Builds files that leave different activations in float, of a network translated once."""
+"""Builds files of one network that leave different activations in float.
+
+torch.onnx translates the network once. For each file only the quantizations are lowered again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def without_activations(
     solution: Solution,
     left_out: Collection[Key],
 ) -> Solution:
-    """Return the solution with activations in float, and the others rounded half to even."""
+    """Return the solution without the activations `left_out`, rounded as kernels of integers
+    round: half to even.
+    """
     tensors = dict(solution.tensors)
     for key in left_out:
         tensors.pop(key, None)
@@ -34,7 +39,7 @@ def without_activations(
 def activation_keys(
     solution: Solution,
 ) -> tuple[Key, ...]:
-    """Return the quantized activations."""
+    """Return the layer and role of each quantized activation."""
     keys: list[Key] = []
     for layer, role in solution.tensors:
         if not is_parameter(role):
@@ -43,15 +48,16 @@ def activation_keys(
 
 
 class TrialFiles:
-    """The files of a network, for times.
+    """Builds files of a network whose speeds are compared.
 
     Args:
         deployment: the network with all its quantizations.
         weights: the value of --onnx_weights.
-        conventions: of the profile.
+        conventions: those of `--onnx_profile`.
 
     Attributes:
-        floating: the network without any quantization, serialized; None if it is large.
+        floating: the network without any quantization, as a serialized ModelProto; None if it
+            has more than 1 GB.
     """
 
     def __init__(
@@ -62,10 +68,11 @@ class TrialFiles:
     ) -> None:
         self._weights = weights
         self._conventions = conventions
-        whole = NetworkToWrite.of(deployment, weights, conventions)
-        self._deployment = replace(deployment, opset=whole.opset)
-        self._quantizations = whole.quantizations
-        model = whole.translated()
+        to_write = NetworkToWrite.of(deployment, weights, conventions)
+        # A file with fewer quantizations could do with an older operator set
+        self._deployment = replace(deployment, opset=to_write.opset)
+        self._quantizations = to_write.quantizations
+        model = to_write.translated()
         self.floating = float_model(model)
         self._translated = ir.to_proto(model)
 
@@ -73,9 +80,10 @@ class TrialFiles:
         self,
         left_out: Collection[Key],
     ) -> ModelProto:
-        """Return the file that leaves these activations in float.
+        """Return the file that leaves the activations `left_out` in float.
 
-        Biases are those of the whole solution, which takes no time.
+        Its biases are those of the network with all quantizations. Their values do not change
+        how long the file takes.
         """
         solution = without_activations(self._deployment.solution, left_out)
         deployment = replace(self._deployment, solution=solution)
@@ -83,6 +91,7 @@ class TrialFiles:
         stated = to_write.stated.tensors
         quantizations: list[tuple[Key, QuantizedTensor]] = []
         absent: set[Key] = set()
+        # Marks refer to quantizations by index, so an absent one keeps its place in the list
         for key, tensor in self._quantizations:
             if key not in stated:
                 absent.add(key)

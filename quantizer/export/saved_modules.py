@@ -3,14 +3,21 @@
 model.safetensors holds its tensors and quantizer.json says what they are. Neither holds code.
 """
 
-import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.api.config import path_of
-from quantizer.api.stored import (
+from quantizer.calibration.module_attach import put
+from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.wording import a_kind
+from quantizer.errors import ModelError, UsageError, VerificationError
+from quantizer.export.agreement import Agreement, Verification
+from quantizer.export.deployment import tensor_leaves
+from quantizer.export.model_tensors import first_names
+from quantizer.export.saved_description import (
     DESCRIPTION,
     SAVED_FORMAT,
     SAVED_TENSORS,
@@ -19,11 +26,6 @@ from quantizer.api.stored import (
     read_saved,
     structure_of,
 )
-from quantizer.calibration.module_attach import put
-from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.config.wording import a_kind
-from quantizer.errors import ModelError
-from quantizer.export.model_tensors import first_names
 from quantizer.graph.modules import as_planned, parameters_of
 from quantizer.nn.inplace import (
     InPlace,
@@ -38,11 +40,13 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
 from quantizer.results.result_set import locked, replace_set
-from quantizer.storage.files import write_json, write_tensors
+from quantizer.sources.batches import Batch
+from quantizer.storage.atomic_write import replaced_folder
+from quantizer.storage.files import cannot_write, write_json, write_tensors
 from quantizer.storage.opened_files import json_digest
 
 
-def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save_quantized(model: nn.Module, folder: Path) -> None:
     """Write `model.safetensors` and `quantizer.json`; what is there stays until both are
     written.
 
@@ -60,9 +64,7 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Raises:
         ModelError: the model is not quantized, or has state that is not a tensor.
         ResultError: the folder cannot be written.
-        UsageError: `folder` is not a path.
     """
-    place = path_of(folder, "folder")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module")
     state = model.state_dict()
@@ -89,7 +91,7 @@ def save_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             "the model has no quantized layer",
             help="call ModelQuantizer(config).quantize_model first",
         )
-    with locked(place), replace_set(place) as new:
+    with locked(folder), replace_set(folder) as new:
         description = {
             "format": SAVED_FORMAT,
             "model": type(model).__name__,
@@ -127,18 +129,62 @@ def _layer_entry(path: str, layer: InPlace, state: dict[str, Tensor]) -> dict[st
     }
 
 
-def load_quantized(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save_verified(
+    model: nn.Module, reference: nn.Module, folder: Path, batches: Iterable[Batch]
+) -> Verification:
+    """Write the state of a quantized model into a new folder, load it and compare the outputs.
+
+    Args:
+        model: quantized.
+        reference: the same in float. It takes up the state.
+        folder: a new folder, or one that `save_quantized` has written.
+        batches: on the device of the models; at least one.
+
+    Raises:
+        ModelError: the model has state that is not a tensor.
+        ResultError: the folder cannot be written.
+        UsageError: something else is at `folder`.
+        VerificationError: what was loaded gives other outputs. Nothing is written.
+    """
+    if folder.exists() and not (folder / DESCRIPTION).is_file():
+        raise UsageError(
+            f"{folder} is not a saved model, so it is not replaced",
+            help="move it, or choose another --output_dir",
+        )
+    agreement = Agreement("outputs")
+    try:
+        folder.parent.mkdir(exist_ok=True)
+        with replaced_folder(folder) as new:
+            save_quantized(model, new)
+            load_quantized(reference, new)
+            for batch in batches:
+                with torch.no_grad():
+                    expected = tensor_leaves(model(*batch.args, **batch.kwargs))
+                    actual = tensor_leaves(reference(*batch.args, **batch.kwargs))
+                agreement.add(expected, actual)
+            verification = agreement.result()
+            if verification.equal < 1:
+                raise VerificationError(
+                    f"{folder.name} is not written: a model that loads it gives other outputs: "
+                    f"{verification.figures()}",
+                    help="check that the model gives the same outputs for equal inputs",
+                )
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return verification
+
+
+def load_quantized(model: nn.Module, folder: Path) -> None:
     """Give a float model the state of a saved one, in place; its weights may be of any value,
     or on the meta device.
 
     Raises:
         ModelError: `model` is not a float module.
-        ResultError: the files are missing or damaged, or are of another model.
-        UsageError: `folder` is not a path. The model is as it was after all of these.
+        ResultError: the files are missing or damaged, or are of another model. The model is
+            as it was after both.
     """
-    place = path_of(folder, "folder")
     check_float(model)
-    saved = read_saved(place)
+    saved = read_saved(folder)
     modules = dict(model.named_modules(remove_duplicate=False))
     with all_or_nothing(model):
         for path in saved.biases:

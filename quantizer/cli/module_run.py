@@ -1,0 +1,284 @@
+"""Runs `quantizer run` on the modules of a model that cannot be traced: only weights are
+quantized, and only files that need no graph are written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import RenderableType
+from torch import nn
+
+from quantizer.calibration import steps
+from quantizer.calibration.module_target import ModuleTarget, evaluating
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.cli import runlog, session
+from quantizer.cli.float_mode import evaluator_of, metric_lines
+from quantizer.cli.follow import progress, run_display
+from quantizer.cli.gates import (
+    MEASURED,
+    Gate,
+    about_all,
+    failed_gates,
+    names_in_test,
+    require_known,
+)
+from quantizer.cli.options import Options
+from quantizer.cli.render import say_note
+from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.untraceable import with_remedy
+from quantizer.config.diagnostics import pointing_into
+from quantizer.config.model import Config
+from quantizer.config.roles import is_parameter
+from quantizer.config.wording import counted
+from quantizer.errors import (
+    GateError,
+    ModelError,
+    UntraceableError,
+    UsageError,
+    VerificationError,
+)
+from quantizer.evaluation.module_scores import ModulePair
+from quantizer.export import FOLDER, checked_target, planned_refusals, refuse
+from quantizer.export.agreement import Verification
+from quantizer.export.compressed_tensors.checkpoint import TARGET_NAME
+from quantizer.export.compressed_tensors.modules import export_modules
+from quantizer.export.saved_modules import save_verified
+from quantizer.export.summary import export_summary
+from quantizer.export.targets import EXPORTERS
+from quantizer.graph.modules import uncovered_modules
+from quantizer.graph.parameters import replace_parameters
+from quantizer.plan.model import Plan
+from quantizer.report import tables
+from quantizer.results.result_set import locked
+from quantizer.results.write import check_owner
+from quantizer.sources.data import EXAMPLE_STAMP, Batches
+from quantizer.sources.directions import BY_NAME
+from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.user_code import user_errors
+from quantizer.sources.weights import check_kinds
+from quantizer.storage.deferred_tensor import DeferredTensor
+
+_SUFFIX = "-modules"
+_FAULT_HELP = "leave the layers that matter most in float: add them to exclude"
+
+
+def require_weights_only(model: nn.Module, config: Config, error: UntraceableError) -> None:
+    """Check that a config can be applied to single modules without data.
+
+    Args:
+        model: in float.
+        config: of the run.
+        error: why the model cannot be traced.
+
+    Raises:
+        UntraceableError: the config quantizes more than weights, or has algorithms.
+    """
+    if config.algorithms:
+        raise with_remedy(error, f"{config.algorithms[0].name} works on a trace")
+    target = ModuleTarget.of(model)
+    try:
+        target.prepared(config)
+    except UsageError as refusal:
+        raise with_remedy(error, refusal.message) from refusal
+    for tensor in target.plan(config).tensors.values():
+        if not is_parameter(tensor.role):
+            reason = f"the config quantizes the {tensor.role} of {tensor.layer}"
+            raise with_remedy(error, reason)
+
+
+def _load_values(model: nn.Module) -> None:
+    """Read the parameters of a model that are still in their files."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DeferredTensor):
+            tensors[name] = parameter.load()
+    replace_parameters(model, tensors)
+
+
+@dataclass(frozen=True)
+class ModuleRun:
+    """A run on modules after its last step.
+
+    Attributes:
+        opened: the model and its data.
+        calibrated, tested: the results of both steps.
+        plan: for the modules.
+        float_bytes: of the state of the float model.
+        left_float: why modules with weights that no layer covers stay in float, by path.
+    """
+
+    opened: OpenedRun
+    calibrated: Outcome
+    tested: Outcome
+    plan: Plan
+    float_bytes: int
+    left_float: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RunOnModules:
+    """A run whose model cannot be traced.
+
+    Args:
+        options: of the run, with its config.
+        opened: the model and its data.
+        gates: of the run.
+        target: of `--deploy`.
+        error: why the model cannot be traced.
+    """
+
+    options: Options
+    opened: OpenedRun
+    gates: Sequence[Gate]
+    target: str
+    error: UntraceableError
+
+    def run(self) -> ModuleRun:
+        """Quantize, test and write.
+
+        Raises:
+            UntraceableError: the config quantizes more than weights, or rounds them with data.
+            QuantizerError: a step failed, or there is no metric of a gate.
+        """
+        options = self.options
+        model = self.opened.loaded.module
+        evaluator = evaluator_of(options, self.opened.loaded)
+        if evaluator is None:
+            require_known(about_all(self.gates), names_in_test(MEASURED, options))
+        read = session.read_config_file(options.config_file)
+        require_weights_only(model, read.config, self.error)
+        _load_values(model)
+        tensors = (*model.parameters(), *model.buffers())
+        float_bytes = sum(tensor.nbytes for tensor in tensors)
+        with user_errors("copying the model", ModelError):
+            quantized = copy.deepcopy(model)
+        target = ModuleTarget.of(quantized)
+        check_kinds(quantized)
+        folder = Path(options.output_dir)
+        with locked(folder), runlog.log_run(folder, options) as noted:
+            check_owner(folder, self.opened.loaded.name, overwrite=options.overwrite)
+            say_note(
+                "note: layers with weights are quantized as modules, to nearest, without "
+                "generated code, figures by layer and a report, as "
+                f"{self.error.message.rstrip(':')}"
+            )
+            with pointing_into(read.sources):
+                plan = self._quantized(target, read.config, read.sources)
+            pair = ModulePair(model, quantized, session.device_of(options))
+            with evaluating(quantized), without_cache(model), without_cache(quantized):
+                tested = self._tested(pair, plan, folder)
+            noted["untraceable"] = self.error.message
+            noted["tested"] = tested.report
+        content = {"tensors": len(plan.tensors), "untraceable": self.error.message}
+        line = f"{counted(len(plan.tensors), 'tensor')} quantized without data"
+        calibrated = Outcome({}, content, [line], plan=plan)
+        opened = replace(self.opened, improvement=self._improvement())
+        left_float = {}
+        for path, kind in uncovered_modules(model, plan.graph).items():
+            left_float[path] = f"there are no quantization rules for {kind}"
+        return ModuleRun(opened, calibrated, tested, plan, float_bytes, left_float)
+
+    def _improvement(self) -> str:
+        """Return what would lose less."""
+        return (
+            f"change {self.opened.loaded.name} so that torch.export can trace it. Until then "
+            "there is no GPTQ, no quantized activation and no figure of a layer."
+        )
+
+    def _quantized(self, target: ModuleTarget, config: Config, sources: dict[str, str]) -> Plan:
+        """Quantize the modules of the target, and return their plan."""
+
+        def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+            target.check(state.plan)
+            return state
+
+        request = CalibrationRequest(
+            target=target,
+            config=config,
+            batches=self.opened.batches,
+            events=run_display(sources, quiet=self.options.quiet),
+            seed=self.options.seed,
+            confirm=confirm,
+        )
+        return steps.run_calibration(request).plan
+
+    def _evaluation_data(self) -> Batches:
+        opened = self.opened
+        if opened.batches.stands_in and not self.options.eval_data:
+            return replace(opened.batches, stamp=EXAMPLE_STAMP)
+        if session.evaluates_on_synthetic(self.options, opened.loaded):
+            return opened.batches
+        return session.open_data(self.options, opened.loaded, evaluation=True)
+
+    def _tested(self, pair: ModulePair, plan: Plan, folder: Path) -> Outcome:
+        """Compare the models, and write the file if all gates hold."""
+        options = self.options
+        batches = self._evaluation_data()
+        evaluator = evaluator_of(options, self.opened.loaded)
+
+        def check(metrics: Collection[str]) -> None:
+            directions = BY_NAME if evaluator is None else evaluator.directions
+            names = names_in_test(metrics, options, directions)
+            require_known(about_all(self.gates), names)
+
+        events = progress(quiet=options.quiet)
+        scores = pair.scores(batches, events, function=evaluator, check=check)
+        report = tables.report_values(scores, [], batches.stamp)
+        if self.gates:
+            report["gates"] = self._held(scores.gated)
+        lines: list[RenderableType] = metric_lines(scores.comparison.metrics())
+        tested = Outcome(scores.gated, report, lines, report=report)
+        about_outputs = [gate for gate in self.gates if gate.is_of_outputs]
+        require_known(about_outputs, scores.gated)
+        if scores.fault:
+            return replace(tested, error=GateError(scores.fault, help=_FAULT_HELP))
+        if failed_gates(self.gates, tested.metrics):
+            return tested
+        path, verified = self._written(pair, plan, batches, folder / FOLDER)
+        target = TARGET_NAME if path.name.endswith(TARGET_NAME) else "safetensors"
+        report["exports"] = [export_summary(target, path, verified)]
+        return replace(
+            tested,
+            content={**report, "deployed": {path.name: verified.to_json()}},
+            deployed={path: verified},
+            exports=report["exports"],
+        )
+
+    def _held(self, metrics: Mapping[str, float]) -> dict[str, bool]:
+        """Return whether each gate holds, by its text."""
+        gates = {}
+        for gate in self.gates:
+            if gate.metric in metrics:
+                gates[gate.text] = gate.holds(metrics)
+        return gates
+
+    def _written(
+        self, pair: ModulePair, plan: Plan, batches: Batches, folder: Path
+    ) -> tuple[Path, Verification]:
+        """Write a checkpoint, or the state of the modules where that cannot be one.
+
+        Raises:
+            VerificationError: the model gives other outputs for equal inputs.
+            ResultError: the folder cannot be written.
+        """
+        name = type(pair.reference).__name__
+        remarks: tuple[str, ...] = ()
+        if self.target == TARGET_NAME:
+            checked = checked_target(TARGET_NAME, self.options.target_choices)
+            path = folder / f"{name}{EXPORTERS[TARGET_NAME].suffix}"
+            try:
+                refuse(checked.words, planned_refusals(checked, plan))
+                return path, export_modules(pair.quantized, path, pair.moved(batches))
+            except (UsageError, VerificationError) as refusal:
+                remarks = (
+                    f"{refusal.message}: the state of the modules is written instead, which "
+                    "ModelQuantizer.load reads",
+                )
+                say_note(f"note: {remarks[0]}")
+        path = folder / f"{name}{_SUFFIX}"
+        verified = save_verified(pair.quantized, pair.reference, path, pair.moved(batches))
+        return path, replace(verified, remarks=remarks)

@@ -1,0 +1,141 @@
+"""Tests a model that was quantized in place: compares its outputs with those of the float
+model, and measures the user's metrics of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from quantizer.calibration.events import Events, RunStage
+from quantizer.comparison.output_comparison import require_same_shape
+from quantizer.comparison.output_figures import OutputFigures, PartFigures
+from quantizer.errors import ModelError
+from quantizer.evaluation.compare import over_batches
+from quantizer.evaluation.network_comparison import NetworkComparison
+from quantizer.evaluation.paired_run import record_predictions
+from quantizer.evaluation.scores import Scores, measure
+from quantizer.graph.output_names import leaf_names, plain_output
+from quantizer.sources.batches import Batch, prefix_batch_errors
+from quantizer.sources.data import Batches
+from quantizer.sources.directions import BY_NAME
+from quantizer.sources.models import Evaluate
+from quantizer.sources.user_code import user_errors
+
+
+@dataclass(frozen=True)
+class ModulePair:
+    """A float model and the same model with quantized modules, on one device."""
+
+    reference: nn.Module
+    quantized: nn.Module
+    device: torch.device
+
+    def scores(
+        self,
+        batches: Batches,
+        events: Events,
+        *,
+        function: Evaluate | None,
+        check: Callable[[Collection[str]], None],
+    ) -> Scores:
+        """Run both models on all batches. Nothing is known of their layers.
+
+        Args:
+            batches: of evaluation data.
+            events: progress is reported there.
+            function: the user's `evaluate(model, data)`; None for the metrics of targets.
+            check: called with the names of the user's metrics before the models are compared.
+
+        Raises:
+            DataError: no batch, or an output of the float model is not finite.
+            ModelError: the outputs have other shapes.
+        """
+        before: Mapping[str, float] = {}
+        if function is not None:
+            before = self._measured(self.reference, batches, events, function, kind="float")
+            check(before.keys())
+        comparison = NetworkComparison([])
+        with RunStage(events, "test", batches.total) as stage:
+            over_batches(
+                stage.counted(self.moved(batches)),
+                lambda number, batch: self._add(comparison, number, batch),
+            )
+        if function is None:
+            return Scores(comparison, comparison.pairs(), BY_NAME)
+        after = self._measured(self.quantized, batches, events, function, kind="quantized")
+        pairs = {}
+        for name, value in before.items():
+            if name in after:
+                pairs[name] = {"float": value, "quantized": after[name]}
+        return Scores(comparison, pairs, function.directions)
+
+    def moved(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Return batches on the device of the models."""
+        return (batch.to(self.device) for batch in batches)
+
+    def _measured(
+        self,
+        model: nn.Module,
+        batches: Batches,
+        events: Events,
+        function: Evaluate,
+        *,
+        kind: str,
+    ) -> dict[str, float]:
+        """Return the user's metrics of one model."""
+        return measure(
+            model, batches, self.device, events, label=f"evaluate {kind}", function=function
+        )
+
+    def _add(self, comparison: NetworkComparison, number: int, batch: Batch) -> None:
+        """Run both models on a batch, and add what it shows to the comparison."""
+        with prefix_batch_errors(number, batch):
+            reference = outputs_of(self.reference, batch)
+            quantized = outputs_of(self.quantized, batch)
+            names = list(reference)
+            known = names
+            if comparison.batches:
+                known = [figures.whole.name for figures in comparison.outputs]
+            if list(quantized) != names or known != names:
+                raise ModelError(
+                    "the model returns other outputs for other values: nothing can be compared",
+                    help="return the same outputs from forward() for all batches",
+                )
+            result = NetworkComparison([], outputs=_empty(names))
+            for figures, x in zip(result.outputs, reference.values(), strict=True):
+                y = quantized[figures.whole.name]
+                require_same_shape(figures.whole.name, x, y)
+                figures.whole.add(x, y)
+            record_predictions(
+                result, batch, list(reference.values()), list(quantized.values())
+            )
+            if not comparison.batches:
+                comparison.outputs = _empty(names)
+            comparison.merge(result)
+
+
+def _empty(names: Sequence[str]) -> list[OutputFigures]:
+    """Return the figures of outputs without a batch."""
+    return [OutputFigures(PartFigures(name)) for name in names]
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return the tensors that a model gives for a batch, by name.
+
+    Raises:
+        ModelError: the model fails.
+    """
+    with user_errors("running the model", ModelError):
+        output = plain_output(model(*batch.args, **batch.kwargs))
+    leaves = pytree.tree_leaves(output)
+    tensors = {}
+    for name, leaf in zip(leaf_names(output), leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            tensors[name] = leaf
+    return tensors
