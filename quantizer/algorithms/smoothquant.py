@@ -289,6 +289,8 @@ def _quantized_input(
     if not spec.is_scaled:
         return TensorQuantizer(spec)(x)  # type: ignore[no-any-return]
     if spec.is_dynamic and spec.qscheme != "per_tensor":
+        # The calibrated scale of a tensor in groups would be that of its largest value
+        spec = dataclasses.replace(spec, is_dynamic=True)
         by_row = dataclasses.replace(spec, qscheme="per_token", ch_axis=2)
         if spec.group_size:
             by_row = dataclasses.replace(spec, qscheme="per_group", ch_axis=2)

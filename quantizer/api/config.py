@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quantizer.api.observers import OBSERVERS, ObserverBase
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
@@ -34,6 +34,9 @@ class QuantizationSpec:
     """Describes how one tensor is quantized. None takes the value of a wider level, or the
     default.
 
+    `is_dynamic="local"` is for inputs in NVFP4: the ranges of groups are found at run time, and
+    the float that they share is calibrated.
+
     With `QSchemeType.per_block`, `block_size` has the rows and columns of a block, [128, 128]
     if it is None. The fields from `percentage` on, except `block_size`, are not in Quark:
 
@@ -47,7 +50,7 @@ class QuantizationSpec:
     """
 
     dtype: Dtype
-    is_dynamic: bool | None = None
+    is_dynamic: bool | Literal["local"] | None = None
     observer_cls: type[ObserverBase] | None = None
     qscheme: QSchemeType | None = None
     ch_axis: int | None = None

@@ -197,8 +197,9 @@ def qparams_fault(
     qparams: QParams,
 ) -> str | None:
     """Return why a tensor of this shape cannot have these scales and zero points."""
-    if not spec.is_scaled or spec.is_dynamic:
+    if not spec.has_stored_scale:
         return None
+    spec = spec.stored
     axis = spec.ch_axis
     if axis is not None and not -len(shape) <= axis < len(shape):
         return f"there is no axis {axis} of {len(shape)}"

@@ -243,10 +243,10 @@ def create_observers(plan: Plan) -> Calibration:
             if observer is not None:
                 calibration.observers[key] = observer
         elif tensor.is_calibrated:
-            new = Observer(tensor.spec)
+            new = Observer(tensor.spec.stored)
             observer = shared.setdefault((tensor.place, tensor.spec), new)
             calibration.observers[key] = observer
-            if not observer.has_histogram:
+            if not observer.has_histogram and not tensor.spec.is_dynamic:
                 histogram = Observer(DISTRIBUTION)
                 calibration.histograms.setdefault(tensor.place, histogram)
     _warn_of_zeros(calibration.observers)

@@ -206,7 +206,7 @@ def is_seen(
             continue
         if tensor.source not in parts:
             observer = before.observers.get(key)
-            if observer is None or observer.spec != tensor.spec:
+            if observer is None or observer.spec != tensor.spec.stored:
                 return False
             continue
         # Ranges of parts can be united to one range, and not to ranges of channels

@@ -26,6 +26,7 @@ QScheme = Literal["per_tensor", "per_channel", "per_group", "per_token", "per_bl
 ScaleKind = Literal["float", "e4m3", "poweroftwo", "e8m0", "microexponent", "superblock"]
 ScaleMode = Literal["floor", "even", "ceil"]
 SymmetricScale = Literal["quant_max", "half_range", "quant_min"]
+DynamicRange = bool | Literal["local"]
 
 if TYPE_CHECKING:
     _RangeMethod = str
@@ -73,7 +74,8 @@ class QuantizationSpec:
     Range: `method` finds the range, and only the percentile method reads `percentage`.
     `statistic` reduces the batches' ranges to one. "pooled" finds one range for all batches, as
     the auto method always does. The range of a tensor that `is_dynamic` is found each time the
-    tensor is made.
+    tensor is made. With "local" only the ranges of its groups are: the float of the tensor,
+    which scales of type "e4m3" have in common, is calibrated.
 
     Granularity: the meaning of `ch_axis` depends on `qscheme`. With "per_channel" each index of
     the axis has a scale. With "per_group" groups of `group_size` values run along it; only in
@@ -112,7 +114,7 @@ class QuantizationSpec:
     qscheme: QScheme = "per_tensor"
     ch_axis: int | None = None
     group_size: int | None = None
-    is_dynamic: bool = False
+    is_dynamic: DynamicRange = False
     scale_mode: ScaleMode = "floor"
     method: _RangeMethod = "maxmin"
     percentage: float = 99.99
@@ -203,6 +205,22 @@ class QuantizationSpec:
     def is_scaled(self) -> bool:
         """Return whether the tensor has a scale."""
         return self.dtype not in CAST_ONLY
+
+    @property
+    def has_stored_scale(self) -> bool:
+        """Return whether scales, or the float that they have in common, are found before the
+        network runs, and stored.
+        """
+        return self.is_scaled and self.is_dynamic is not True
+
+    @property
+    def stored(self) -> QuantizationSpec:
+        """Return the spec of the stored scales: that of the whole tensor if only its groups
+        have ranges that are found at run time, else the spec itself.
+        """
+        if self.is_dynamic != "local":
+            return self
+        return QuantizationSpec(dtype=self.dtype, statistic=self.statistic)
 
     def to_json(self) -> JsonObject:
         """Return the fields as a JSON object."""

@@ -195,7 +195,9 @@ def check_planned_tensors(plan: Plan) -> Iterator[CheckResult]:
         remedy = "set per_channel: true for weights, or use include_cle"
         yield CheckResult("plan", "warning", text, remedy)
     reads_tokens = any(node.op == "input" and not node.is_float for node in plan.graph.nodes)
-    static = sum(tensor.is_calibrated for tensor in plan.tensors.values())
+    static = 0
+    for tensor in plan.tensors.values():
+        static += tensor.is_calibrated and not tensor.spec.is_dynamic
     if reads_tokens and static:
         text = f"{static} activations of a language model have one static range each"
         remedy = "use is_dynamic, or SmoothQuant first: a few channels are often far wider"

@@ -61,7 +61,7 @@ class SafetensorsExporter(Exporter[Path]):
             name = f"{layer}.{parameter_name(role)}"
             spec = tensor.spec
             specs[name] = spec.to_json()
-            if spec.is_scaled and not spec.is_dynamic:
+            if spec.has_stored_scale:
                 tensors[f"{name}.scale"] = tensor.scale
                 if spec.dtype == "int" or has_minimum(spec.dtype):
                     tensors[f"{name}.zero_point"] = tensor.zero_point

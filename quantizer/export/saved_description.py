@@ -338,9 +338,9 @@ def _fault(
     parameter = _planned(module, role)
     if parameter is None and role not in ("input", "activation"):
         return "the layer has no such tensor"
-    spec = tensor.spec
-    if not spec.is_scaled or spec.is_dynamic:
+    if not tensor.spec.has_stored_scale:
         return None
+    spec = tensor.spec.stored
     qparams = QParams(tensor.scale, tensor.zero_point)
     dtypes = (qparams.scale.dtype, qparams.zero_point.dtype)
     zero_point_dtype = torch.float32 if has_minimum(spec.dtype) else torch.int32

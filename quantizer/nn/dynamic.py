@@ -11,7 +11,8 @@ from quantizer.numerics.blocks import BLOCK_SIZE, fill
 from quantizer.numerics.code_range import CodeRange
 from quantizer.numerics.codes import work_dtype_of
 from quantizer.numerics.granularity import scale_shape
-from quantizer.numerics.qparams import QParams, qparams_from_range
+from quantizer.numerics.qparams import QParams, qparams_from_range, symmetric_step
+from quantizer.numerics.two_level import global_scale_of, with_global_scale
 from quantizer.observers import ObservationError, check_has_codes, code_range_of, kernel_of
 from quantizer.observers.observed_batch import as_rows, extremes
 
@@ -21,10 +22,15 @@ and several blocks share the cost of computing scales.
 """
 
 
-def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
+def dynamic_qparams(
+    x: Tensor,
+    spec: QuantizationSpec,
+    tensor_scale: Tensor | None = None,
+) -> QParams:
     """Return scale and zero point for the least and greatest values of `x`.
 
-    Both have the shape that `scale_shape` returns.
+    Both have the shape that `scale_shape` returns. `tensor_scale` is what calibration found for
+    a whole tensor whose groups alone have ranges at run time.
 
     Raises:
         ObservationError: there is NaN, infinity or a negative value without a code. While torch
@@ -40,9 +46,36 @@ def dynamic_qparams(x: Tensor, spec: QuantizationSpec) -> QParams:
         low, high = extremes(rows)
         least = float(low.min())
         _check(_not_finite(low, high), len(rows), least, code_range)
-    qparams = qparams_from_range(low, high, code_range)
+    if spec.is_dynamic == "local" and tensor_scale is not None:
+        qparams = _local_qparams(low, high, code_range, tensor_scale)
+    else:
+        qparams = qparams_from_range(low, high, code_range)
     shape = scale_shape(tuple(x.shape), spec.cut)
     return QParams(qparams.scale.view(shape), qparams.zero_point.view(shape))
+
+
+def _local_qparams(
+    low: Tensor,
+    high: Tensor,
+    code_range: CodeRange,
+    tensor_scale: Tensor,
+) -> QParams:
+    """Return scale and zero point of groups whose tensor has a calibrated scale.
+
+    The scale of the tensor is that of its largest value. It has the code 448, and the scales of
+    groups with larger values have this code, too.
+
+    Args:
+        low, high: the least and the greatest value of each group.
+        code_range: the codes.
+        tensor_scale: float32, ().
+
+    Source: compressed-tensors, with the dynamic type "local".
+    """
+    largest = torch.maximum(-low, high).clamp(min=0)
+    step = symmetric_step(largest.double(), code_range)
+    scale = with_global_scale(step, global_scale_of(tensor_scale))
+    return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
 
 
 def quantize_each_row(

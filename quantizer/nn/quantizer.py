@@ -23,8 +23,8 @@ class TensorQuantizer(nn.Module):
 
     Args:
         spec: number format, granularity and rounding.
-        scale: float32, of `granularity.scale_shape`. Dynamic tensors and formats without a
-            scale do not read it.
+        scale: float32, of `granularity.scale_shape`; () where only the ranges of groups are
+            found at run time. Dynamic tensors and formats without a scale do not read it.
         zero_point: int32, same shape. Formats with a minimum have it here, as float32.
         inplace: overwrite the input. This is allowed if nothing else reads it unquantized.
 
@@ -45,7 +45,7 @@ class TensorQuantizer(nn.Module):
         inplace: bool = False,
     ) -> None:
         super().__init__()
-        if spec.is_scaled and not spec.is_dynamic and (scale is None or zero_point is None):
+        if spec.has_stored_scale and (scale is None or zero_point is None):
             raise ValueError(f"A static tensor in {spec.dtype} needs a scale and a zero point.")
         axis_of(spec)
         self.spec = spec
@@ -61,7 +61,7 @@ class TensorQuantizer(nn.Module):
         inplace: bool = False,
     ) -> TensorQuantizer:
         """Return the quantizer of a tensor."""
-        if not tensor.spec.is_scaled or tensor.spec.is_dynamic:
+        if not tensor.spec.has_stored_scale:
             return cls(tensor.spec, inplace=inplace)
         return cls(tensor.spec, tensor.scale, tensor.zero_point, inplace=inplace)
 
@@ -86,7 +86,7 @@ class TensorQuantizer(nn.Module):
         """
         if self._passes(x):
             return x
-        if self.inplace or not self.spec.is_dynamic or not self.spec.is_scaled:
+        if self.inplace or self.spec.has_stored_scale or not self.spec.is_scaled:
             return self._quantized(x, inplace=self.inplace)
         return quantize_once(x, self.spec, lambda: self._quantized(x, inplace=False))
 
@@ -134,7 +134,7 @@ class TensorQuantizer(nn.Module):
         spec = self.spec
         has_one_range = spec.qscheme == "per_tensor" or spec.scale_type == "e4m3"
         if has_one_range or torch.compiler.is_compiling():
-            qparams = dynamic_qparams(x, spec)
+            qparams = dynamic_qparams(x, spec, self.scale)
             return quantize_tensor(x, spec, qparams.scale, qparams.zero_point, inplace=inplace)
         rows = to_rows(x, spec.cut)
         is_copy = rows.data_ptr() != x.data_ptr()
@@ -162,6 +162,8 @@ class TensorQuantizer(nn.Module):
         spec = self.spec
         kind = f"{spec.bit_width} bit" if spec.dtype == "int" else spec.dtype
         dynamic = ", dynamic" if spec.is_dynamic else ""
+        if spec.is_dynamic == "local":
+            dynamic = ", dynamic local"
         return f"{kind}, {spec.round_mode}, {spec.qscheme}{dynamic}"
 
 

@@ -194,7 +194,8 @@ def decided_unseen(plan: Plan) -> Plan:
     unseen: dict[str, JoinDecision] = {}
     for join in plan.joins:
         whole = join.single or join.inputs[0]
-        if not plan.tensors[whole].is_calibrated:
+        tensor = plan.tensors[whole]
+        if not tensor.is_calibrated or tensor.spec.is_dynamic:
             unseen[join.name] = decide_join(join, {}, {})
     waiting = tuple(join for join in plan.joins if join.name not in unseen)
     return replace(with_decisions(plan, unseen), joins=waiting, left={})

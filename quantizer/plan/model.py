@@ -69,9 +69,8 @@ class TensorPlan:
 
     @property
     def is_calibrated(self) -> bool:
-        """Return whether its scale is static and comes from calibration data."""
-        is_static = self.spec.is_scaled and not self.spec.is_dynamic
-        return is_static and not is_parameter(self.role)
+        """Return whether a scale of it comes from calibration data."""
+        return self.spec.has_stored_scale and not is_parameter(self.role)
 
     def decided(self) -> dict[str, Any]:
         """Return the entry of quant_info.json, which does not depend on the config's

@@ -228,6 +228,8 @@ def describe_spec(spec: QuantizationSpec) -> str:
         words.append(str(spec.group_size))
     if spec.is_dynamic:
         words.append("dynamic")
+    if spec.is_dynamic == "local":
+        words.append("local")
     if spec.scale_type == "e8m0":
         words += ["e8m0", spec.scale_mode]
         return " ".join(words)

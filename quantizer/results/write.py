@@ -292,7 +292,7 @@ def _entry(
     spec = tensor.spec
     low = torch.as_tensor(observer.low)
     high = torch.as_tensor(observer.high)
-    if spec.has_groups:
+    if spec.stored.has_groups:
         # There are too many groups to list their scales and ranges in a JSON file
         entry["scales_in"] = GROUP_SCALES
         entry["scale_shape"] = list(tensor.scale.shape)

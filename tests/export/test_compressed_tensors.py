@@ -452,8 +452,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "nvfp4 inputs": (
         config(NVFP4, NVFP4 | {"ch_axis": -1, "is_dynamic": True}),
         {},
-        INPUT + "meets a weight in nvfp4, for whose inputs readers have a factor",
-        "leave the input float",
+        INPUT + "finds the factor of its groups at run time, and readers have that of",
+        'set its is_dynamic to "local"',
     ),
     "outputs": (
         config(INT8)

@@ -65,6 +65,8 @@ INPUTS: dict[str, Mapping[str, Any]] = {
         "is_dynamic": True,
     },
     "fp4": {"dtype": "fp4"},
+    "nvfp4": MX
+    | {"dtype": "fp4", "group_size": 2, "scale_type": "e4m3", "is_dynamic": "local"},
     "channels": {"qscheme": "per_channel", "ch_axis": -1},
 }
 

@@ -62,6 +62,10 @@ HIERARCHIES: dict[str, Fields] = {
     },
     "mx": {"weights": MX, "input": MX | DYNAMIC},
     "nvfp4": {"weights": MX | NV, "input": MX | NV | DYNAMIC},
+    "nvfp4, calibrated factors": {
+        "weights": MX | NV,
+        "input": MX | NV | {"is_dynamic": "local", "statistic": "mean"},
+    },
     "mx9": {"weights": MX | MX9, "input": MX | MX9 | DYNAMIC},
     "bfp16": {
         "weights": MX | {"dtype": "bfp16", "group_size": 8},

@@ -76,7 +76,11 @@ class Engine:
         words, inputs = scheme["weights"], scheme["input_activations"]
         weight = self._weight(path, scheme["format"], words, shards)
         module.weight = nn.Parameter(weight.to(module.weight.dtype), requires_grad=False)
-        if inputs is not None:
+        if inputs is not None and inputs["dynamic"] == "local":
+            factors = [self.tensors[f"{shard}.input_global_scale"] for shard in shards]
+            factor = torch.stack(factors).amax()
+            module.register_forward_pre_hook(lambda _, args: (nvfp4_input(args[0], factor),))
+        elif inputs is not None:
             scales = [self.tensors.get(f"{shard}.input_scale") for shard in shards]
             zero = self.tensors.get(f"{path}.input_zero_point")
             static = None if inputs["dynamic"] else torch.stack(scales).amax()  # type: ignore[arg-type]
@@ -158,6 +162,16 @@ def by_groups(values: Tensor, scale: Tensor) -> Tensor:
     """Rows of values times a scale for each group of columns."""
     groups = values.view(len(values), scale.shape[-1], -1)
     return (groups * scale.view(-1, scale.shape[-1], 1)).view_as(values)
+
+
+def nvfp4_input(x: Tensor, factor: Tensor) -> Tensor:
+    """Groups of 16 values in fp4, ties to even, with scales in fp8 that are found in float32."""
+    groups = x.float().unflatten(-1, (-1, 16))
+    step = groups.abs().amax(-1, keepdim=True) / 6 * factor
+    scale = step.clamp(max=448).to(torch.float8_e4m3fn).float() / factor
+    scaled = torch.where(scale > 0, groups / scale, 0.0)
+    distances = (scaled.abs().unsqueeze(-1) - FP4).abs() + (torch.arange(8) % 2) * 1e-7
+    return (FP4[distances.argmin(-1)].copysign(groups) * scale).flatten(-2).to(x.dtype)
 
 
 def fp4_values(packed: Tensor) -> Tensor:

@@ -249,6 +249,8 @@ def _literals(
         text = value.strip().lower()
     elif isinstance(value, int):
         text = json.dumps(value)
+    if any(option is True for option in schema.get("enum", ())):
+        wanted.add("boolean")
     if "boolean" in wanted and text in _BOOLEANS:
         yield _BOOLEANS[text], (Edit(start, end, _BOOLEANS[text]),)
     if wanted & {"integer", "number"} and isinstance(value, str) and _is_number(text):

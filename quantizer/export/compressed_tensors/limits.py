@@ -12,6 +12,7 @@ from quantizer.observers import code_range_of
 
 _PACKED_BITS = range(2, 9)
 _MX_GROUP = 32
+_NVFP4_GROUP = 16
 
 
 def layer_weight_refusal(spec: QuantizationSpec, features: int) -> Reason | None:
@@ -150,11 +151,7 @@ def _microscaled_refusal(
 ) -> Reason | None:
     """Return why a reader cannot quantize the input of a weight in mxfp4, mxfp8 or nvfp4."""
     if weight.scale_type == "e4m3":
-        return (
-            "meets a weight in nvfp4, for whose inputs readers have a factor of the "
-            "calibration (input_global_scale), and a range at run time has none",
-            "leave the input float",
-        )
+        return _nvfp4_refusal(spec, rank, features)
     is_alike = (spec.dtype, spec.qscheme) == (weight.dtype, "per_group")
     is_along_features = spec.ch_axis in (-1, rank - 1) and spec.group_size == _MX_GROUP
     if not (is_alike and is_along_features and spec.is_dynamic):
@@ -179,6 +176,33 @@ def _microscaled_refusal(
     if features % _MX_GROUP:
         remedy = "leave the input float, or exclude the layer"
         return _partial_groups(_MX_GROUP, features, remedy)
+    return None
+
+
+def _nvfp4_refusal(
+    spec: QuantizationSpec,
+    rank: int,
+    features: int,
+) -> Reason | None:
+    """Return why a reader cannot quantize the input of a weight in nvfp4."""
+    is_along_features = spec.ch_axis in (-1, rank - 1) and spec.group_size == _NVFP4_GROUP
+    is_alike = spec.dtype == "fp4" and spec.scale_type == "e4m3" and is_along_features
+    if is_alike and spec.is_dynamic is True:
+        return (
+            "finds the factor of its groups at run time, and readers have that of calibration "
+            "(input_global_scale)",
+            'set its is_dynamic to "local"',
+        )
+    if not is_alike or not spec.is_dynamic:
+        return (
+            "meets a weight in nvfp4, and readers then have groups of 16 inputs in fp4 with a "
+            "calibrated factor",
+            'write "dtype": "fp4", "scale_format": "e4m3", "ch_axis": -1 and "is_dynamic": '
+            '"local" for it, or leave the input float',
+        )
+    if features % _NVFP4_GROUP:
+        remedy = "leave the input float, or exclude the layer"
+        return _partial_groups(_NVFP4_GROUP, features, remedy)
     return None
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
-from quantizer.numerics.two_level import pack_scales
+from quantizer.numerics.two_level import global_scale_of, pack_scales
 
 PACKED_FORMAT = "pack-quantized"
 _INT8_FORMAT = "int-quantized"
@@ -85,6 +85,9 @@ class CompressedLayer:
             tensors = _fp4_layout(weight, weight.codes, self.global_scale)
         else:
             tensors = _LAYOUTS[self.format](weight, weight.codes)
+        if self.input is not None and self.input.spec.is_dynamic == "local":
+            factor = global_scale_of(self.input.scale)
+            tensors["input_global_scale"] = factor.reshape(1)
         if self.input is not None and not self.input.spec.is_dynamic:
             tensors["input_scale"] = self.input.scale.reshape(1)
             if not is_symmetric(self.input.spec):
@@ -146,6 +149,8 @@ def _weight_scheme(
 def _input_scheme(spec: QuantizationSpec) -> dict[str, Any]:
     scheme = _common_scheme(spec) | {"dynamic": spec.is_dynamic}
     scheme["strategy"] = _INPUT_STRATEGIES[spec.qscheme]
+    if spec.is_dynamic == "local":
+        scheme["strategy"] = "tensor_group"
     if spec.qscheme == "per_group":
         scheme["group_size"] = spec.group_size
     return scheme | _scale_dtypes(spec)
