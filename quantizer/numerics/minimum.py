@@ -29,9 +29,9 @@ def fake_cast_with_minimum(
         scale, minimum: of each row, float32 [rows].
         name: of a format that `has_minimum`.
 
-    >>> x = torch.tensor([[-0.6, 0.0, 1.0]])
+    >>> x = torch.tensor([[-0.6, 0.1, 1.1]])
     >>> fake_cast_with_minimum(x, torch.tensor([0.5]), torch.tensor([0.75]), "q4_k").tolist()
-    [[-0.75, -0.25, 0.75]]
+    [[-0.75, 0.25, 1.25]]
     """
     values = torch.empty_like(rows)
     for part, target, step, offset in _parts(rows, values, scale, minimum):

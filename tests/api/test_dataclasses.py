@@ -78,7 +78,7 @@ def everything() -> Config:
         ),
         (
             lambda: spec(is_dynamic=1),
-            "QuantizationSpec.is_dynamic is 1, not a bool or None",
+            "QuantizationSpec.is_dynamic is 1, not a bool or 'local' or None",
             None,
         ),
         (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.extended import extended_except
+from support.extended import extended, extended_except
 from support.runs import DIGITS, EXAMPLE, ROOT, calibrate, check
 
 from quantizer.cli.main import run_command
@@ -29,12 +29,16 @@ LINEAR = (
     "nvfp4",
     "weight_int4_group",
     *GGUF,
+    "gguf_iq4_nl",
 )  # presets for networks of linear layers
+# Their super-blocks are of 256 inputs
+SUPER_BLOCKS = ("gguf_q4_k", "gguf_q5_k", "gguf_q6_k")
 # Groups are of 128 inputs
 ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")
 # The README's two commands run the example
 ELSEWHERE = ("w4a4_rotation", "example")
-OTHERS = [path for path in PRESETS if path.stem not in (*LINEAR, *ALGORITHMS, *ELSEWHERE)]
+NOT_FOR_IMAGES = (*LINEAR, *SUPER_BLOCKS, *ALGORITHMS, *ELSEWHERE)
+OTHERS = [path for path in PRESETS if path.stem not in NOT_FOR_IMAGES]
 # Tests of joins, lengths, exports, profiles and phones calibrate with these; without a config the
 # second runs
 OFTEN_RUN = ("cpu_int8", "default", "tensorrt_int8", "npu_int8", "mobile_int8")
@@ -165,14 +169,12 @@ def test_a_preset_for_linear_layers_calibrates_and_tests(name: str, tmp_path: Pa
     assert check(tmp_path / "out", "--gate", "sqnr_db>=14", model=str(model)) == 0
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_preset_with_an_algorithm_calibrates_and_tests(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*ALGORITHMS, "gguf_q4_k", *extended(*SUPER_BLOCKS[1:])])
+def test_a_preset_with_large_groups_calibrates_and_tests(name: str, tmp_path: Path) -> None:
     model = tmp_path / "perceptron.py"
-    model.write_text(
-        PERCEPTRON.replace("Linear(64", "Linear(128").replace(
-            "float32)", "float32).repeat(1, 2)"
-        )
-    )
+    copies = 4 if name in SUPER_BLOCKS else 2
+    wider = PERCEPTRON.replace("Linear(64", f"Linear({64 * copies}")
+    model.write_text(wider.replace("float32)", f"float32).repeat(1, {copies})"))
     assert (
         calibrate(
             tmp_path / "out", config=str(ROOT / "configs" / f"{name}.json"), model=str(model)
