@@ -184,8 +184,8 @@ def quantize_tensor(
     shape = tuple(x.shape)
     ch_axis = axis_of(spec)
     is_along_axis = spec.qscheme == "per_channel" and spec.group_size is None
-    needs_rows = not spec.has_one_scale and not is_along_axis
-    needs_rows = needs_rows or has_minimum(spec.dtype)
+    is_plain = spec.has_one_scale or is_along_axis
+    needs_rows = not is_plain or has_minimum(spec.dtype)
     if needs_rows:
         x = to_rows(x, spec.cut)
         scale = scale.reshape(-1)
