@@ -96,7 +96,9 @@ def test_a_run_of_many_findings_keeps_to_eight_lines_and_its_next_step() -> None
 
 
 def test_nothing_written_is_said_first() -> None:
-    assert verdict(replace(FACTS, path=None))[0] == "Nothing was written of Net."
+    lines = verdict(replace(FACTS, path=None, not_met=()))
+    assert lines[0] == "Nothing was written of Net."
+    assert lines[-1].startswith("Next: the error below says why")
 
 
 def test_what_is_lost_comes_before_what_stays_float() -> None:
