@@ -165,7 +165,8 @@ def autoround(model: Any, batches: list[Tensor]) -> Any:
         dataset=loader,
     )
     rounded, _ = rounding.quantize()
-    return rounded
+    # It leaves the decoded weights in bfloat16
+    return rounded.float()
 
 
 def in_transformers(model: Llama, folder: str) -> Any:
