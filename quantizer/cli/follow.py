@@ -94,20 +94,29 @@ class Messages(Events):
 
 
 class OneBar(Events):
-    """Counts the units of several stages as those of one, for one bar."""
+    """Shows several stages as one bar.
+
+    Args:
+        whole: the stage of the bar.
+        is_counted: whether each unit of the stages is one of `whole`. Otherwise they only renew
+            the display, and the caller counts.
+    """
 
     def __init__(
         self,
         whole: RunStage,
+        *,
+        is_counted: bool = True,
     ) -> None:
         self._whole = whole
+        self._step = 1 if is_counted else 0
 
     def advanced(
         self,
         stage: RunStage,
     ) -> None:
-        """Count one unit."""
-        self._whole.advance()
+        """Count one unit, or renew the display."""
+        self._whole.advance(self._whole.done + self._step)
 
 
 class Durations(Events):
