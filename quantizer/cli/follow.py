@@ -98,8 +98,8 @@ class OneBar(Events):
 
     Args:
         whole: the stage of the bar.
-        is_counted: whether each unit of the stages is one of `whole`. Otherwise they only renew
-            the display, and the caller counts.
+        is_counted: whether each unit of the stages is one of `whole`. Otherwise the caller
+            counts, and they say what is being done.
     """
 
     def __init__(
@@ -115,7 +115,10 @@ class OneBar(Events):
         self,
         stage: RunStage,
     ) -> None:
-        """Count one unit, or renew the display."""
+        """Count one unit, or say what is being done."""
+        if not self._step:
+            total = f"/{stage.total}" if stage.total else ""
+            self._whole.doing = f"{stage.name} {stage.done}{total} {stage.unit}"
         self._whole.advance(self._whole.done + self._step)
 
 
@@ -171,7 +174,8 @@ class Lines(Events):
         stage: RunStage,
     ) -> str:
         if not stage.total:
-            return f"{stage.name} {stage.done} {stage.unit}"
+            doing = f": {stage.doing}" if stage.doing else ""
+            return f"{stage.name} {stage.done} {stage.unit}{doing}"
         elapsed = time.monotonic() - self._started
         left = elapsed / max(stage.done, 1) * (stage.total - stage.done)
         percent = 100 * stage.done // stage.total

@@ -172,7 +172,10 @@ def test_progress_counts_the_configs_that_were_tested(
     command = ["tune", "--config_file", "w4.json", "--model", net(MODEL + APART)]
     assert run_command([*command, "--gate", "sqnr_db>=23"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    counts = [int(line.split()[1]) for line in lines if re.fullmatch(r"tune \d+ tests", line)]
+    shown = re.compile(r"tune (\d+) tests(: calib \d/4 batches)?.*")
+    matches = [match for match in map(shown.fullmatch, lines) if match]
+    assert any(match[2] for match in matches)
+    counts = [int(match[1]) for match in matches]
     tests = sum(step["tests"] for step in tune_json()["steps"])
     assert counts == sorted(counts) and counts[-1] == tests > 1
 
