@@ -205,9 +205,10 @@ def _lost_metric(tested: JsonMapping) -> str | None:
     for name, pair in tested.get("pairs", {}).items():
         share = relative_loss(tested, name)
         is_known = tested["metrics"].get(f"{name}{DROP}") is not None
-        if is_known and pair["float"] is not None and share > MAX_RELATIVE_CHANGE:
-            if not _is_gated(tested, name):
-                lost[name] = share
+        if not is_known or pair["float"] is None or _is_gated(tested, name):
+            continue
+        if share > MAX_RELATIVE_CHANGE:
+            lost[name] = share
     if not lost:
         return None
     name = max(lost, key=lambda metric: lost[metric])
