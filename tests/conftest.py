@@ -75,8 +75,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _seeds_of_the_cpu() -> Iterator[None]:
+    """Without an accelerator, torch formats the whole stack for each kind that it was built for,
+    whenever it is seeded.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.accelerator.current_accelerator() is not None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _same_random_numbers() -> None:
+def _same_random_numbers(_seeds_of_the_cpu: None) -> None:
     """A test draws the same numbers whichever tests ran before it in its process."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
