@@ -81,7 +81,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=50, deadline=None)
 @given(
     st.dictionaries(st.text(), JSON, max_size=4),
     st.sampled_from([None, 1, "\t"]),
