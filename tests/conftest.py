@@ -71,7 +71,7 @@ def pytest_collection_finish() -> None:
     objects, and a tenth of the suite's time went to looking at them again and again.
     """
     gc.freeze()
-    gc.set_threshold(100_000, 10, 10)
+    gc.set_threshold(400_000, 10, 10)
     gc.enable()
 
 
