@@ -36,12 +36,28 @@ def test_places_count_from_one_and_cover_keys_and_values() -> None:
     assert document.place("/b~1c").pointer == "/b~1c"
 
 
-@pytest.mark.parametrize("name", ["missing.json", "folder", "nul\0byte.json"])
-def test_unreadable_paths(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("missing.json", "there is no such file"),
+        ("folder", "this is a directory"),
+        ("nul\0byte.json", "the file cannot be read: embedded null byte"),
+        ("long" * 100, "the file cannot be read: File name too long"),
+    ],
+)
+def test_unreadable_paths(tmp_path: Path, name: str, why: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError) as error:
         read_document(tmp_path / name)
     assert codes_of(error) == ["QZ001"]
+    assert error.value.diagnostics[0].message == why
+
+
+def test_a_nul_byte_is_named_where_it_is(tmp_path: Path) -> None:
+    for content, where in ((b"\0{}", 0), (b"{}\0", 2)):
+        (tmp_path / "net.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"at byte {where}: there is a NUL byte"):
+            read_document(tmp_path / "net.json")
 
 
 def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
