@@ -60,6 +60,14 @@ def test_a_nul_byte_is_named_where_it_is(tmp_path: Path) -> None:
             read_document(tmp_path / "net.json")
 
 
+def test_the_place_of_a_wrong_escape_is_one_character() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse('{"a": "b\\qc"}')
+    place = error.value.diagnostics[0].place
+    assert place is not None
+    assert (place.line, place.column, place.length) == (1, 9, 1)
+
+
 def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "cpu_int8.json").write_text("{}")
     with pytest.raises(ConfigError) as error:
