@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from quantizer.graph.ir import Graph, Node
 from quantizer.sources.batches import Batch
 
-_SHORTER = 8
+_SHORTER = 32
 """Sequences of another length than the batch are so many times shorter."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
