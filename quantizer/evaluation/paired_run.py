@@ -20,11 +20,12 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs, digest_of
 from quantizer.numerics.metrics import Approximation
+from quantizer.plan.saturation import useful_magnitude
 from quantizer.sources.batches import Batch
 
-_Taps = dict[str, list[tuple[TensorQuantizer, int]]]
-"""For each node whose value is quantized, its quantizers, each with the index of its
-`LayerNoise` in a list.
+_Taps = dict[str, list[tuple[TensorQuantizer, int, float]]]
+"""For each node whose value is quantized, its quantizers. Each has the index of its
+`LayerNoise` in a list, and the magnitude beyond which the node's readers tell no values apart.
 """
 
 
@@ -92,8 +93,11 @@ class PairedRun:
             _, y = self._quantized_run.step()
             left.see(name, x)
             right.see(name, y)
-            for quantizer, index in self._pair.taps.get(name, ()):
+            for quantizer, index, most in self._pair.taps.get(name, ()):
                 require_same_shape(name, x, y)
+                if math.isfinite(most):
+                    x = x.clamp(-most, most)
+                    y = y.clamp(-most, most)
                 noise = self._result.layers[index]
                 # The cosine is that of the whole network
                 local = _quantized(quantizer, x, is_measured=False)
@@ -139,7 +143,8 @@ def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
         if role != "activation" and node.op != "input":
             # The input of a layer is the value of another node
             source = node.input_roles()[role]
-        tap = (quantizer, len(rows))
+        most = useful_magnitude(quantized.graph, source, quantizer.spec)
+        tap = (quantizer, len(rows), math.inf if most is None else most)
         taps.setdefault(source, []).append(tap)
         is_bounded = node.row.kind == "nonlinear"
         row = LayerNoise(name, role, accumulated=Noise(), is_bounded=is_bounded)

@@ -1,0 +1,36 @@
+"""How far from zero a value still changes what is computed from it. A sigmoid of 8 and one of
+24 are nearly the same.
+"""
+
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.ir import Graph
+from quantizer.plan.value_readers import outer_readers
+
+_MOST_BITS = 8
+_MAGNITUDES = {"sigmoid": 127 / 16, "tanh": 127 / 32, "hardsigmoid": 127 / 32}
+"""By operator the largest magnitude of 8-bit codes beyond which its output changes by less than
+0.001.
+"""
+
+
+def useful_magnitude(
+    graph: Graph,
+    source: str,
+    spec: QuantizationSpec,
+) -> float | None:
+    """Return the largest magnitude that a node's readers tell from larger ones; None if some
+    reader tells all apart.
+
+    With a power-of-two scale, the values beyond it would cost all others a bit or two. Other
+    scales lose less, so they have no such limit. Wider codes have room for all values.
+    """
+    is_short = spec.dtype == "int" and spec.bit_width <= _MOST_BITS
+    if not is_short or spec.scale_type != "poweroftwo":
+        return None
+    magnitudes = []
+    for reader, _ in outer_readers(graph, source):
+        magnitude = _MAGNITUDES.get(graph.by_name[reader].op) if reader else None
+        if magnitude is None:
+            return None
+        magnitudes.append(magnitude)
+    return max(magnitudes, default=None)
