@@ -121,7 +121,10 @@ class PairedRun:
 
 
 def _quantized(
-    quantizer: TensorQuantizer, values: Tensor, *, is_measured: bool = True
+    quantizer: TensorQuantizer,
+    values: Tensor,
+    *,
+    is_measured: bool = True,
 ) -> Approximation:
     """Return what a quantizer makes of some values."""
     if quantizer.is_elementwise:
@@ -144,7 +147,9 @@ def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
             # The input of a layer is the value of another node
             source = node.input_roles()[role]
         most = useful_magnitude(quantized.graph, source, quantizer.spec)
-        tap = (quantizer, len(rows), math.inf if most is None else most)
+        if most is None:
+            most = math.inf
+        tap = (quantizer, len(rows), most)
         taps.setdefault(source, []).append(tap)
         is_bounded = node.row.kind == "nonlinear"
         row = LayerNoise(name, role, accumulated=Noise(), is_bounded=is_bounded)

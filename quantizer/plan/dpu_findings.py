@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from quantizer.config.diagnostics import Diagnostic
+from quantizer.graph.attention import cached_values
 from quantizer.plan.dpu_support import verdicts
 from quantizer.plan.model import Plan
 
-_ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
 _LOSES = (
     "; with one power-of-two scale for each tensor, a transformer encoder loses most of its "
     "accuracy"
@@ -14,8 +14,8 @@ _LOSES = (
 
 
 def with_dpu_findings(plan: Plan) -> Plan:
-    """Return a plan for the DPU with a warning if the DPU runs less than half of its
-    convolutions and linear layers. Other plans are returned as they are.
+    """Return a plan for the DPU with a warning if the DPU runs less than half of the
+    convolutions and linear layers with quantized weights. Other plans are returned as they are.
     """
     settings = plan.settings
     if settings.target_device != "DPU":
@@ -23,13 +23,14 @@ def with_dpu_findings(plan: Plan) -> Plan:
     verdict_of = verdicts(plan)
     layers = []
     for node in plan.graph.nodes:
-        if node.row.is_linear_or_convolution:
+        is_planned = (node.name, "weights") in plan.tensors
+        if node.row.is_linear_or_convolution and is_planned:
             layers.append(node.name)
     refused = [name for name in layers if verdict_of[name].device == "CPU"]
     if 2 * len(refused) <= len(layers):
         return plan
-    operators = {node.op for node in plan.graph.nodes}
-    is_encoder = "layer_norm" in operators and not operators.isdisjoint(_ATTENTION)
+    has_norms = any(node.row.normalizes for node in plan.graph.nodes)
+    is_encoder = has_norms and bool(cached_values(plan.graph))
     first = refused[0]
     warning = Diagnostic(
         "QZ357",

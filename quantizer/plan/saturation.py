@@ -7,10 +7,6 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.value_readers import outer_readers
 
 _MOST_BITS = 8
-_MAGNITUDES = {"sigmoid": 127 / 16, "tanh": 127 / 32, "hardsigmoid": 127 / 32}
-"""By operator the largest magnitude of 8-bit codes beyond which its output changes by less than
-0.001.
-"""
 
 
 def useful_magnitude(
@@ -29,8 +25,9 @@ def useful_magnitude(
         return None
     magnitudes = []
     for reader, _ in outer_readers(graph, source):
-        magnitude = _MAGNITUDES.get(graph.by_name[reader].op) if reader else None
-        if magnitude is None:
+        # "" is the network's output
+        row = graph.by_name[reader].row if reader else None
+        if row is None or row.saturates is None:
             return None
-        magnitudes.append(magnitude)
+        magnitudes.append(row.saturates)
     return max(magnitudes, default=None)
