@@ -39,7 +39,7 @@ def watch_useful(
     most: float,
     value: Tensor,
 ) -> None:
-    """Show a watcher a value whose readers tell no magnitudes beyond `most` apart.
+    """Show a watcher a value whose readers do the same for all magnitudes beyond `most`.
 
     Raises:
         NonFiniteError: NaN or infinity in the value.

@@ -25,7 +25,7 @@ from quantizer.sources.batches import Batch
 
 _Taps = dict[str, list[tuple[TensorQuantizer, int, float]]]
 """For each node whose value is quantized, its quantizers. Each has the index of its
-`LayerNoise` in a list, and the magnitude beyond which the node's readers tell no values apart.
+`LayerNoise` in a list, and the magnitude beyond which the node's readers saturate.
 """
 
 

@@ -14,8 +14,8 @@ def useful_magnitude(
     source: str,
     spec: QuantizationSpec,
 ) -> float | None:
-    """Return the largest magnitude that a node's readers tell from larger ones; None if some
-    reader tells all apart.
+    """Return the magnitude beyond which all readers of a node saturate; None if some reader
+    does not.
 
     With a power-of-two scale, the values beyond it would cost all others a bit or two. Other
     scales lose less, so they have no such limit. Wider codes have room for all values.
