@@ -95,17 +95,16 @@ class PairedRun:
             right.see(name, y)
             for quantizer, index, most in self._pair.taps.get(name, ()):
                 require_same_shape(name, x, y)
-                if math.isfinite(most):
-                    x = x.clamp(-most, most)
-                    y = y.clamp(-most, most)
                 noise = self._result.layers[index]
+                expected = _clipped(x, most)
+                actual = _clipped(y, most)
                 # The cosine is that of the whole network
-                local = _quantized(quantizer, x, is_measured=False)
-                accumulated = Approximation(y)
+                local = _quantized(quantizer, expected, is_measured=False)
+                accumulated = Approximation(actual)
                 if noise.layer != name:
                     # The quantized network has not applied a quantizer of a layer's input yet
-                    accumulated = _quantized(quantizer, y)
-                noise.add(x, local, accumulated)
+                    accumulated = _quantized(quantizer, actual)
+                noise.add(expected, local, accumulated)
 
     def finish(self) -> NetworkComparison:
         """Return the comparison of the batch, whose nodes have all run."""
@@ -118,6 +117,13 @@ class PairedRun:
         if self._pair.recorded is not None:
             self._pair.recorded.record(self._digest, self._quantized_run.output())
         return result
+
+
+def _clipped(values: Tensor, most: float) -> Tensor:
+    """Return the values clipped to magnitudes of at most `most`, which may be infinite."""
+    if math.isinf(most):
+        return values
+    return values.clamp(-most, most)
 
 
 def _quantized(
