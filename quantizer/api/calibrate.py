@@ -19,6 +19,7 @@ from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.diagnostics import pointing_into
+from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError, UsageError
@@ -62,6 +63,7 @@ def calibrate(
     seed: int = 0,
     fast_finetune: str | None = None,
     dpu_accuracy: str | None = None,
+    dynamic: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     memory: int | str | None = None,
@@ -81,6 +83,8 @@ def calibrate(
         seed: the seed of all random numbers.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
         dpu_accuracy: "high" to also equalize layers, correct biases and finetune, for the DPU.
+        dynamic: "height,width", "height" or "width" to leave these sizes of images open, or
+            "length" for sounds; None for the sizes of the first batch.
         folder: the folder for checkpoints; None for no checkpoints.
         resume: whether to continue from the checkpoint in `folder`.
         memory: the memory for activations, in bytes or as "8GB". What does not fit is written
@@ -115,6 +119,7 @@ def calibrate(
         subset_len=subset_len,
         fast_finetune=fast_finetune,
         dpu_accuracy=dpu_accuracy,
+        dynamic=dynamic,
         folder=folder,
         resume=resume,
         memory=memory,
@@ -137,6 +142,7 @@ class CalibrationSettings:
     subset_len: int | None = None
     fast_finetune: str | None = None
     dpu_accuracy: str | None = None
+    dynamic: str | None = None
     folder: str | os.PathLike[str] | None = None
     resume: bool = False
     memory: int | str | None = None
@@ -186,7 +192,7 @@ def calibrate_batches(
         return state
 
     request = CalibrationRequest(
-        target=TracedTarget(graph or trace_compared(model, batches)),
+        target=TracedTarget(graph or trace_compared(model, batches, settings.dynamic)),
         config=rules,
         batches=batches,
         events=ForkedEvents(*filter(None, (watching, checkpoints))),
@@ -337,12 +343,16 @@ def _example_batches(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def trace_compared(model: nn.Module, batches: Batches) -> Graph:
-    """Return the graph of a model whose weights are finite, compared with the model."""
+def trace_compared(model: nn.Module, batches: Batches, dynamic: str | None) -> Graph:
+    """Return the graph of a model whose weights are finite, compared with the model.
+
+    `dynamic` is that of `calibrate`.
+    """
+    sizes = dynamic_sizes(dynamic)
     check_finite(model)
     batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
-        return trace_module(model, batch, compared=True)
+        return trace_module(model, batch, compared=True, sizes=sizes)
 
 
 def _first_batch(model: nn.Module, batches: Batches) -> Batch:

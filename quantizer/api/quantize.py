@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -109,6 +109,7 @@ def quantize(
     evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None,
     lower_is_better: Collection[str] = (),
     seed: int = 0,
+    dynamic: str | None = None,
     overwrite: bool = False,
     events: Events | None = None,
     **options: str | os.PathLike[str],
@@ -126,7 +127,7 @@ def quantize(
             written from a preset if it is not there.
         evaluation_data: the data to test and verify with; `data` if None.
         evaluate, lower_is_better: as in `Result.test`.
-        seed, events: as in `calibrate`.
+        seed, dynamic, events: as in `calibrate`.
         overwrite: whether results of another model, and the config in the folder, are replaced.
         options: the options of the target, as in `Result.export`.
 
@@ -144,10 +145,13 @@ def quantize(
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
     checked = checked_target(target, choices)
-    settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
+    settings = CalibrationSettings(
+        seed=seed, dynamic=dynamic, events=events, confirm=partial(_confirm, checked)
+    )
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
-    graph = _trace(model, batches, choices)
+    graph = trace_compared(model, batches, dynamic)
+    require_fitting_names(choices, model, graph)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
@@ -186,13 +190,6 @@ def _verdict_facts(
         config=config,
         improvement=tested["improvement"],
     )
-
-
-def _trace(model: nn.Module, batches: Batches, choices: Mapping[str, str]) -> Graph:
-    """Return the graph of a model, after a check of the names chosen for its tensors."""
-    graph = trace_compared(model, batches)
-    require_fitting_names(choices, model, graph)
-    return graph
 
 
 def _batches(

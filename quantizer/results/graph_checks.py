@@ -176,7 +176,7 @@ def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
     for number, length in enumerate(graph.lengths):
         place = f"lengths/{number}"
         most = math.inf if length.most is None else length.most
-        if not 1 <= length.least < length.traced <= most:
+        if not 1 <= length.least <= length.traced <= most or length.traced not in length:
             yield place, "its bounds do not hold what was traced"
         for index, axis in length.axes:
             is_open = index < len(inputs) and axis in inputs[index].open_axes

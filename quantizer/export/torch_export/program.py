@@ -172,7 +172,11 @@ def _with_signature(
 
 def _proven_length(length: Length) -> Any:
     """Return a dimension for whose whole range torch must prove that the program holds."""
-    return Dim(length.name, min=length.least, max=length.most)
+    if length.step == 1:
+        return Dim(length.name, min=length.least, max=length.most)
+    first, offset = divmod(length.least, length.step)
+    last = None if length.most is None else length.most // length.step
+    return length.step * Dim(f"{length.name}_steps", min=first, max=last) + offset
 
 
 def _guarded_length(length: Length) -> Any:
