@@ -167,7 +167,9 @@ class SizedTrace:
         if guard is None:
             return ModelError(what, help=_WITHOUT)
         cause, remedy = self._cause(guard)
-        return ModelError(f"{what}{guard.place}; {cause}", help=f"{remedy}, or {_WITHOUT}")
+        return ModelError(
+            f"{what}: {cause}{_after_comma(guard.place)}", help=f"{remedy}, or {_WITHOUT}"
+        )
 
     def failed(self, error: ModelError) -> ModelError:
         """Return the error of a trace that failed, with what fixes a size if that is known."""
@@ -241,3 +243,8 @@ _WITHOUT = "leave --dynamic out"
 def leaf_shapes(call: Any) -> list[Sequence[int]]:
     """Return the shapes of the leaves of a call, () for one that is no tensor."""
     return [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(call)]
+
+
+def _after_comma(place: str) -> str:
+    """Return a place in the code as the end of a sentence that has commas."""
+    return f",{place}" if place else ""

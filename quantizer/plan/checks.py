@@ -10,6 +10,7 @@ from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role
 from quantizer.config.roles import base_role
 from quantizer.config.rules.check_layered import inherits_float, refused_under_float
 from quantizer.config.rules.spec_rules import conflicts
+from quantizer.config.wording import listed
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import PlannedTensor
 from quantizer.plan.match import RANKS, SELECTED_KINDS, MatchedRule, advice
@@ -130,6 +131,19 @@ def embeddings(
             "note",
             help="add them to exclude to leave them in float, or give them an entry in "
             "layer_quant_config",
+        )
+
+
+def dynamic_sizes(config: Config, graph: Graph) -> Iterator[Diagnostic]:
+    """Yield an error if the DPU, which is compiled for sizes, gets inputs of dynamic ones."""
+    settings = config.settings
+    names = [length.name for length in graph.lengths if length.is_asked_for]
+    if settings.target_device == "DPU" and names:
+        yield Diagnostic(
+            "QZ347",
+            f"the DPU runs one size, and --dynamic leaves {listed(names)} open",
+            settings.places.get("target_device"),
+            help="leave --dynamic out, or use a config for the CPU, such as cpu_int8.json",
         )
 
 

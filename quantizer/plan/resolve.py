@@ -100,6 +100,7 @@ class _Resolver:
         self.ungrouped: dict[Key, str] = {}
         self.cached = planned_values(self.rules, graph)
         self.findings = list(checks.unmatched_selectors(config.form, self.rules, original))
+        self.findings += checks.dynamic_sizes(config, graph)
         self.findings += cache_findings(self.rules, graph, self.cached.values())
         self.misfits: list[Misfit] = []
 

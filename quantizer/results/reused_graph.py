@@ -252,12 +252,13 @@ class _Run:
         fewer_shape = fewer.shapes[name]
         for axis, size in enumerate(node.shape or ()):
             is_batch = size is None
-            if not is_batch and size != shape[axis]:
+            is_open = is_batch or axis in node.open_axes
+            if not is_open and size != shape[axis]:
                 raise DifferentError(f"{name} gives another shape")
             follows_batch = fewer_shape[axis] != several_shape[axis]
             if follows_batch != is_batch:
                 raise DifferentError(f"{name} follows the batch elsewhere")
-            if is_batch or axis in node.open_axes:
+            if is_open:
                 continue
             follows_length = several_shape[axis] != shape[axis]
             if follows_length:

@@ -142,7 +142,7 @@ def test_a_later_batch_that_does_not_fit_is_nothing_to_resume_from(
     assert run_command(command) == 4
     error = capsys.readouterr().err
     assert "error: batch 1" in error
-    assert error.endswith(f"help: {help_text}\n")
+    assert error.endswith(f"{help_text}\n")
     assert "--resume" not in error
     assert not list(Path("quantize_result").glob("checkpoint*"))
 
