@@ -72,8 +72,7 @@ def calibrate(
     """Quantize a traced copy of a model, as `quantizer --quant_mode calib` does.
 
     Args:
-        model: any `torch.nn.Module`. It stays unchanged, and is traced on the first batch in
-            evaluation mode.
+        model: any `torch.nn.Module`. It stays unchanged, and is traced on the first batch.
         config: a path, a dict or a `Config`; None for the built-in default for the DPU.
         data: an iterable of batches (tensors, tuples, dicts, with or without targets), a
             function that returns one, or a text as for `--data`. Each pass has to give the same
@@ -83,8 +82,7 @@ def calibrate(
         seed: the seed of all random numbers.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
         dpu_accuracy: "high" to also equalize layers, correct biases and finetune, for the DPU.
-        dynamic: "height,width", "height" or "width" to leave these sizes of images open, or
-            "length" for sounds; None for the sizes of the first batch.
+        dynamic: sizes to leave open: "height,width", "height", "width" or "length".
         folder: the folder for checkpoints; None for no checkpoints.
         resume: whether to continue from the checkpoint in `folder`.
         memory: the memory for activations, in bytes or as "8GB". What does not fit is written
@@ -94,11 +92,10 @@ def calibrate(
 
     Raises:
         ConfigError: the config cannot be used, alone or with this model. It has all findings.
-        ModelError: the model cannot be traced, or has NaN or Inf in its weights.
+        ModelError: the model cannot be traced, fixes `dynamic`, or has NaN or Inf as weights.
         DataError: there is no data, or the model cannot take it.
         ResultError: another run uses `folder`, or it has links among its files.
-        UsageError: `memory` is not a size, or the config excludes `fast_finetune` or
-            `dpu_accuracy`.
+        UsageError: `memory` or `dynamic` is no size, or the config excludes an argument.
 
     >>> import torch, quantizer
     >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
@@ -125,8 +122,7 @@ def calibrate(
         memory=memory,
         events=events,
     )
-    batches = open_batches(model, data, settings)
-    return calibrate_batches(model, config, batches, settings)
+    return calibrate_batches(model, config, open_batches(model, data, settings), settings)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,13 @@ from quantizer.errors import ModelError
 from quantizer.graph import targets
 from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.lengths import Length, same_shape, same_size, size_in_call, symbol_sizes
+from quantizer.graph.lengths import (
+    open_lengths,
+    same_shape,
+    same_size,
+    size_in_call,
+    symbol_sizes,
+)
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
 from quantizer.graph.program_nodes import (
@@ -82,10 +88,7 @@ class Converter:
             self._first_path[id(tensor)] = path
 
     def graph(
-        self,
-        input_paths: tuple[tuple[Any, ...], ...],
-        shapes: Sequence[Sequence[int]],
-        lengths: Sequence[Length],
+        self, input_paths: tuple[tuple[Any, ...], ...], shapes: Sequence[Sequence[int]]
     ) -> Graph:
         """Return the graph of the program.
 
@@ -93,7 +96,6 @@ class Converter:
             input_paths: where each input is in the call.
             shapes: of the tensors in the example call. Dynamic sizes have these values in the
                 graph.
-            lengths: the dynamic sizes besides the batch.
 
         Raises:
             ModelError: the program calls other programs.
@@ -128,7 +130,7 @@ class Converter:
             leaves,
             self.tensors,
             input_paths,
-            tuple(lengths),
+            tuple(open_lengths(self.program).values()),
             constants=constants_of_code(self.module, self.tensors),
         )
         graph = with_output(graph, leaves, out_spec)

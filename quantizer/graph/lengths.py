@@ -55,13 +55,18 @@ class Length:
         >>> Length("width_1", ((1, 3),), 32, 1).noun
         'width'
         """
-        noun = self.name.partition("_")[0]
+        noun = self._kind
         return "length" if noun == "sequence" else noun
 
     @property
     def is_asked_for(self) -> bool:
         """Return whether it is a size of a floating-point input that `--dynamic` names."""
-        return self.name.partition("_")[0] in AXES
+        return self._kind in AXES
+
+    @property
+    def _kind(self) -> str:
+        kind, _, _ = self.name.partition("_")
+        return kind
 
     def nearest(self, size: int) -> int:
         """Return the largest accepted size up to `size`, else the least one.
@@ -69,19 +74,27 @@ class Length:
         >>> Length("height", ((0, 2),), 32, 8, step=4).nearest(15)
         12
         """
-        size = max(size if self.most is None else min(size, self.most), self.least)
-        return size - (size - self.least) % self.step
+        if self.most is not None:
+            size = min(size, self.most)
+        size = max(size, self.least)
+        beyond = size - self.least
+        return size - beyond % self.step
 
     def __contains__(self, size: int) -> bool:
-        if size < self.least or (size - self.least) % self.step:
+        if size < self.least:
+            return False
+        beyond = size - self.least
+        if beyond % self.step:
             return False
         return self.most is None or size <= self.most
 
     def __str__(self) -> str:
-        steps = "" if self.step == 1 else f" in steps of {self.step}"
-        if self.most is None:
-            return f"{self.least} or more{steps}"
-        return f"{self.least} to {self.most}{steps}"
+        text = f"{self.least} or more"
+        if self.most is not None:
+            text = f"{self.least} to {self.most}"
+        if self.step > 1:
+            text += f" in steps of {self.step}"
+        return text
 
 
 def length_axes(call: Any) -> list[tuple[int, ...]]:
@@ -114,10 +127,13 @@ def size_axes(call: Any, names: Collection[str]) -> list[tuple[int, ...]]:
     """Return for each leaf of a call the axes that have one of the sizes in `AXES`."""
     axes: list[tuple[int, ...]] = []
     for leaf in pytree.tree_leaves(call):
+        of_leaf: list[int] = []
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        rank = leaf.dim() if is_float else 0
-        places = [AXES[name] for name in names]
-        axes.append(tuple(axis for of_rank, axis in places if of_rank == rank))
+        for name in names:
+            rank, axis = AXES[name]
+            if is_float and leaf.dim() == rank:
+                of_leaf.append(axis)
+        axes.append(tuple(of_leaf))
     return axes
 
 

@@ -91,7 +91,8 @@ class SizedTrace:
         traced = self._traced(axes[0])
         end = 2 * traced + _BEYOND
         accepted: set[int] = set()
-        for size in (*range(1, end), *(traced * factor for factor in _FAR)):
+        far = [traced * factor for factor in _FAR]
+        for size in (*range(1, end), *far):
             if self._accepts(dict.fromkeys(axes, size)):
                 accepted.add(size)
         bounded: Length | None = None
@@ -102,10 +103,16 @@ class SizedTrace:
             most = traced
             while most + step in accepted:
                 most += step
-            length = Length(self._name(axes[0]), tuple(axes), traced, least, limit, step)
+            length = Length(
+                self._name(axes[0]),
+                tuple(axes),
+                traced,
+                least,
+                limit,
+                step,
+            )
             is_unbounded = most + step >= end
-            for factor in _FAR:
-                size = traced * factor
+            for size in far:
                 is_unbounded &= size not in length or size in accepted
             if is_unbounded:
                 return length
@@ -129,7 +136,8 @@ class SizedTrace:
 
     def _accepts(self, sizes: Mapping[_Place, int]) -> bool:
         """Return whether all guards hold for inputs of these sizes and batches of two kinds."""
-        return all(self._failing(sizes, more) is None for more in (0, 1))
+        failing = [self._failing(sizes, more_samples) for more_samples in (0, 1)]
+        return failing == [None, None]
 
     def _failing(self, sizes: Mapping[_Place, int], more_samples: int) -> Guard | None:
         """Return the first guard that does not hold for inputs of these sizes."""
@@ -167,9 +175,9 @@ class SizedTrace:
         if guard is None:
             return ModelError(what, help=_WITHOUT)
         cause, remedy = self._cause(guard)
-        return ModelError(
-            f"{what}: {cause}{_after_comma(guard.place)}", help=f"{remedy}, or {_WITHOUT}"
-        )
+        if guard.place:
+            cause += f",{guard.place}"
+        return ModelError(f"{what}: {cause}", help=f"{remedy}, or {_WITHOUT}")
 
     def failed(self, error: ModelError) -> ModelError:
         """Return the error of a trace that failed, with what fixes a size if that is known."""
@@ -243,8 +251,3 @@ _WITHOUT = "leave --dynamic out"
 def leaf_shapes(call: Any) -> list[Sequence[int]]:
     """Return the shapes of the leaves of a call, () for one that is no tensor."""
     return [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(call)]
-
-
-def _after_comma(place: str) -> str:
-    """Return a place in the code as the end of a sentence that has commas."""
-    return f",{place}" if place else ""

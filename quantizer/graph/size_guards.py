@@ -115,8 +115,9 @@ class GuardedTrace:
             for leaf, value in enumerate(pytree.tree_leaves((args, kwargs))):
                 for axis, size in enumerate(getattr(value, "shape", ())):
                     if isinstance(size, torch.SymInt):
-                        self.symbols[leaf, axis] = str(size.node.expr)
-                        self._record(size.node.shape_env)
+                        symbol = size.node
+                        self.symbols[leaf, axis] = str(symbol.expr)
+                        self._record(symbol.shape_env)
             self._running = [""]
             try:
                 return forward(*args, **kwargs)
@@ -136,29 +137,31 @@ class GuardedTrace:
         if condition in self._conditions:
             return
         self._conditions.add(condition)
-        constant = 0
-        right: Any = getattr(guard.expr, "rhs", None)
-        if getattr(guard.expr, "rel_op", "") == "==" and getattr(right, "is_Integer", False):
-            constant = int(right)
-        self.guards.append(
-            Guard(
-                compile(condition, "<guard>", "eval"),
-                frozenset(map(str, guard.expr.free_symbols)),
-                constant,
-                self._running[-1] if self._running else None,
-                _user_line() if self._running else "",
-            )
-        )
+        layer: str | None = None
+        place = ""
+        if self._running:
+            layer = self._running[-1]
+            place = _user_line()
+        compiled = compile(condition, "<guard>", "eval")
+        symbols = frozenset(map(str, guard.expr.free_symbols))
+        constant = _constant_in(guard.expr)
+        self.guards.append(Guard(compiled, symbols, constant, layer, place))
 
     def first_failing(self, sizes: Mapping[str, int]) -> Guard | None:
         """Return the first guard that is false at these sizes, None if all are true."""
-        return next((guard for guard in self.guards if not guard.holds(sizes)), None)
+        for guard in self.guards:
+            if not guard.holds(sizes):
+                return guard
+        return None
 
     def constant_before(self, guard: Guard) -> str | None:
         """Return the last layer before a guard whose output has a constant size."""
         index = self.guards.index(guard)
-        paths = [path for count, path in self.constants.items() if count <= index]
-        return paths[-1] if paths else None
+        before: str | None = None
+        for count, path in self.constants.items():
+            if count <= index:
+                before = path
+        return before
 
 
 class _ReportingList(list[Any]):
@@ -174,18 +177,29 @@ class _ReportingList(list[Any]):
         self._report(value)
 
 
+def _constant_in(condition: Any) -> int:
+    """Return what a condition says that a size is equal to, 0 for other conditions."""
+    if getattr(condition, "rel_op", "") != "==":
+        return 0
+    right = condition.rhs
+    return int(right) if right.is_Integer else 0
+
+
 def _makes_constant(args: Any, output: Any) -> bool:
     """Return whether a layer has an open size in its first argument, and a constant one of
     several values in the same place of its output.
     """
-    if not isinstance(output, Tensor) or not args or not isinstance(args[0], Tensor):
-        return False
-    if min(output.dim(), args[0].dim()) < len(_SPATIAL) + 1:
-        return False
+    for value in (output, *args[:1]):
+        if not isinstance(value, Tensor):
+            return False
+        if value.dim() <= len(_SPATIAL):
+            return False
     for axis in _SPATIAL:
+        before = args[0].shape[axis]
         size = output.shape[axis]
-        is_open = isinstance(args[0].shape[axis], torch.SymInt)
-        if is_open and isinstance(size, int) and size > 1:
+        if isinstance(before, int):
+            continue
+        if isinstance(size, int) and size > 1:
             return True
     return False
 
@@ -196,12 +210,15 @@ def _user_line() -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name == __file__ and frame.f_code.co_name == "run":
+        code = frame.f_code
+        path = code.co_filename
+        if path == __file__ and code.co_name == "run":
             return ""
-        is_users = not any(part in name for part in NOT_USER_CODE)
-        if is_users and not name.startswith("<"):
-            line = linecache.getline(name, frame.f_lineno).strip()
-            return f" at line {frame.f_lineno} of {name.rpartition('/')[2]}: {line}"
+        is_users = not any(part in path for part in NOT_USER_CODE)
+        if is_users and not path.startswith("<"):
+            number = frame.f_lineno
+            line = linecache.getline(path, number)
+            _, _, file = path.rpartition("/")
+            return f" at line {number} of {file}: {line.strip()}"
         frame = frame.f_back
     return ""

@@ -93,7 +93,7 @@ def trace(
 
 def _trace(module: nn.Module, call: _Call, sizes: Sequence[str]) -> Graph:
     size = _batch_size(call)
-    lengths: Sequence[Length] | None = None
+    lengths: Sequence[Length] = ()
     if sizes:
         example, program, lengths = _export_sizes(module, call, size, sizes)
     elif size is None:
@@ -101,14 +101,15 @@ def _trace(module: nn.Module, call: _Call, sizes: Sequence[str]) -> Graph:
         program = _export(module, *call, batch=None)
     else:
         example, program = _export_batches(module, call, size)
-    if lengths is None:
-        lengths = tuple(open_lengths(program).values())
     paths: list[tuple[Any, ...]] = []
     shapes: list[Sequence[int]] = []
     for path, leaf in pytree.tree_flatten_with_path(example)[0]:
         paths.append(tuple(_step(key) for key in path))
         shapes.append(getattr(leaf, "shape", ()))
-    return Converter(program, module).graph(tuple(paths), shapes, lengths)
+    graph = Converter(program, module).graph(tuple(paths), shapes)
+    if lengths:
+        graph = graph.replaced(lengths=tuple(lengths))
+    return graph
 
 
 def _batch_size(call: _Call) -> int | None:

@@ -197,8 +197,9 @@ def _pools_any_size(graph: Graph, node: Node) -> bool:
     if not node.target.startswith("aten.adaptive_") or node.shape is None:
         return False
     source = graph.source(node)
-    opened = set(() if source is None else source.open_axes)
-    for axis in opened.difference(node.open_axes):
+    if source is None:
+        return False
+    for axis in set(source.open_axes).difference(node.open_axes):
         size = node.shape[axis]
         if size is not None and size > 1:
             return True

@@ -175,8 +175,15 @@ def _proven_length(length: Length) -> Any:
     if length.step == 1:
         return Dim(length.name, min=length.least, max=length.most)
     first, offset = divmod(length.least, length.step)
-    last = None if length.most is None else length.most // length.step
-    return length.step * Dim(f"{length.name}_steps", min=first, max=last) + offset
+    last: int | None = None
+    if length.most is not None:
+        last = length.most // length.step
+    steps = Dim(
+        f"{length.name}_steps",
+        min=first,
+        max=last,
+    )
+    return length.step * steps + offset
 
 
 def _guarded_length(length: Length) -> Any:
