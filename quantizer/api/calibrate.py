@@ -95,7 +95,7 @@ def calibrate(
         ModelError: the model cannot be traced, fixes `dynamic`, or has NaN or Inf as weights.
         DataError: there is no data, or the model cannot take it.
         ResultError: another run uses `folder`, or it has links among its files.
-        UsageError: `memory` or `dynamic` is no size, or the config excludes an argument.
+        UsageError: `memory` or `dynamic` is not a size, or the config excludes an argument.
 
     >>> import torch, quantizer
     >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))

@@ -3,8 +3,8 @@
 from quantizer.errors import UsageError
 
 AXES = {"height": (4, 2), "width": (4, 3), "length": (3, 2)}
-"""By the name of a size, the axes of the floating-point inputs that have it, and which of them
-it is: images are [batch, channels, height, width], sounds [batch, channels, length].
+"""By the name of a size: the number of axes of the inputs that have it, and its axis. Images
+are [batch, channels, height, width], sounds [batch, channels, length].
 """
 CHOICES = ("height,width", "height", "width", "length")
 """The values of `--dynamic`, that of the option alone first."""
@@ -23,7 +23,7 @@ def dynamic_sizes(value: str | None) -> tuple[str, ...]:
         return ()
     if value not in CHOICES:
         raise UsageError(
-            f"dynamic={value!r} is no size",
+            f"dynamic={value!r} is not a size",
             help=f"it is {', '.join(map(repr, CHOICES))} or None",
         )
     return tuple(value.split(","))

@@ -26,6 +26,7 @@ _FAR = (3, 4, 16)
 """These multiples of the traced size are tried, too."""
 _CHANGES = ((2, 0), (2, 32), (1, -1), (1, 1))
 """Factors of the traced size and what is added, those first that most networks take."""
+_WITHOUT = "leave --dynamic out"
 _HALF = 2
 """A range with an end is worth a dynamic size if it has half of the traced size, or twice."""
 
@@ -180,7 +181,7 @@ class SizedTrace:
         return ModelError(f"{what}: {cause}", help=f"{remedy}, or {_WITHOUT}")
 
     def failed(self, error: ModelError) -> ModelError:
-        """Return the error of a trace that failed, with what fixes a size if that is known."""
+        """Return the error of a trace that failed, and name the layer if a guard does."""
         guard = self._guard_of(self.places)
         if guard is None or guard.layer is None:
             return error
@@ -243,9 +244,6 @@ class SizedTrace:
                 name = self._layer_name(guard)
                 remarks.append(f"{length.name} is {length}, because of {name}{guard.place}")
         return remarks
-
-
-_WITHOUT = "leave --dynamic out"
 
 
 def leaf_shapes(call: Any) -> list[Sequence[int]]:

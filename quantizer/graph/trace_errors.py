@@ -1,4 +1,4 @@
-"""The sentences for traces that fail: what happened, and at which line of the user's code."""
+"""The sentences for traces that fail: the reason, and the line of the user's code."""
 
 import re
 import traceback

@@ -100,7 +100,6 @@ class _Resolver:
         self.ungrouped: dict[Key, str] = {}
         self.cached = planned_values(self.rules, graph)
         self.findings = list(checks.unmatched_selectors(config.form, self.rules, original))
-        self.findings += checks.dynamic_sizes(config, graph)
         self.findings += cache_findings(self.rules, graph, self.cached.values())
         self.misfits: list[Misfit] = []
 
@@ -124,6 +123,7 @@ class _Resolver:
         self.findings += checks.ineffective(self.rules, self.floats)
         self.findings += checks.overridden(self.rules)
         self.findings += checks.embeddings(self.rules, self.graph, self.tensors)
+        self.findings += checks.dynamic_sizes(self.config, self.graph, self.tensors.values())
         self.findings += axes.misfits(self.misfits)
         plan = Plan(
             graph=self.graph,
