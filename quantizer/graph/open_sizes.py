@@ -66,21 +66,24 @@ class SizedTrace:
         for symbol, axes in axes_of_symbols(program).items():
             if set(axes).intersection(places):
                 sizes[symbol] = axes
-        counts: Counter[str] = Counter()
         lengths: list[Length] = []
+        refused: list[_Place] = []
         for symbol, axes in sizes.items():
             length = self._length(axes, upper_bound(program.range_constraints[symbol]))
             if length is None:
-                continue
-            count = counts[length.name]
-            counts[length.name] += 1
-            if count:
-                length = replace(length, name=f"{length.name}_{count}")
-            lengths.append(length)
+                refused += axes
+            else:
+                lengths.append(length)
+        # A model that refuses each size alone may take them if they are equal
+        if len({self._traced(place) for place in refused}) == 1:
+            together = self._length(refused, None)
+            if together is not None:
+                lengths.append(together)
         for length in lengths:
             places = [place for place in places if place not in length.axes]
         if places:
             raise self.fixed(places)
+        lengths = _with_names(lengths)
         self._require_together(lengths)
         of_texts = open_lengths(program)
         for symbol in sizes:
@@ -208,7 +211,10 @@ class SizedTrace:
                 f"{name} takes {layer.in_features} values, as many as a map of that size has",
                 "pool the map to a constant size before, as with nn.AdaptiveAvgPool2d(1)",
             )
-        tensors = (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))
+        tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        if type(layer).__module__.startswith("torch.nn"):
+            # Its weights have no places
+            tensors.clear()
         for path, tensor in tensors:
             if guard.constant > 1 and guard.constant in tensor.shape:
                 return (
@@ -246,6 +252,19 @@ class SizedTrace:
         return remarks
 
 
+def _with_names(lengths: Sequence[Length]) -> list[Length]:
+    """Return lengths with different names: a second height is "height_1"."""
+    counts: Counter[str] = Counter()
+    named: list[Length] = []
+    for length in lengths:
+        count = counts[length.name]
+        counts[length.name] += 1
+        if count:
+            length = replace(length, name=f"{length.name}_{count}")
+        named.append(length)
+    return named
+
+
 def leaf_shapes(call: Any) -> list[Sequence[int]]:
-    """Return the shapes of the leaves of a call, () for one that is no tensor."""
+    """Return the shapes of the leaves of a call, () for one without a shape."""
     return [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(call)]
