@@ -123,7 +123,12 @@ class _Resolver:
         self.findings += checks.ineffective(self.rules, self.floats)
         self.findings += checks.overridden(self.rules)
         self.findings += checks.embeddings(self.rules, self.graph, self.tensors)
-        self.findings += checks.dynamic_sizes(self.config, self.graph, self.tensors.values())
+        tensors = self.tensors.values()
+        self.findings += checks.dynamic_sizes(
+            self.config,
+            self.graph,
+            tensors,
+        )
         self.findings += axes.misfits(self.misfits)
         plan = Plan(
             graph=self.graph,

@@ -4,10 +4,12 @@ of the calibration, and what cannot hold them is refused before.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support.extended import extended
 from support.maps import AdaptivelyPooled, Joined, Pooled, Sound, images
 from support.runs import ROOT
 from torch import Tensor, nn
@@ -58,62 +60,69 @@ def dimensions(path: Path) -> list[list[str]]:
 
 
 @torch.no_grad()
-def test_an_onnx_takes_sizes_that_nothing_was_calibrated_with(
-    joined: quantizer.Result, tmp_path: Path
+@pytest.mark.parametrize("target", ["onnx", *extended("pt2_float")])
+def test_a_file_takes_sizes_that_nothing_was_calibrated_with(
+    target: str, joined: quantizer.Result, tmp_path: Path
 ) -> None:
     pytest.importorskip("onnxscript", reason="the extra onnx writes the file")
-    path = tmp_path / "joined.onnx"
-    joined.export("onnx", path)
-    assert dimensions(path) == [
-        ["batch", "3", "height", "width"],
-        ["batch", "2", "2*(height/4)", "2*(width/4)"],
-    ]
+    path = tmp_path / "joined"
+    joined.export(target, path)
+    if target == "onnx":
+        run = partial(in_onnxruntime, path)
+        assert dimensions(path) == [
+            ["batch", "3", "height", "width"],
+            ["batch", "2", "2*(height/4)", "2*(width/4)"],
+        ]
+    else:
+        run = torch.export.load(path).module()
     model = Joined().eval()
     for height, width, samples in OTHERS:
         image = images(height, width, samples)
         tested = joined.network(image)
         loss = decibels(model(image), tested)
         assert loss > 25
-        assert decibels(tested, in_onnxruntime(path, image)) >= least_db(loss)
-
-
-@pytest.mark.extended
-@torch.no_grad()
-def test_a_pt2_takes_them_too(joined: quantizer.Result, tmp_path: Path) -> None:
-    joined.export("pt2_float", tmp_path / "joined.pt2")
-    program = torch.export.load(tmp_path / "joined.pt2").module()
-    for height, width, samples in OTHERS:
-        image = images(height, width, samples)
-        torch.testing.assert_close(program(image), joined.network(image))
+        assert decibels(tested, run(image)) >= least_db(loss)
 
 
 @torch.no_grad()
-def test_one_size_opens_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "name", "example", "other", "shapes"),
+    [
+        (
+            Pooled(),
+            "width",
+            images(16, 16),
+            images(16, 41),
+            [["batch", "3", "16", "width"], ["batch", "3"]],
+        ),
+        *extended(
+            (
+                Sound(),
+                "length",
+                images(1, 16)[:, :, 0],
+                images(1, 41)[:, :, 0],
+                [["batch", "3", "length"], ["batch", "1", "2*length"]],
+            )
+        ),
+    ],
+    ids=["width", "length"],
+)
+def test_one_size_opens_alone(
+    model: nn.Module,
+    name: str,
+    example: Tensor,
+    other: Tensor,
+    shapes: list[list[str]],
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("onnxscript", reason="the extra onnx writes the file")
-    data = [images(16, 16), images(16, 24)]
-    result = quantizer.calibrate(Pooled().eval(), CPU, data, dynamic="width")
-    result.export("onnx", tmp_path / "pooled.onnx")
-    assert dimensions(tmp_path / "pooled.onnx") == [
-        ["batch", "3", "16", "width"],
-        ["batch", "3"],
-    ]
-    image = images(16, 41)
-    actual = in_onnxruntime(tmp_path / "pooled.onnx", image)
-    assert decibels(result.network(image), actual) > 40
-    with pytest.raises(DataError, match=r"expected \[b, 3, 16, width\]"):
+    path = tmp_path / "file.onnx"
+    result = quantizer.calibrate(model.eval(), CPU, [example, other], dynamic=name)
+    result.export("onnx", path)
+    assert dimensions(path) == shapes
+    assert decibels(result.network(other), in_onnxruntime(path, other)) > 40
+    with pytest.raises(DataError, match=rf"expected \[b, 3, .*{name}\]"):
         result.network(images(24, 16))
-
-
-@pytest.mark.extended
-def test_sounds_have_a_length(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript", reason="the extra onnx writes the file")
-    sounds = [images()[:, :, 0], images(1, 40)[:, :, 0]]
-    result = quantizer.calibrate(Sound().eval(), CPU, sounds, dynamic="length")
-    result.export("onnx", tmp_path / "sound.onnx")
-    assert dimensions(tmp_path / "sound.onnx") == [
-        ["batch", "3", "length"],
-        ["batch", "1", "2*length"],
-    ]
 
 
 @torch.no_grad()
