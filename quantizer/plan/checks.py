@@ -134,6 +134,18 @@ def embeddings(
         )
 
 
+def of_tensors(
+    config: Config,
+    rules: Sequence[MatchedRule],
+    graph: Graph,
+    tensors: Mapping[Key, TensorPlan],
+) -> Iterator[Diagnostic]:
+    """Yield findings about all tensors of a plan."""
+    yield from overridden(rules)
+    yield from embeddings(rules, graph, tensors)
+    yield from dynamic_sizes(config, graph, tensors.values())
+
+
 def dynamic_sizes(
     config: Config, graph: Graph, tensors: Iterable[TensorPlan]
 ) -> Iterator[Diagnostic]:
