@@ -31,7 +31,7 @@ from vision_peers import VISION_PEERS
 from workloads import images, llama, resnet18, tokens
 
 HERE = Path(__file__).parent
-OTHERS = ("quark GPTAQ", "quark Qronos", "neural-compressor AWQ", "quark AWQ")
+OTHERS = ("quark GPTAQ", "quark Qronos", "AutoRound", "neural-compressor AWQ", "quark AWQ")
 """What is run with `--all` alone, as it is not GPTQ."""
 PACKAGES = {
     "torchao": "torchao==0.18.0",
@@ -39,6 +39,7 @@ PACKAGES = {
     "onnxruntime": "onnx==1.23.2 onnxruntime==1.31.1 onnxscript==0.7.2",
     "amd-quark": "amd-quark==0.13 transformers onnx",
     "llmcompressor": "llmcompressor==0.14.0.1 transformers==5.17.0",
+    "auto-round": "auto-round==0.16.1",
     "neural-compressor-pt": "neural-compressor-pt==3.10 transformers==5.17.0",
 }
 JOBS = ("ResNet-18", "EfficientNet-Lite0", "LLaMA")

@@ -77,7 +77,7 @@ def measured(
         for which, checkout in checkouts.items():
             place = Path(folder) / which
             place.mkdir()
-            (place / "config.json").write_text(config_of(job))
+            (place / "config.json").write_text(config_of(job, checkout))
             processor_seconds(job, "calib", checkout, place)
         for _ in range(rounds):
             for which, checkout in checkouts.items():
@@ -86,9 +86,9 @@ def measured(
     return seconds
 
 
-def config_of(job: Job) -> str:
-    """The text of the job's config."""
-    config = json.loads((ROOT / "configs" / f"{job.config}.json").read_text())
+def config_of(job: Job, checkout: Path) -> str:
+    """The text of the job's config, as the checkout has it."""
+    config = json.loads((checkout / "configs" / f"{job.config}.json").read_text())
     if job.group_size is not None:
         config["global_quant_config"]["weight"]["group_size"] = job.group_size
     return json.dumps(config)

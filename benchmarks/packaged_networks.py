@@ -24,6 +24,14 @@ Make = Callable[[], tuple[nn.Module, tuple[int, ...]]]
 """A network, and the shape of a sample."""
 
 
+STATISTICS = (
+    *("IMAGENET_DEFAULT_MEAN", "IMAGENET_DEFAULT_STD"),
+    *("IMAGENET_INCEPTION_MEAN", "IMAGENET_INCEPTION_STD"),
+    *("OPENAI_CLIP_MEAN", "OPENAI_CLIP_STD"),
+)
+"""Of pictures, which timm's files name and only their presets use."""
+
+
 class Part(nn.Module):
     """A network of which one output is looked at."""
 
@@ -120,7 +128,8 @@ def packaged(package: str, name: str, unused: Sequence[str] = ()) -> Any:
             "",
             ModuleSpec(other, None),
         )
-        stub.IMAGENET_DEFAULT_MEAN = stub.IMAGENET_DEFAULT_STD = (0.5, 0.5, 0.5)
+        for statistic in STATISTICS:
+            setattr(stub, statistic, (0.5, 0.5, 0.5))
     found = module_alone(f"{package}.{name}", folder)
     for other in unused:
         del sys.modules[other]  # others ask whether it is there

@@ -141,6 +141,34 @@ def _quark(model: Any, algorithm: Any, batches: list[Tensor]) -> Any:
     return ModelQuantizer(config).quantize_model(model, loader)
 
 
+def autoround(model: Any, batches: list[Tensor]) -> Any:
+    """Signed gradient descent on rounding and ranges, with its default of 200 steps a block."""
+    from auto_round import AutoRound
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    # It wants a tokenizer, and reads only the samples
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
+    samples = []
+    for ids in torch.cat(batches):
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=1)  # type: ignore[arg-type]
+    rounding = AutoRound(
+        model,
+        tokenizer,
+        bits=4,
+        sym=False,
+        group_size=GROUP,
+        nsamples=len(samples),
+        seqlen=len(samples[0]["input_ids"]),
+        batch_size=4,
+        dataset=loader,
+    )
+    rounded, _ = rounding.quantize()
+    # It leaves the decoded weights in bfloat16
+    return rounded.float()
+
+
 def in_transformers(model: Llama, folder: str) -> Any:
     """The same function as a model of transformers; its config, which some packages look for,
     is in the folder.
@@ -181,6 +209,7 @@ LANGUAGE_PEERS = {
     "quark GPTQ": Peer("amd-quark", True, quark_rounding("GPTQConfig")),
     "quark GPTAQ": Peer("amd-quark", True, quark_rounding("GPTAQConfig")),
     "quark Qronos": Peer("amd-quark", True, quark_rounding("QronosConfig")),
+    "AutoRound": Peer("auto-round", True, autoround),
     "neural-compressor AWQ": Peer("neural-compressor-pt", False, neural_compressor_awq),
     "quark AWQ": Peer("amd-quark", False, quark_awq),
 }

@@ -44,6 +44,7 @@ class RunStage:
         total: how many units there are, if that is known.
         unit: what is counted.
         done: how many units are done.
+        doing: the part of a long unit that is being done; empty if units are short.
         saved_as: the name of the checkpoint that `snapshot` is saved as.
         snapshot: returns a snapshot of the results so far; None if the stage has none.
         needs_same_data: whether the snapshot can only be used with the same data.
@@ -55,6 +56,7 @@ class RunStage:
     total: int | None = None
     unit: str = "batches"
     done: int = 0
+    doing: str = ""
     saved_as: str = ""
     snapshot: Callable[[], Snapshot] | None = None
     needs_same_data: bool = False

@@ -142,12 +142,20 @@ def output_distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return math.inf
+    unequal = []
+    for one, other in zip(ours, theirs, strict=True):
+        is_same = one.dtype == other.dtype and torch.equal(one, other)
+        if not is_same:
+            unequal.append((one, other))
+    if not unequal:
+        # Means of the squares of logits take as long as a layer
+        return 0.0
     largest = 0.0
     for tensor in ours:
         if tensor.is_floating_point():
             largest = max(largest, _mean_square(tensor))
     farthest = 0.0
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in unequal:
         share = _relative_difference(one, other, largest)
         # NaN is farther than any distance
         if math.isnan(share):

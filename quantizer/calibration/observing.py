@@ -5,7 +5,7 @@ observer. Observers keep statistics, and nothing keeps the values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +16,12 @@ from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.tied_steps import tied_steps
+from quantizer.calibration.watches import (
+    Watch,
+    require_finite,
+    watch_channels,
+    watch_useful,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
@@ -27,18 +33,16 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
 from quantizer.observers import (
     NegativeValuesError,
-    NonFiniteError,
     ObservationError,
     Observer,
     find_ranges,
 )
 from quantizer.plan.model import Key, Plan, TensorPlan
+from quantizer.plan.saturation import useful_magnitude
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
 
 logger = logging.getLogger(__name__)
-
-Watch = Callable[[Tensor], None]
 
 
 DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
@@ -342,22 +346,6 @@ def require_batches(calibration: Calibration) -> None:
         raise no_batches()
 
 
-def require_finite(value: Tensor) -> None:
-    """Raise an error if there is NaN or infinity.
-
-    Raises:
-        NonFiniteError: there is. It counts both.
-    """
-    if not value.is_floating_point() or not value.numel():
-        return
-    low, high = value.aminmax()
-    is_finite = low.isfinite() & high.isfinite()
-    if not bool(is_finite):
-        nan = int(value.isnan().sum())
-        inf = int(value.isinf().sum())
-        raise NonFiniteError(nan, inf, value.numel())
-
-
 def watchers(calibration: Calibration) -> Watchers:
     """Return a function for each node whose value is observed.
 
@@ -380,7 +368,10 @@ def watchers(calibration: Calibration) -> Watchers:
         else:
             watch = observer.observe
         if tensor.channels is not None:
-            watch = partial(_watch_channels, watch, tensor.channels)
+            watch = partial(watch_channels, watch, tensor.channels)
+        most = useful_magnitude(calibration.plan.graph, tensor.source, tensor.spec)
+        if most is not None:
+            watch = partial(watch_useful, watch, most)
         watches = watched.setdefault(tensor.source, {})
         watches.setdefault(id(observer), (tensor, watch))
     by_name = {}
@@ -388,15 +379,6 @@ def watchers(calibration: Calibration) -> Watchers:
         mean = calibration.means.get(name)
         by_name[name] = partial(_show, list(watches.values()), mean)
     return by_name
-
-
-def _watch_channels(
-    watch: Watch,
-    channels: tuple[int, int, int],
-    value: Tensor,
-) -> None:
-    """Show a watcher the channels (axis, first, length) of a value."""
-    watch(value.narrow(*channels))
 
 
 def _show(

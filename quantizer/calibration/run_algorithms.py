@@ -26,7 +26,6 @@ from quantizer.algorithms.adjustment import (
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.fits_model import check_adjustment
-from quantizer.calibration.observing import require_finite
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import (
     other_run,
@@ -37,6 +36,7 @@ from quantizer.calibration.snapshots import (
     value_of,
 )
 from quantizer.calibration.target import AlgorithmScope
+from quantizer.calibration.watches import require_finite
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.model import Algorithm

@@ -94,20 +94,32 @@ class Messages(Events):
 
 
 class OneBar(Events):
-    """Counts the units of several stages as those of one, for one bar."""
+    """Shows several stages as one bar.
+
+    Args:
+        whole: the stage of the bar.
+        is_counted: whether each unit of the stages is one of `whole`. Otherwise the caller
+            counts, and they say what is being done.
+    """
 
     def __init__(
         self,
         whole: RunStage,
+        *,
+        is_counted: bool = True,
     ) -> None:
         self._whole = whole
+        self._step = 1 if is_counted else 0
 
     def advanced(
         self,
         stage: RunStage,
     ) -> None:
-        """Count one unit."""
-        self._whole.advance()
+        """Count one unit, or say what is being done."""
+        if not self._step:
+            total = f"/{stage.total}" if stage.total else ""
+            self._whole.doing = f"{stage.name} {stage.done}{total} {stage.unit}"
+        self._whole.advance(self._whole.done + self._step)
 
 
 class Durations(Events):
@@ -162,7 +174,8 @@ class Lines(Events):
         stage: RunStage,
     ) -> str:
         if not stage.total:
-            return f"{stage.name} {stage.done} {stage.unit}"
+            doing = f": {stage.doing}" if stage.doing else ""
+            return f"{stage.name} {stage.done} {stage.unit}{doing}"
         elapsed = time.monotonic() - self._started
         left = elapsed / max(stage.done, 1) * (stage.total - stage.done)
         percent = 100 * stage.done // stage.total

@@ -62,6 +62,7 @@ class GateJudge:
         )
         self._float_metrics: Mapping[str, float] | None = None
         self._events: Events | None = None
+        self._whole: RunStage | None = None
 
     @property
     def start_config(self) -> ReadConfig:
@@ -92,8 +93,10 @@ class GateJudge:
         if refusal:
             raise UsageError(refusal, help="start from a config that this target can hold")
         climber = Climber(ground, 60 * minutes, after_row=self._print_step)
-        with RunStage(progress(quiet=self._options.json), "tune", unit="steps") as whole:
-            self._events = OneBar(whole)
+        display = progress(quiet=self._options.json)
+        with RunStage(display, "tune", unit="tests") as whole:
+            self._whole = whole
+            self._events = OneBar(whole, is_counted=False)
             return climber.climb(start, judged)
 
     def judge(self, rung: Rung) -> Judged:
@@ -107,6 +110,8 @@ class GateJudge:
                 self._options.target_choices,
             )
             scores = self._scores(calibrated.with_solution(run_as))
+        if self._whole is not None:
+            self._whole.advance()
         return self.judged_by_metrics(scores.gated, plan, is_valid=scores.fault is None)
 
     def judged_by_metrics(

@@ -20,11 +20,12 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs, digest_of
 from quantizer.numerics.metrics import Approximation
+from quantizer.plan.saturation import useful_magnitude
 from quantizer.sources.batches import Batch
 
-_Taps = dict[str, list[tuple[TensorQuantizer, int]]]
-"""For each node whose value is quantized, its quantizers, each with the index of its
-`LayerNoise` in a list.
+_Taps = dict[str, list[tuple[TensorQuantizer, int, float]]]
+"""For each node whose value is quantized, its quantizers. Each has the index of its
+`LayerNoise` in a list, and the magnitude beyond which the node's readers saturate.
 """
 
 
@@ -92,16 +93,18 @@ class PairedRun:
             _, y = self._quantized_run.step()
             left.see(name, x)
             right.see(name, y)
-            for quantizer, index in self._pair.taps.get(name, ()):
+            for quantizer, index, most in self._pair.taps.get(name, ()):
                 require_same_shape(name, x, y)
                 noise = self._result.layers[index]
+                expected = _clipped(x, most)
+                actual = _clipped(y, most)
                 # The cosine is that of the whole network
-                local = _quantized(quantizer, x, is_measured=False)
-                accumulated = Approximation(y)
+                local = _quantized(quantizer, expected, is_measured=False)
+                accumulated = Approximation(actual)
                 if noise.layer != name:
                     # The quantized network has not applied a quantizer of a layer's input yet
-                    accumulated = _quantized(quantizer, y)
-                noise.add(x, local, accumulated)
+                    accumulated = _quantized(quantizer, actual)
+                noise.add(expected, local, accumulated)
 
     def finish(self) -> NetworkComparison:
         """Return the comparison of the batch, whose nodes have all run."""
@@ -116,8 +119,18 @@ class PairedRun:
         return result
 
 
+def _clipped(values: Tensor, most: float) -> Tensor:
+    """Return the values clipped to magnitudes of at most `most`, which may be infinite."""
+    if math.isinf(most):
+        return values
+    return values.clamp(-most, most)
+
+
 def _quantized(
-    quantizer: TensorQuantizer, values: Tensor, *, is_measured: bool = True
+    quantizer: TensorQuantizer,
+    values: Tensor,
+    *,
+    is_measured: bool = True,
 ) -> Approximation:
     """Return what a quantizer makes of some values."""
     if quantizer.is_elementwise:
@@ -139,7 +152,10 @@ def _taps(quantized: Network) -> tuple[list[LayerNoise], _Taps]:
         if role != "activation" and node.op != "input":
             # The input of a layer is the value of another node
             source = node.input_roles()[role]
-        tap = (quantizer, len(rows))
+        most = useful_magnitude(quantized.graph, source, quantizer.spec)
+        if most is None:
+            most = math.inf
+        tap = (quantizer, len(rows), most)
         taps.setdefault(source, []).append(tap)
         is_bounded = node.row.kind == "nonlinear"
         row = LayerNoise(name, role, accumulated=Noise(), is_bounded=is_bounded)

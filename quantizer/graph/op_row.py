@@ -56,6 +56,8 @@ class Op:
             tokens.
         rectifies: whether it is max(x, 0).
         cuts: whether it clips values and leaves the others as they are.
+        saturates: the magnitude of inputs beyond which its output changes by less than 0.001,
+            as a multiple of 127 and a power of two; None if there is none.
         normalizes: whether it normalizes the last axis, a transformer's channels.
         nonzero: the argument that must not become zero: a divisor, or that of a logarithm.
         exact: the arguments whose small errors change the result much: angles, what is rounded
@@ -85,6 +87,7 @@ class Op:
     experts: bool = False
     rectifies: bool = False
     cuts: bool = False
+    saturates: float | None = None
     normalizes: bool = False
     nonzero: str | None = None
     exact: tuple[str, ...] = ()

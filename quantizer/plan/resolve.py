@@ -19,6 +19,7 @@ from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, joins
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.cached_values import cache_findings, planned_values
+from quantizer.plan.dpu_findings import with_dpu_findings
 from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
@@ -55,7 +56,7 @@ def resolve_plan(
     The plan's `diagnostics` contain errors as well: selectors that match nothing, and conflicts
     between merged entries. Users may also write names of the `original` graph before passes.
     """
-    return _Resolver(config, graph, original).plan()
+    return with_dpu_findings(_Resolver(config, graph, original).plan())
 
 
 class _Resolver:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping
-from quantizer.evaluation.scores import DROP, MAX_RELATIVE_CHANGE
+from quantizer.evaluation.scores import DROP, MAX_RELATIVE_CHANGE, RATIO
 
 CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
@@ -198,18 +199,31 @@ def relative_loss(tested: JsonMapping, name: str) -> float:
 
 def _lost_metric(tested: JsonMapping) -> str | None:
     """Return a gate that the metric with the largest loss does not meet; None if no metric of
-    known direction lost more than 1 %.
+    known direction lost more than 1 %. Gates of the user say what a metric may lose.
     """
     lost: dict[str, float] = {}
     for name, pair in tested.get("pairs", {}).items():
         share = relative_loss(tested, name)
         is_known = tested["metrics"].get(f"{name}{DROP}") is not None
-        if is_known and pair["float"] is not None and share > MAX_RELATIVE_CHANGE:
+        if not is_known or pair["float"] is None or _is_gated(tested, name):
+            continue
+        if share > MAX_RELATIVE_CHANGE:
             lost[name] = share
     if not lost:
         return None
     name = max(lost, key=lambda metric: lost[metric])
     return _gate_on_loss(tested, name)
+
+
+def _is_gated(tested: JsonMapping, name: str) -> bool:
+    """Return whether a gate is about a metric, its drop or its ratio.
+
+    >>> _is_gated({"gates": {"perplexity_ratio<=1.2": True}}, "perplexity")
+    True
+    """
+    names = (name, f"{name}{DROP}", f"{name}{RATIO}")
+    metrics = [re.split("[<>=]", gate)[0].strip() for gate in tested.get("gates", {})]
+    return not set(names).isdisjoint(metrics)
 
 
 def _gate_on_loss(tested: JsonMapping, name: str) -> str:

@@ -279,6 +279,8 @@ def _left_float(reasons: Mapping[str, str]) -> Iterator[str]:
 
 
 def _next_step(facts: VerdictFacts) -> str:
+    if facts.path is None and not facts.not_met:
+        return "the error below says why; run the command again when that is mended."
     options = f"--config_file {facts.config} --model {facts.model_option or PLACEHOLDER}"
     if facts.data_options:
         options += f" {shlex.join(facts.data_options)}"

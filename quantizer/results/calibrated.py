@@ -292,7 +292,8 @@ def stored_config(opened: OpenedResults) -> Config:
         if stored == resolved_document(config):
             return config
     document = Document.of(stored, str(file.path))
-    return check_document(document).require()
+    stored_level = opened.header.get("dpu_accuracy")
+    return with_dpu_accuracy(check_document(document).require(), stored_level)
 
 
 def _check_input_sizes(calibrated: Graph, now: Graph, solution: Solution) -> None:

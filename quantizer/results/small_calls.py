@@ -11,7 +11,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.lengths import Length
 from quantizer.sources.batches import Batch
 
-_SHORTER = 8
+_SHORTER = 32
 """Sequences of another length than the batch are so many times shorter."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -20,6 +20,8 @@ from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile
 
 _MAX_INPUT_VALUES = 1 << 31
+_SPEC_HINTS = get_type_hints(QuantizationSpec)
+"""The types of the fields of a spec. Evaluating them takes longer than checking one spec."""
 _SIMPLE_SCHEMAS: list[tuple[dict[str, str], set[type]]] = [
     ({"type": "number"}, {int, float}),
     ({"type": "integer"}, {int}),
@@ -178,12 +180,11 @@ def spec_fault(fields: Mapping[str, Any], role: str) -> str | None:
     """Return why these cannot be the fields of a spec for a tensor in a role, or None if they
     can.
     """
-    hints = get_type_hints(QuantizationSpec)
-    unexpected = sorted(fields.keys() ^ hints.keys())
+    unexpected = sorted(fields.keys() ^ _SPEC_HINTS.keys())
     if unexpected:
         return f"its spec lacks or has {first_names(unexpected)}"
     for name, value in fields.items():
-        if not fits(value, hints[name]):
+        if not fits(value, _SPEC_HINTS[name]):
             return f"{value!r} is not a valid {name}"
     spec = QuantizationSpec(**fields)
     return _format_fault(spec) or _granularity_fault(spec, role) or _rule_fault(spec, role)

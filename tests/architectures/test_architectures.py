@@ -20,7 +20,7 @@ from support.extended import extended_except
 from quantizer.config.load import default_config, load_config
 
 INT8 = load_config(Path(__file__).parents[2] / "configs" / "cpu_int8.json").require()
-USUAL = "densenet shufflenet_v2 yolo dlrm temporal_convolutions gru_with_attention vit"
+USUAL = "shufflenet_v2 yolo gru_with_attention vit"
 
 
 @pytest.mark.slow

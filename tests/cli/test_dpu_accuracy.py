@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.runs import ROOT, calibrate, check
 
 import quantizer
@@ -70,6 +71,9 @@ def test_it_is_equalization_bias_correction_and_finetuning(high: Path, tmp_path:
     result.save(tmp_path / "python")
     for name in FILES:
         assert (high / name).read_bytes() == (tmp_path / "python" / name).read_bytes()
+    x = loaded.calibration_data().__iter__().__next__()[0]
+    opened = quantizer.load(high, loaded.module, loaded.calibration_data)
+    assert torch.equal(opened.network(x), result.network(x))
 
 
 @pytest.mark.slow

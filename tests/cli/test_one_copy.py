@@ -54,8 +54,8 @@ def written(folder: Path) -> str:
     return str(file)
 
 
-USUAL = (None, "gptq", "awq", "rotation", "smoothquant")
-"""GPTAQ and Qronos read weights as GPTQ does."""
+USUAL = (None, "gptq", "awq", "rotation")
+"""GPTAQ and Qronos read weights as GPTQ does, and SmoothQuant as AWQ."""
 
 
 @pytest.mark.parametrize("algorithm", extended_except([None, *ALGORITHMS], *USUAL))

@@ -103,7 +103,7 @@ def specs_of(plan: dict[str, Any]) -> list[Any]:
             ("percentile", ["--method", "maxmin"], set()),
         ),
         ("percentile", ["--method", "maxmin", "--statistic", "max", "--layer", "relu"], set()),
-        ("asymmetric", ["--statistic", "max"], set()),
+        *extended(("asymmetric", ["--statistic", "max"], set())),
         ("entries", ["--method", "maxmin", "--statistic", "mean"], set()),
         ("gptq", ["--statistic", "mean"], set()),
         *extended(

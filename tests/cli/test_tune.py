@@ -5,6 +5,7 @@ what did it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,21 @@ def test_a_gate_that_nothing_meets_ends_with_the_best_config_and_exit_1(
         row["result"]: row["metrics"]["sqnr_db"] for row in content["steps"] if "metrics" in row
     }
     assert figures["kept"] > figures["start"]
+
+
+def test_progress_counts_the_configs_that_were_tested(
+    net: Callable[[str], str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantizer.cli.follow._SECONDS_BETWEEN_LINES", 0.0)
+    command = ["tune", "--config_file", "w4.json", "--model", net(MODEL + APART)]
+    assert run_command([*command, "--gate", "sqnr_db>=23"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    shown = re.compile(r"tune (\d+) tests(: calib \d/4 batches)?.*")
+    matches = [match for match in map(shown.fullmatch, lines) if match]
+    assert any(match[2] for match in matches)
+    counts = [int(match[1]) for match in matches]
+    tests = sum(step["tests"] for step in tune_json()["steps"])
+    assert counts == sorted(counts) and counts[-1] == tests > 1
 
 
 def test_a_config_that_meets_the_gate_is_left_as_it_is(

@@ -238,6 +238,15 @@ def test_the_whole_network_is_planned_alike_where_there_is_no_residual_stream() 
     }
 
 
+@pytest.mark.parametrize("roles", [["weights"], ["weights", "activation"]])
+def test_an_entry_without_outputs_is_told_where_only_a_concatenation_reads(
+    roles: list[str],
+) -> None:
+    _, findings = to_hierarchical(config(document(layer("conv1", roles=roles))))
+    told = [finding for finding in findings if "only a concatenation reads" in finding.message]
+    assert len(told) == ("activation" not in roles)
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -36,12 +36,36 @@ def test_places_count_from_one_and_cover_keys_and_values() -> None:
     assert document.place("/b~1c").pointer == "/b~1c"
 
 
-@pytest.mark.parametrize("name", ["missing.json", "folder", "nul\0byte.json"])
-def test_unreadable_paths(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("missing.json", "there is no such file"),
+        ("folder", "this is a directory"),
+        ("nul\0byte.json", "the file cannot be read: embedded null byte"),
+        ("long" * 100, "the file cannot be read: File name too long"),
+    ],
+)
+def test_unreadable_paths(tmp_path: Path, name: str, why: str) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError) as error:
         read_document(tmp_path / name)
     assert codes_of(error) == ["QZ001"]
+    assert error.value.diagnostics[0].message == why
+
+
+def test_a_nul_byte_is_named_where_it_is(tmp_path: Path) -> None:
+    for content, where in ((b"\0{}", 0), (b"{}\0", 2)):
+        (tmp_path / "net.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"at byte {where}: there is a NUL byte"):
+            read_document(tmp_path / "net.json")
+
+
+def test_the_place_of_a_wrong_escape_is_one_character() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse('{"a": "b\\qc"}')
+    place = error.value.diagnostics[0].place
+    assert place is not None
+    assert (place.line, place.column, place.length) == (1, 9, 1)
 
 
 def test_missing_file_names_its_neighbour(tmp_path: Path) -> None:
@@ -81,7 +105,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=50, deadline=None)
 @given(
     st.dictionaries(st.text(), JSON, max_size=4),
     st.sampled_from([None, 1, "\t"]),

@@ -116,7 +116,7 @@ def told(document: dict[str, Any]) -> tuple[set[str], set[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["DPU", "CPU", "GPU"])
 def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
-    """The 384 combinations of these words, each the whole of a file for weights."""
+    """The 384 combinations of these words, or every fifth, each a whole file for weights."""
     words = {
         **WORDS,
         "method": ["maxmin", "mse", "diffs"],
@@ -124,9 +124,9 @@ def test_editor_and_terminal_agree_on_an_overall_block(device: str) -> None:
         "bit_width": [8],
     }
     combinations = list(itertools.product(*words.values()))
-    if device == "GPU":
-        # Its rules are the CPU's
-        combinations = combinations[::3]
+    if device != "DPU":
+        # These have fewer rules of their own; the step shares no factor with any count of words
+        combinations = combinations[::5]
     verdicts = set()
     for values in combinations:
         block = {**PRESET["overall_quantize_config"], **dict(zip(words, values, strict=True))}
@@ -147,7 +147,7 @@ def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
     """
     draw = random.Random(device)
     verdicts = Counter[bool]()
-    for _ in range(200):
+    for _ in range(120):
         entry = {"layer_type": "Linear", "layer_name": None, **level(draw, device)}
         file = {
             **PRESET,
@@ -158,7 +158,7 @@ def test_editor_and_terminal_agree_where_blocks_are_merged(device: str) -> None:
         editor, terminal = told(file)
         assert editor == terminal, file
         verdicts[not editor] += 1
-    assert min(verdicts[True], verdicts[False]) > 20
+    assert min(verdicts[True], verdicts[False]) > 12
 
 
 def level(draw: random.Random, device: str) -> dict[str, Any]:

@@ -110,11 +110,11 @@ def same(one, other):
 
 
 def in_turn():
-    """Every rounding with every method, two of them for each width, by turns."""
+    """Every rounding with every method and every width, by turns."""
     widths, modes = (2, 3, 4, 8, 16), [*ROUND_MODES]
     for number, spec in enumerate(specs(widths, modes[:1])):
-        for step in (number, number + 1 + number // len(modes)):
-            yield replace(spec, round_mode=modes[step % len(modes)])
+        step = number + number // len(modes)
+        yield replace(spec, round_mode=modes[step % len(modes)])
 
 
 def test_every_rounding_meets_every_method_and_width():
@@ -190,11 +190,23 @@ def test_a_silent_channel_or_batch_gives_a_scale_and_spoils_no_other(spec):
         assert torch.equal(qparams.scale[2:], alone.scale)
 
 
+STATISTICS = ("max", "mean", "median", "modal")
+
+
+def statistics_in_turn():
+    """Every statistic with every method, by turns."""
+    for number, spec in enumerate(specs((8,), ["half_even"])):
+        yield replace(spec, statistic=STATISTICS[number % len(STATISTICS)])
+
+
+def test_every_statistic_meets_every_method():
+    pairs = {(spec.method, spec.statistic) for spec in statistics_in_turn()}
+    assert pairs == {*product(RANGE_METHODS, STATISTICS)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", specs((8,), ["half_even"]), ids=label)
-@pytest.mark.parametrize("statistic", ["max", "mean", "median", "modal"])
-def test_merging_equals_observing_all_batches_in_any_order(spec, statistic):
-    spec = replace(spec, statistic=statistic)
+@pytest.mark.parametrize("spec", [*statistics_in_turn()], ids=label)
+def test_merging_equals_observing_all_batches_in_any_order(spec):
     first, second, third = batches()
     merged = observed(spec, [third])
     merged.merge(observed(spec, [first, second]))

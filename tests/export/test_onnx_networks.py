@@ -75,6 +75,20 @@ class Cosine(nn.Module):
         return self.other(F.normalize(1e-3 * self.features(x)))
 
 
+class Slots(nn.Module):
+    """Distances of tokens to rows of a parameter, each row divided by its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.rows = nn.Linear(16, 8), nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows
+        for _ in range(4):
+            rows = rows.square().sum(1, keepdim=True).rsqrt() * rows
+        return self.features(x) @ rows.t()
+
+
 def zero_bias() -> nn.Module:
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
     nn.init.zeros_(network[0].bias)
@@ -89,6 +103,7 @@ CASES: dict[str, tuple[Any, Any, Tensor, float]] = {
     "lstm": (lambda: Recurrent(nn.LSTM), DEFAULT, IDS, 1.0),
     "gru": (lambda: Recurrent(nn.GRU), W8A8, IDS, 1.0),
     "maxima": (Cosine, DEFAULT, IMAGES, 1.0),
+    "rows divided by their norm": (Slots, DEFAULT, TOKENS, 1.0),
     "zero bias": (zero_bias, DEFAULT, IMAGES, 1.0),
     "convolutions between floats": (
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)),
@@ -128,7 +143,14 @@ def exported(
     return found.default_session, onnx.load(path / "optimized.onnx").graph
 
 
-USUAL = ("fused heads", "gru", "maxima", "zero bias", "convolutions between floats")
+USUAL = (
+    "fused heads",
+    "gru",
+    "maxima",
+    "rows divided by their norm",
+    "zero bias",
+    "convolutions between floats",
+)
 
 
 @pytest.mark.parametrize("name", extended_except(CASES, *USUAL))

@@ -72,14 +72,18 @@ def test_fast_rounds_as_kernels_do(tmp_path: Path) -> None:
     assert fast.default_session.kernels.share == 1.0
 
 
-def test_fast_packs_weights_in_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight", [{}, {"dtype": "uint4", "symmetric": False}])
+def test_fast_packs_weights_in_groups(weight: dict[str, Any], tmp_path: Path) -> None:
+    config = {
+        "global_quant_config": {"weight": GROUPS["global_quant_config"]["weight"] | weight}
+    }
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(),
         torch.randn(16, 64),
     )
-    exact, plain = written(model, GROUPS, "exact", x, tmp_path / "exact.onnx")
-    fast, packed = written(model, GROUPS, "fast", x, tmp_path / "fast.onnx")
+    exact, plain = written(model, config, "exact", x, tmp_path / "exact.onnx")
+    fast, packed = written(model, config, "fast", x, tmp_path / "fast.onnx")
     assert (plain["MatMulNBits"], plain["DequantizeLinear"]) == (0, 2)
     assert (packed["MatMulNBits"], packed["DequantizeLinear"]) == (2, 0)
     assert exact.max_difference < 1e-5

@@ -96,7 +96,7 @@ def written(
     "name",
     extended_except(
         [name for name in NETWORKS if name not in REFUSED],
-        *("attention", "positional", "layers", "functions"),
+        *("attention", "layers", "functions"),
     ),
 )
 def test_a_file_for_tensorrt_keeps_its_rules(name: str, tmp_path: Path) -> None:
@@ -113,7 +113,6 @@ def test_a_file_for_tensorrt_keeps_its_rules(name: str, tmp_path: Path) -> None:
         [(name, kind) for name in NETWORKS if name not in REFUSED for kind in KINDS],
         ("residual", "powers"),
         ("gated", "uint8"),
-        ("preactivated", "uint8"),
         ("reused", "shifted"),
         ("layers", "uint8"),
         ("functions", "uint16"),

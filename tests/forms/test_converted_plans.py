@@ -28,7 +28,7 @@ from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 
 drawn = settings(
-    max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 # Uniform draws: hypothesis' own prefer what is rare, which one form lacks
 SEEDS = st.integers(0, 2**32)

@@ -399,7 +399,7 @@ BETWEEN: list[Callable[[], nn.Module]] = [
         max_size=5,
     )
 )
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 def test_any_chain_is_balanced_and_keeps_its_function(
     chain: list[tuple[str, int, Callable[[], nn.Module]]],
 ) -> None:

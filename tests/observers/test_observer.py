@@ -139,6 +139,13 @@ def test_only_observers_of_one_spec_are_merged():
         Observer(SPEC).merge(Observer(POWER_OF_TWO))
 
 
+def test_only_observers_of_one_scale_and_one_spec_are_combined():
+    channels = replace(SPEC, qscheme="per_channel", ch_axis=0)
+    for spec, other in ((SPEC, POWER_OF_TWO), (channels, channels)):
+        with pytest.raises(ValueError, match="with one scale"):
+            Observer.of_parts(spec, [(Observer(spec), 1.0), (Observer(other), 1.0)])
+
+
 @pytest.mark.parametrize(
     "state",
     [

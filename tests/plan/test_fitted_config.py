@@ -91,14 +91,11 @@ def weights_of(document: dict[str, Any], model: str) -> dict[str, Any]:
 USUAL = (
     "detector",
     "transposed",
-    "depthwise",
     "odd_widths",
     "lookup",
     "weightless",
-    "products",
     "gpt2",
     "experts",
-    "one_layer",
 )
 
 

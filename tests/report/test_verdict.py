@@ -66,6 +66,10 @@ def test_a_metric_that_loses_more_than_one_percent_asks_for_layers_in_float() ->
         "Next: `quantizer analyze --metric 'top1_drop<=0.009' --config_file out/net.json --model "
         "net.py --apply`"
     )
+    allowed = {**lost, "gates": {"top1_drop <= 0.2": True}}
+    assert verdict(replace(FACTS, tested=allowed))[-1].startswith("Next: check in")
+    other = {**lost, "gates": {"top10_drop<=0.2": True}}
+    assert verdict(replace(FACTS, tested=other))[-1].startswith("Next: `quantizer analyze")
 
 
 @pytest.mark.parametrize(("bits", "sqnr_db", "is_low"), [(8, 29.0, True), (4, 15.0, False)])
@@ -96,7 +100,9 @@ def test_a_run_of_many_findings_keeps_to_eight_lines_and_its_next_step() -> None
 
 
 def test_nothing_written_is_said_first() -> None:
-    assert verdict(replace(FACTS, path=None))[0] == "Nothing was written of Net."
+    lines = verdict(replace(FACTS, path=None, not_met=()))
+    assert lines[0] == "Nothing was written of Net."
+    assert lines[-1].startswith("Next: the error below says why")
 
 
 def test_what_is_lost_comes_before_what_stays_float() -> None:

@@ -33,8 +33,8 @@ class Conflict:
     message: str
     fields: tuple[str, ...]
     help: str
-    severity: Severity = "error"
-    on_device: bool = False
+    severity: Severity
+    on_device: bool
 
 
 @cache

@@ -84,13 +84,16 @@ def _compute(
 
 
 def _remove_unread(node: ir.Node | None) -> None:
-    """Remove a node, and those before it, if nothing reads them."""
-    if node is None:
+    """Remove a node, and those before it, if nothing reads them.
+
+    A node that two others read can be gone already: `x / norm(x)` reaches `x` twice.
+    """
+    if node is None or node.graph is None:
         return
     for value in node.outputs:
         if value.uses() or value.is_graph_output():
             return
-    producers = {value.producer() for value in inputs_of(node)}
+    producers = dict.fromkeys(value.producer() for value in inputs_of(node))
     remove_node(node)
     for producer in producers:
         _remove_unread(producer)

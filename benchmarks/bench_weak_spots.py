@@ -1,0 +1,144 @@
+"""Networks that lose most in 8 bits: what each keeps, and how much of a last bit float itself
+makes at its output.
+
+    python benchmarks/bench_weak_spots.py  # benchmarks/networks.py says what to install
+    python benchmarks/bench_weak_spots.py crepe_tiny mobilevit
+
+A line is a row of the table in docs/weak_spots.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import bench_retrieval
+import networks
+import packaged_networks
+import torch
+from torch import Tensor, nn
+
+import quantizer
+from quantizer.numerics.metrics import decibel
+
+PRESETS = Path(__file__).parents[1] / "configs"
+DPU = ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2", "crepe_tiny", "minilm")
+"""Trained networks that lose on the DPU."""
+TIMM = ("timm", "timm.data", "torchvision", "torchvision.ops", "torchvision.ops.misc")
+"""Packages that timm's networks name and do not need."""
+Shaped = tuple[nn.Module, tuple[int, ...]]
+
+
+def mobilevit() -> Shaped:
+    """Attention between depthwise convolutions (arXiv 2110.02178)."""
+    code = packaged_networks.packaged("timm", "models.mobilevit", TIMM)
+    return code.mobilevit_xxs(num_classes=100), (3, 64, 64)
+
+
+def mobilenet_v4() -> Shaped:
+    """Universal inverted bottlenecks (arXiv 2404.10518)."""
+    code = packaged_networks.packaged("timm", "models.mobilenetv3", TIMM)
+    return code.mobilenetv4_conv_small(num_classes=100), (3, 64, 64)
+
+
+class Tokens(nn.Module):
+    """A language model whose tokens are drawn from its input's numbers."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x * 1000).long().abs() % 256
+        return self.network(input_ids=tokens).logits  # type: ignore[no-any-return]
+
+
+def gemma() -> Shaped:
+    """A decoder whose embeddings are multiplied by the root of its width."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.GemmaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    return Tokens(transformers.GemmaForCausalLM(config)), (32,)
+
+
+RANDOM = {
+    make.__name__: make
+    for make in (
+        packaged_networks.efficientvit_b0,
+        packaged_networks.diffusion_autoencoder,
+        mobilevit,
+        mobilenet_v4,
+        gemma,
+    )
+}
+
+
+@torch.no_grad()
+def float_noise(case: networks.Case) -> float:
+    """Return the SQNR in dB of the float network's first output after its weights were rounded
+    to 8 bits of mantissa, as bfloat16 has.
+    """
+    rounded = copy.deepcopy(case.model)
+    for weight in rounded.parameters():
+        weight.copy_(weight.bfloat16())
+    signal = 0.0
+    noise = 0.0
+    for batch in case.held_out:
+        expected = case.model(batch)
+        signal += float(expected.double().square().sum())
+        noise += float((rounded(batch) - expected).double().square().sum())
+    return decibel(signal, noise)
+
+
+def figures(case: networks.Case, preset: str, level: str | None = None) -> str:
+    """Return what a preset keeps: the SQNR in dB, the share of samples with the float network's
+    class, and for sentences the mean reciprocal rank.
+    """
+    config = PRESETS / f"{preset}.json"
+    torch.manual_seed(0)
+    result = quantizer.calibrate(case.model, config, case.calibration, dpu_accuracy=level)
+    metrics = result.test(case.held_out).to_json()["metrics"]
+    words = f"{metrics['sqnr_db']:.1f} dB"
+    if isinstance(case.model, networks.Sentences):
+        rank = bench_retrieval.mean_reciprocal_rank(result.network, case.held_out)
+        return f"{words}, MRR {rank:.2f}"
+    if "top1_agreement" in metrics:
+        words += f", {metrics['top1_agreement']:.1%}"
+    return words
+
+
+def main() -> None:
+    """Print a row for each network."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    names = sys.argv[1:] or [*DPU, *RANDOM]
+    print("| network | `configs/dpu.json` | `--dpu_accuracy high` |")
+    print("|---|---|---|")
+    for name in names:
+        if name in DPU:
+            case = networks.REAL[name]()
+            high = figures(case, "dpu", "high")
+            print(f"| {name} | {figures(case, 'dpu')} | {high} |", flush=True)
+    print("\n| network, random weights | `cpu_int8` | `dpu` | float, weights of 8 bits |")
+    print("|---|---|---|---|")
+    for name in names:
+        if name in RANDOM:
+            case = networks.Case(*packaged_networks.made(RANDOM[name]))
+            row = [figures(case, "cpu_int8"), figures(case, "dpu")]
+            row.append(f"{float_noise(case):.1f} dB")
+            print(f"| {name} | {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
