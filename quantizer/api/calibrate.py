@@ -19,6 +19,7 @@ from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.diagnostics import pointing_into
+from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError, UsageError
@@ -62,6 +63,7 @@ def calibrate(
     seed: int = 0,
     fast_finetune: str | None = None,
     dpu_accuracy: str | None = None,
+    dynamic: str | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     memory: int | str | None = None,
@@ -70,8 +72,7 @@ def calibrate(
     """Quantize a traced copy of a model, as `quantizer --quant_mode calib` does.
 
     Args:
-        model: any `torch.nn.Module`. It stays unchanged, and is traced on the first batch in
-            evaluation mode.
+        model: any `torch.nn.Module`. It stays unchanged, and is traced on the first batch.
         config: a path, a dict or a `Config`; None for the built-in default for the DPU.
         data: an iterable of batches (tensors, tuples, dicts, with or without targets), a
             function that returns one, or a text as for `--data`. Each pass has to give the same
@@ -81,6 +82,7 @@ def calibrate(
         seed: the seed of all random numbers.
         fast_finetune: "adaround" or "adaquant" to learn how to round the weights.
         dpu_accuracy: "high" to also equalize layers, correct biases and finetune, for the DPU.
+        dynamic: sizes to leave open: "height,width", "height", "width" or "length".
         folder: the folder for checkpoints; None for no checkpoints.
         resume: whether to continue from the checkpoint in `folder`.
         memory: the memory for activations, in bytes or as "8GB". What does not fit is written
@@ -90,11 +92,10 @@ def calibrate(
 
     Raises:
         ConfigError: the config cannot be used, alone or with this model. It has all findings.
-        ModelError: the model cannot be traced, or has NaN or Inf in its weights.
+        ModelError: the model cannot be traced, fixes `dynamic`, or has NaN or Inf as weights.
         DataError: there is no data, or the model cannot take it.
         ResultError: another run uses `folder`, or it has links among its files.
-        UsageError: `memory` is not a size, or the config excludes `fast_finetune` or
-            `dpu_accuracy`.
+        UsageError: `memory` or `dynamic` is not a size, or the config excludes an argument.
 
     >>> import torch, quantizer
     >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
@@ -115,13 +116,13 @@ def calibrate(
         subset_len=subset_len,
         fast_finetune=fast_finetune,
         dpu_accuracy=dpu_accuracy,
+        dynamic=dynamic,
         folder=folder,
         resume=resume,
         memory=memory,
         events=events,
     )
-    batches = open_batches(model, data, settings)
-    return calibrate_batches(model, config, batches, settings)
+    return calibrate_batches(model, config, open_batches(model, data, settings), settings)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class CalibrationSettings:
     subset_len: int | None = None
     fast_finetune: str | None = None
     dpu_accuracy: str | None = None
+    dynamic: str | None = None
     folder: str | os.PathLike[str] | None = None
     resume: bool = False
     memory: int | str | None = None
@@ -186,7 +188,7 @@ def calibrate_batches(
         return state
 
     request = CalibrationRequest(
-        target=TracedTarget(graph or trace_compared(model, batches)),
+        target=TracedTarget(graph or trace_compared(model, batches, settings.dynamic)),
         config=rules,
         batches=batches,
         events=ForkedEvents(*filter(None, (watching, checkpoints))),
@@ -337,12 +339,16 @@ def _example_batches(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def trace_compared(model: nn.Module, batches: Batches) -> Graph:
-    """Return the graph of a model whose weights are finite, compared with the model."""
+def trace_compared(model: nn.Module, batches: Batches, dynamic: str | None) -> Graph:
+    """Return the graph of a model whose weights are finite, compared with the model.
+
+    `dynamic` is that of `calibrate`.
+    """
+    sizes = dynamic_sizes(dynamic)
     check_finite(model)
     batch = _first_batch(model, batches)
     with evaluating(model), without_cache(model):
-        return trace_module(model, batch, compared=True)
+        return trace_module(model, batch, compared=True, sizes=sizes)
 
 
 def _first_batch(model: nn.Module, batches: Batches) -> Batch:

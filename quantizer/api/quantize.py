@@ -109,12 +109,12 @@ def quantize(
     evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None,
     lower_is_better: Collection[str] = (),
     seed: int = 0,
+    dynamic: str | None = None,
     overwrite: bool = False,
     events: Events | None = None,
     **options: str | os.PathLike[str],
 ) -> Quantized:
-    """Quantize a model in one call, as `quantizer run` does: calibrate it, test it, and write
-    it for another runtime.
+    """Quantize a model in one call, as `quantizer run` does: calibrate, test and write it.
 
     Args:
         model: as in `calibrate`.
@@ -122,11 +122,10 @@ def quantize(
         to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
             "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
-        config: as in `calibrate`. None for `quantize_config.json` in the folder, which is
-            written from a preset if it is not there.
+        config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
         evaluation_data: the data to test and verify with; `data` if None.
         evaluate, lower_is_better: as in `Result.test`.
-        seed, events: as in `calibrate`.
+        seed, dynamic, events: as in `calibrate`.
         overwrite: whether results of another model, and the config in the folder, are replaced.
         options: the options of the target, as in `Result.export`.
 
@@ -144,10 +143,11 @@ def quantize(
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
     checked = checked_target(target, choices)
-    settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
+    confirm = partial(_confirm, checked)
+    settings = CalibrationSettings(seed=seed, dynamic=dynamic, events=events, confirm=confirm)
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
-    graph = _trace(model, batches, choices)
+    graph = _trace(model, batches, choices, dynamic)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
@@ -188,9 +188,11 @@ def _verdict_facts(
     )
 
 
-def _trace(model: nn.Module, batches: Batches, choices: Mapping[str, str]) -> Graph:
+def _trace(
+    model: nn.Module, batches: Batches, choices: Mapping[str, str], dynamic: str | None
+) -> Graph:
     """Return the graph of a model, after a check of the names chosen for its tensors."""
-    graph = trace_compared(model, batches)
+    graph = trace_compared(model, batches, dynamic)
     require_fitting_names(choices, model, graph)
     return graph
 

@@ -97,7 +97,7 @@ def _small(graph: Graph, batch: Batch) -> _Call:
     for length in graph.lengths:
         for index, axis in length.axes:
             tensor = leaves[index]
-            size = min(tensor.shape[axis], max(_COMPARED_LENGTH, length.least))
+            size = length.nearest(min(tensor.shape[axis], _COMPARED_LENGTH))
             leaves[index] = tensor.narrow(axis, 0, size)
     return _copied(pytree.tree_unflatten(leaves, structure))
 

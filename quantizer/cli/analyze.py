@@ -19,8 +19,8 @@ from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.analyzed_data import on_device
 from quantizer.cli.follow import progress
-from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes, write_output
-from quantizer.cli.places import PathType
+from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
+from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import say_note
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed

@@ -4,8 +4,8 @@ import json
 
 import click
 
-from quantizer.cli.options import command, output_option, write_output
-from quantizer.cli.places import PathType
+from quantizer.cli.options import command, output_option
+from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.conversion.convert import WRITERS, convert_config
 from quantizer.config.diagnostics import by_place

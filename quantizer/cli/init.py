@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.options import MODEL, Options, command, output_option, takes, write_output
+from quantizer.cli.options import MODEL, Options, command, output_option, takes
+from quantizer.cli.places import write_output
 from quantizer.cli.render import say_note
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of

@@ -41,11 +41,13 @@ _COMPARED_OPTIONS = (
     "seed",
     "fast_finetune",
     "dpu_accuracy",
+    "dynamic",
     "deploy",
 )
 """Options that affect the result, and have to be the same on all ranks."""
 _ONLY_IN_CALIB = {
     "for_": "--for needs calib mode, or `quantizer plan`: it checks a plan before calibration",
+    "dynamic": "--dynamic needs calib mode: results say which sizes are open",
     "memory": "--memory needs calib mode: the other modes keep no activations",
     "resume": "--resume needs calib mode: it continues an interrupted calibration",
 }

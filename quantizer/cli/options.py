@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,11 +13,10 @@ from quantizer.cli.completion import layers_of_results
 from quantizer.cli.places import PathType, WrittenPath
 from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbose
 from quantizer.cli.values import memory_size, rows_shown
+from quantizer.config import dynamic_sizes
 from quantizer.config.dpu_accuracy import LEVELS
-from quantizer.errors import UsageError
 from quantizer.export.choices import CHOICES
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
-from quantizer.storage.atomic_write import replace_file
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -126,18 +124,6 @@ command = functools.partial(click.command, cls=GroupedCommand, context_settings=
 """Decorates a function that is a command."""
 
 
-def write_output(path: str, text: str, *, encoding: str = "utf-8") -> None:
-    """Write the file of `--output` atomically, without translating newlines.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    try:
-        replace_file(Path(path), text.encode(encoding))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
 def word_of(name: str) -> str:
     """Return the name of a field's option. The field of `--for` is `for_`.
 
@@ -221,6 +207,14 @@ class Options:
     trust: bool = option(
         "Allow code of the model to run: a .pt2 file, or Python of a Hugging Face folder.",
         default=False,
+        group="Model",
+    )
+    dynamic: str | None = option(
+        "Leave sizes of images or sounds open: height and width (the default), one of them, or "
+        "the length.",
+        is_flag=False,
+        flag_value=dynamic_sizes.CHOICES[0],
+        type=click.Choice(dynamic_sizes.CHOICES),
         group="Model",
     )
     device: str = option(
@@ -402,6 +396,7 @@ MODEL = (
     "model",
     "weights",
     "trust",
+    "dynamic",
     "data",
     "preprocess",
     "batch_size",

@@ -1,12 +1,14 @@
-"""Defines the type of options and arguments that are paths."""
+"""Defines the type of options and arguments that are paths, and writes the file of --output."""
 
 import errno
 import os
+from pathlib import Path
 from typing import Any
 
 import click
 
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError, UsageError
+from quantizer.storage.atomic_write import replace_file
 
 _ERRORS: dict[str, type[QuantizerError]] = {
     "model": ModelError,
@@ -69,3 +71,15 @@ class PathType(WrittenPath):
         except ValueError:
             raise click.BadParameter(f"{text!r} is not a valid path.") from None
         return text
+
+
+def write_output(path: str, text: str, *, encoding: str = "utf-8") -> None:
+    """Write the file of `--output` atomically, without translating newlines.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        replace_file(Path(path), text.encode(encoding))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -8,8 +8,8 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.completion import layers_of_results
-from quantizer.cli.options import TABLE, Options, command, option, takes, write_output
-from quantizer.cli.places import PathType
+from quantizer.cli.options import TABLE, Options, command, option, takes
+from quantizer.cli.places import PathType, write_output
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import closest_word, counted

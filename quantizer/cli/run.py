@@ -112,6 +112,7 @@ class RunOptions(Options):
     "config_file",
     "weights",
     "trust",
+    "dynamic",
     "device",
     "data",
     "eval_data",
@@ -325,8 +326,9 @@ def _on_modules(
     preset = options.preset or destination.without_data
     if target not in _MODULE_TARGETS or preset is None:
         raise with_remedy(error, f"--to {name} needs a trace") from error
-    if options.fast_finetune:
-        raise with_remedy(error, "--fast_finetune works on a trace") from error
+    for option_name in ("fast_finetune", "dynamic"):
+        if getattr(options, option_name):
+            raise with_remedy(error, f"--{option_name} works on a trace") from error
     if options.config_file is None:
         config = load_text(Text(preset, preset_text(preset))).require()
         require_weights_only(model, config, error)

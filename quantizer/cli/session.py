@@ -23,6 +23,7 @@ from quantizer.cli.text_options import read_windows
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.document.document import Document
 from quantizer.config.document.edited import edited_text
+from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, StructureNames
@@ -333,7 +334,8 @@ def trace_model(
     first = batches.first().to(device_of(options))
     # torch.export imports it.
     with process_memory.importing("torch._dynamo"), timed("tracing the model"):
-        graph = trace_module(loaded.module, first, compared=compared)
+        sizes = dynamic_sizes(options.dynamic)
+        graph = trace_module(loaded.module, first, compared=compared, sizes=sizes)
     _logger.debug("%s has %s", graph.model, counted(len(graph.nodes), "layer"))
     return with_views(graph)
 

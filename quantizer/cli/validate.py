@@ -5,8 +5,8 @@ from difflib import unified_diff
 
 import click
 
-from quantizer.cli.options import command, write_output
-from quantizer.cli.places import WrittenPath
+from quantizer.cli.options import command
+from quantizer.cli.places import WrittenPath, write_output
 from quantizer.cli.render import RENDERERS, say
 from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import ConfigError, Diagnostic

@@ -31,8 +31,12 @@ from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.calibrated_inputs import call_with_shapes
+from quantizer.results.small_calls import of_other_length
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
+
+_SMALLER = 2
+"""A file with open sizes is also run on inputs that are so many times smaller."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +179,19 @@ class Deployment:
         return unused_names(chosen, self.input_names)
 
     def calls(self) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-        """Yield positional and keyword arguments of each call to verify with."""
+        """Yield positional and keyword arguments of each call to verify with.
+
+        The last one has other sizes than the first, if `--dynamic` leaves sizes open.
+        """
         for batch in self.batches or [Batch(self.args, self.kwargs, None, None)]:
             yield in_traced_order(self.graph, batch.args, batch.kwargs)
+        lengths = [length for length in self.graph.lengths if length.is_asked_for]
+        if lengths:
+            leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
+            for length in lengths:
+                for index, axis in length.axes:
+                    leaves[index] = of_other_length(leaves[index], axis, length, _SMALLER)
+            yield pytree.tree_unflatten(leaves, structure)
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:

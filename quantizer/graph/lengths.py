@@ -1,20 +1,22 @@
 """The sequence lengths of a call: which axes of its inputs may have one, and which of them a
 trace leaves open.
 
-Floating-point inputs such as images and features keep their sizes, because most models depend
-on these in their weights. Masks, positions and embeddings that are as long as the tokens of the
-same call are the exceptions.
+Floating-point inputs such as images and features keep their sizes unless `--dynamic` names
+them, because most models depend on these in their weights. Masks, positions and embeddings that
+are as long as the tokens of the same call are the exceptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from quantizer.config.dynamic_sizes import AXES
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -31,11 +33,12 @@ class Length:
     """A size, other than the batch's, that each call may choose.
 
     Args:
-        name: "sequence", that of a second one "sequence_1".
+        name: "sequence", that of a second one "sequence_1"; or "height", "width", "length".
         axes: where it is, as (input's index among the call's leaves, axis).
         traced: what it was in the trace.
         least: the shortest that the model accepts.
         most: the longest, None if there is no limit.
+        step: how far accepted sizes are apart.
     """
 
     name: str
@@ -43,16 +46,55 @@ class Length:
     traced: int
     least: int
     most: int | None = None
+    step: int = 1
+
+    @property
+    def noun(self) -> str:
+        """Return what it is called in sentences.
+
+        >>> Length("width_1", ((1, 3),), 32, 1).noun
+        'width'
+        """
+        noun = self._kind
+        return "length" if noun == "sequence" else noun
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Return whether it is a size of a floating-point input that `--dynamic` names."""
+        return self._kind in AXES
+
+    @property
+    def _kind(self) -> str:
+        kind, _, _ = self.name.partition("_")
+        return kind
+
+    def nearest(self, size: int) -> int:
+        """Return the largest accepted size up to `size`, else the least one.
+
+        >>> Length("height", ((0, 2),), 32, 8, step=4).nearest(15)
+        12
+        """
+        if self.most is not None:
+            size = min(size, self.most)
+        size = max(size, self.least)
+        beyond = size - self.least
+        return size - beyond % self.step
 
     def __contains__(self, size: int) -> bool:
         if size < self.least:
             return False
+        beyond = size - self.least
+        if beyond % self.step:
+            return False
         return self.most is None or size <= self.most
 
     def __str__(self) -> str:
-        if self.most is None:
-            return f"{self.least} or more"
-        return f"{self.least} to {self.most}"
+        text = f"{self.least} or more"
+        if self.most is not None:
+            text = f"{self.least} to {self.most}"
+        if self.step > 1:
+            text += f" in steps of {self.step}"
+        return text
 
 
 def length_axes(call: Any) -> list[tuple[int, ...]]:
@@ -79,6 +121,20 @@ def _may_have_length(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor):
         return False
     return leaf.dim() <= _MAX_FLOAT_RANK or not leaf.is_floating_point()
+
+
+def size_axes(call: Any, names: Collection[str]) -> list[tuple[int, ...]]:
+    """Return for each leaf of a call the axes that have one of the sizes in `AXES`."""
+    axes: list[tuple[int, ...]] = []
+    for leaf in pytree.tree_leaves(call):
+        of_leaf: list[int] = []
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        for name in names:
+            rank, axis = AXES[name]
+            if is_float and leaf.dim() == rank:
+                of_leaf.append(axis)
+        axes.append(tuple(of_leaf))
+    return axes
 
 
 def shortened_lengths(call: Any) -> Any | None:
@@ -108,7 +164,7 @@ def shortened_lengths(call: Any) -> Any | None:
 def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
     """Return the lengths that a trace has left open, by torch's symbol."""
     lengths: dict[Any, Length] = {}
-    for symbol, axes in _axes_of_symbols(program).items():
+    for symbol, axes in axes_of_symbols(program).items():
         name = f"sequence_{len(lengths)}" if lengths else "sequence"
         traced = _traced_size(program, axes[0])
         least, most = _range(program.range_constraints.get(symbol))
@@ -160,13 +216,13 @@ def symbol_sizes(
     these shapes.
     """
     sizes: dict[Any, int] = {}
-    for symbol, axes in _axes_of_symbols(program).items():
+    for symbol, axes in axes_of_symbols(program).items():
         leaf, axis = axes[0]
         sizes[symbol] = shapes[leaf][axis]
     return sizes
 
 
-def _axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]]]:
+def axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]]]:
     """Return where each symbol for a size of an input is, as (leaf, axis); the batch is not
     among them.
     """
@@ -206,12 +262,17 @@ def _range(values: Any) -> tuple[int, int | None]:
 
     What is valid for two tokens is assumed to be valid for one, as for the batch.
     """
-    least, most = 1, None
+    least = 1
     if values.lower.is_Integer and values.lower > _MIN_TRACED_LENGTH:
         least = int(values.lower)
+    return least, upper_bound(values)
+
+
+def upper_bound(values: Any) -> int | None:
+    """Return the upper bound of a symbol, None for an open end."""
     if values.upper.is_Integer and values.upper < _UNBOUNDED:
-        most = int(values.upper)
-    return least, most
+        return int(values.upper)
+    return None
 
 
 def size_in_call(

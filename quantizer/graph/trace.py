@@ -1,13 +1,11 @@
 """Trace a module with `torch.export` and convert the program to a `Graph`. The batch size stays
-open, and so do sequence lengths where the model allows it.
+open, and so do sequence lengths where the model allows it, and other sizes that are named.
 """
 
 import contextlib
 import inspect
 import io
 import logging
-import re
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,20 +16,26 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import config as fx_config
 from torch.utils import _pytree as pytree
 
-from quantizer.config.wording import with_article
-from quantizer.errors import ModelError, UntraceableError
+from quantizer.config.dynamic_sizes import AXES
+from quantizer.config.wording import listed, with_article
+from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
 from quantizer.graph.lengths import (
+    Length,
     excludes_single_batches,
     length_axes,
     open_lengths,
     shortened_lengths,
+    size_axes,
 )
 from quantizer.graph.names import check_names
+from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
 from quantizer.graph.program_nodes import mark_stubs
+from quantizer.graph.size_guards import GuardedTrace
+from quantizer.graph.trace_errors import SameForAllExamplesError, explain_failure, place_of
 from quantizer.storage.process_memory import pause_garbage_collection
 
 logger = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ _UNUSUAL_BATCH = 7
 _BATCH = Dim("batch", min=1)
 _BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
 """On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
+_FIXED_BATCH = "%s fixes its batch size at %d: only such batches can run%s"
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _CONVOLUTIONS = (
     torch.ops.aten.conv1d.default,
@@ -52,17 +57,13 @@ _CONVOLUTIONS = (
     torch.ops.aten.conv3d.default,
 )
 _NO_STACK_TRACES = "do_not_emit_stack_traces"
-_UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, which is not")
-"""The beginning of torch's message about an output of a class that it does not know."""
-_NOT_USER_CODE = ("/torch/", "/quantizer/graph/", "contextlib")
-
-
-class _SameForAllExamplesError(UntraceableError):
-    """Says that another example would fail, too: forward() branches on values, or exits."""
 
 
 def trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    sizes: Sequence[str] = (),
 ) -> Graph:
     """Return the graph of `module` for calls shaped like the example.
 
@@ -70,13 +71,19 @@ def trace(
     model allows it. `args` and `kwargs` may be nested. Their tensors are cut or repeated to a
     batch of two.
 
+    Args:
+        module: what is traced.
+        args: the positional arguments of the example.
+        kwargs: its keyword arguments.
+        sizes: names in `AXES` of the sizes that have to stay dynamic, too.
+
     Raises:
-        ModelError: a name is unsafe, the module raises, or its control flow depends on tensor
-            values.
+        ModelError: a name is unsafe, the module raises, its control flow depends on tensor
+            values, or it fixes one of `sizes`.
     """
     check_names(module)
     with without_values(module) as deferred:
-        graph = _trace(module, (tuple(args), dict(kwargs or {})))
+        graph = _trace(module, (tuple(args), dict(kwargs or {})), sizes)
     tensors = dict(graph.tensors)
     for path in tensors:
         if path in deferred:
@@ -84,9 +91,12 @@ def trace(
     return graph.replaced(tensors=tensors)
 
 
-def _trace(module: nn.Module, call: _Call) -> Graph:
+def _trace(module: nn.Module, call: _Call, sizes: Sequence[str]) -> Graph:
     size = _batch_size(call)
-    if size is None:
+    lengths: Sequence[Length] = ()
+    if sizes:
+        example, program, lengths = _export_sizes(module, call, size, sizes)
+    elif size is None:
         example = call
         program = _export(module, *call, batch=None)
     else:
@@ -96,7 +106,10 @@ def _trace(module: nn.Module, call: _Call) -> Graph:
     for path, leaf in pytree.tree_flatten_with_path(example)[0]:
         paths.append(tuple(_step(key) for key in path))
         shapes.append(getattr(leaf, "shape", ()))
-    return Converter(program, module).graph(tuple(paths), shapes)
+    graph = Converter(program, module).graph(tuple(paths), shapes)
+    if lengths:
+        graph = graph.replaced(lengths=tuple(lengths))
+    return graph
 
 
 def _batch_size(call: _Call) -> int | None:
@@ -116,6 +129,61 @@ def _step(key: Any) -> Any:
     return None
 
 
+def _export_sizes(
+    module: nn.Module, call: _Call, size: int | None, names: Sequence[str]
+) -> tuple[_Call, ExportedProgram, Sequence[Length]]:
+    """Export with open sizes, and a dynamic batch if the model allows it.
+
+    Returns:
+        the call that was traced, its program, and all lengths that are open.
+
+    Raises:
+        ModelError: the model fixes one of the sizes, or has no input with it.
+    """
+    asked = size_axes(call, names)
+    axes: list[tuple[int, ...]] = []
+    for of_tokens, of_sizes in zip(length_axes(call), asked, strict=True):
+        axes.append((*of_tokens, *of_sizes))
+    _require_inputs(module, asked, names)
+    attempts: list[tuple[_Call, Any]] = [(call, None)]
+    if size is not None:
+        example = _with_batch(call, size, _EXAMPLE_BATCH)
+        attempts = [(example, batch) for batch in _batch_dimensions(example)] + attempts
+    failures: list[ModelError] = []
+    for example, batch in attempts:
+        guarded = GuardedTrace(module)
+        sized = SizedTrace(module, guarded, asked, leaf_shapes(example))
+        try:
+            with guarded.watching():
+                program = _export(module, *example, batch=batch, lengths=axes)
+        except SameForAllExamplesError:
+            raise
+        except ModelError as error:
+            failures.append(sized.failed(error))
+            continue
+        lengths = sized.lengths(program)
+        for remark in sized.remarks(lengths):
+            logger.info("%s", remark)
+        if batch is None and size is not None:
+            logger.warning(_FIXED_BATCH, type(module).__name__, size, "")
+        return example, program, lengths
+    raise failures[0]
+
+
+def _require_inputs(
+    module: nn.Module, axes: Sequence[Sequence[int]], names: Sequence[str]
+) -> None:
+    """Raise `ModelError` if no input has the sizes that are asked for."""
+    if any(len(of_leaf) == len(names) for of_leaf in axes):
+        return
+    rank, axis = AXES[names[0]]
+    raise ModelError(
+        f"{type(module).__name__} has no input with {listed(names)}",
+        help=f"{with_article(names[0])} is axis {axis} of a floating-point input with {rank} "
+        "axes",
+    )
+
+
 def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, ExportedProgram]:
     """Export with a dynamic batch if the model allows it, else with the batch of `call`.
 
@@ -129,7 +197,7 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
             return example, program
         try:
             return example, _export(module, *example, batch=batch)
-        except _SameForAllExamplesError:
+        except SameForAllExamplesError:
             raise
         except ModelError as error:
             logger.debug("no dynamic batch: %s", error)
@@ -141,7 +209,7 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
         return example, program
     program = _export(module, *call, batch=None)
     logger.warning(
-        "%s fixes its batch size at %d: only such batches can run%s",
+        _FIXED_BATCH,
         type(module).__name__,
         size,
         _undeclared_arguments(module, call) or _missing_axis(program),
@@ -255,7 +323,7 @@ def _export(
         module: what is exported.
         args: the positional arguments of the example.
         kwargs: its keyword arguments.
-        batch: the dynamic size of the first axes, None to fix all sizes.
+        batch: the dynamic size of the first axes, None to fix it.
         lengths: for each leaf of the example further axes that may be dynamic.
 
     Raises:
@@ -263,7 +331,7 @@ def _export(
     """
     try:
         shapes: dict[str, Any] | None = None
-        if batch is not None:
+        if batch is not None or lengths:
             shapes = _dynamic_shapes(module, (args, kwargs), batch, lengths)
         with (
             quiet(),
@@ -278,12 +346,12 @@ def _export(
     except (ModelError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise _explain(module, error) from error
+        raise explain_failure(module, error) from error
     except BaseException as error:
         # forward() called sys.exit(): the process goes on, so that it ends with a sentence.
-        raise _SameForAllExamplesError(
+        raise SameForAllExamplesError(
             f"{type(module).__name__} cannot be traced: its forward() raised "
-            f"{type(error).__name__}{_where(error)}",
+            f"{type(error).__name__}{place_of(error)}",
             help="return from forward() instead",
         ) from error
 
@@ -300,7 +368,8 @@ def _dynamic_shapes(
     shapes: list[Any] = []
     for leaf, axes in zip(leaves, lengths or [()] * len(leaves), strict=True):
         if isinstance(leaf, Tensor) and leaf.dim():
-            shapes.append({0: batch, **dict.fromkeys(axes, Dim.AUTO)})
+            samples = {} if batch is None else {0: batch}
+            shapes.append({**samples, **dict.fromkeys(axes, Dim.AUTO)})
         else:
             shapes.append(None)
     args, kwargs = pytree.tree_unflatten(shapes, structure)
@@ -370,66 +439,3 @@ def quiet() -> Iterator[None]:
 
 def _reject(_record: logging.LogRecord) -> bool:
     return False
-
-
-def _explain(module: nn.Module, error: Exception) -> ModelError:
-    """Return one sentence for a failed trace, with the line of the user's code if known."""
-    text = str(error).strip()
-    if "data-dependent" in text.lower():
-        return _explain_branch(module, error)
-    for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            return ModelError(
-                f"{type(module).__name__} cannot be traced: {path} is compiled by torch.jit",
-                help="give the Python module in its place, and compile it after quantization",
-            )
-    unknown = _UNKNOWN_OUTPUT.search(text)
-    if unknown:
-        name = unknown[1]
-        return _SameForAllExamplesError(
-            f"{type(module).__name__} cannot be traced: it returns {with_article(name)}, of "
-            "which torch does not know the tensors",
-            help="return a tensor, tuple, list or dict; or, for a dataclass, call "
-            f"torch.export.register_dataclass({name}) in the model's file",
-        )
-    reason = text.splitlines()[0] if text else type(error).__name__
-    return UntraceableError(
-        f"{type(module).__name__} cannot be traced: {type(error).__name__}: "
-        f"{reason}{_where(error)}",
-        help="check that the model runs on the first batch, in eval mode, as `model(*batch)`",
-    )
-
-
-def _explain_branch(module: nn.Module, error: Exception) -> ModelError:
-    """Return the sentence for control flow that depends on the values of a tensor."""
-    text = str(error)
-    call = re.search(
-        r'File "([^"]+)", line (\d+), in (\w+)\s*\n\s*(.+)',
-        text[text.find("The following call") :],
-    )
-    where = _where(error)
-    if call:
-        file = call.group(1).rpartition("/")[2]
-        where = f" at line {call.group(2)} of {file}: {call.group(4).strip()}"
-    remedy = (
-        "compute both branches and choose with torch.where, or keep that part outside "
-        "the quantized model"
-    )
-    # transformers has two other implementations of experts, which can be traced
-    if hasattr(module, "set_experts_implementation") and "expert" in where:
-        remedy = 'call its set_experts_implementation("grouped_mm")'
-    return _SameForAllExamplesError(
-        f"{type(module).__name__} cannot be traced: its control flow depends on the "
-        f"values of a tensor{where}",
-        help=remedy,
-    )
-
-
-def _where(error: BaseException) -> str:
-    """Return ` at line 12 of net.py` for the innermost frame outside torch, "" without one."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in _NOT_USER_CODE):
-            file = frame.filename.rpartition("/")[2]
-            line = frame.line or ""
-            return f" at line {frame.lineno} of {file}: {line}".rstrip(": ")
-    return ""

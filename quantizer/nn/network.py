@@ -18,6 +18,9 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor
 
+_IMAGE_RANK = 4
+"""Axes of a batch of images."""
+
 
 class Network(nn.Module):
     """A module with one layer per node of a graph, called as the model that was traced.
@@ -136,9 +139,12 @@ class Network(nn.Module):
         if _differ(batches):
             raise DataError(f"the inputs have batches of different sizes: {batches}")
         for length in self.graph.lengths:
-            sizes = {
-                nodes[index].name: values[index].shape[axis] for index, axis in length.axes
-            }
+            sizes: dict[str, int] = {}
+            for index, axis in length.axes:
+                name = nodes[index].name
+                if name in sizes:
+                    name = f"axis {axis} of {name}"
+                sizes[name] = values[index].shape[axis]
             _check_length(length, sizes)
         return values
 
@@ -237,10 +243,13 @@ def _check_input(
             expected.append(str(size))
             fits = fits and value.shape[axis] == size
     if not fits:
+        remedy = "all batches need the shape and dtype of the first one; b is their size"
+        if node.is_float and node.rank == _IMAGE_RANK and value.dim() == _IMAGE_RANK:
+            remedy += "; --dynamic leaves height and width open, if the model does"
         raise BatchError(
             f"{node.name}: expected [{', '.join(expected)}] {node.dtype}, got "
             f"{list(value.shape)} {value.dtype}",
-            help="all batches need the shape and dtype of the first one; b is their size",
+            help=remedy,
         )
 
 
@@ -258,10 +267,14 @@ def _check_length(
 ) -> None:
     """Raise `DataError` if the inputs differ in a size, or the model does not accept it."""
     if _differ(sizes):
-        raise DataError(f"the inputs have sequences of different lengths: {dict(sizes)}")
+        kind = f"a different {length.noun} each"
+        if not length.is_asked_for:
+            kind = "sequences of different lengths"
+        raise DataError(f"the inputs have {kind}: {dict(sizes)}")
     for name, size in sizes.items():
         if size not in length:
-            raise DataError(f"{name}: the model takes sequences of {length}, got one of {size}")
+            kind = f"a {length.noun}" if length.is_asked_for else "sequences"
+            raise DataError(f"{name}: the model takes {kind} of {length}, got one of {size}")
 
 
 def _last_uses(graph: Graph) -> dict[str, list[str]]:

@@ -2,18 +2,19 @@
 it.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.forms.form import Form
 from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role
-from quantizer.config.roles import base_role
+from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules.check_layered import inherits_float, refused_under_float
 from quantizer.config.rules.spec_rules import conflicts
+from quantizer.config.wording import listed
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import PlannedTensor
 from quantizer.plan.match import RANKS, SELECTED_KINDS, MatchedRule, advice
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorPlan
 
 _KEYS = {
     ("layered", "type"): "layer_type",
@@ -130,6 +131,49 @@ def embeddings(
             "note",
             help="add them to exclude to leave them in float, or give them an entry in "
             "layer_quant_config",
+        )
+
+
+def of_tensors(
+    config: Config,
+    rules: Sequence[MatchedRule],
+    graph: Graph,
+    tensors: Mapping[Key, TensorPlan],
+) -> Iterator[Diagnostic]:
+    """Yield findings about all tensors of a plan."""
+    yield from overridden(rules)
+    yield from embeddings(rules, graph, tensors)
+    yield from dynamic_sizes(config, graph, tensors.values())
+
+
+def dynamic_sizes(
+    config: Config, graph: Graph, tensors: Iterable[TensorPlan]
+) -> Iterator[Diagnostic]:
+    """Yield errors where a config needs fixed sizes, and --dynamic leaves them open: for the
+    DPU, which is compiled for sizes, and for a scale per position.
+    """
+    settings = config.settings
+    names = [length.name for length in graph.lengths if length.is_asked_for]
+    if not names:
+        return
+    for tensor in tensors:
+        spec = tensor.spec
+        open_axes = graph.by_name[tensor.source].open_axes
+        is_scaled = not is_parameter(tensor.role) and not spec.is_dynamic
+        if is_scaled and spec.ch_axis in open_axes:
+            yield Diagnostic(
+                "QZ348",
+                f"{tensor.role} of {tensor.layer} has a scale for each index of axis "
+                f"{spec.ch_axis}, whose size --dynamic leaves open",
+                None,
+                help="set ch_axis to that of the channels, or leave --dynamic out",
+            )
+    if settings.target_device == "DPU":
+        yield Diagnostic(
+            "QZ347",
+            f"the DPU runs one size, and --dynamic leaves {listed(names)} open",
+            settings.places.get("target_device"),
+            help="leave --dynamic out, or use a config for the CPU, such as cpu_int8.json",
         )
 
 

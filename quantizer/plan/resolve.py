@@ -122,8 +122,7 @@ class _Resolver:
             if point in self.layout.groups and point in self.floats and not is_planned:
                 self.floats[name] = self.floats[point]
         self.findings += checks.ineffective(self.rules, self.floats)
-        self.findings += checks.overridden(self.rules)
-        self.findings += checks.embeddings(self.rules, self.graph, self.tensors)
+        self.findings += checks.of_tensors(self.config, self.rules, self.graph, self.tensors)
         self.findings += axes.misfits(self.misfits)
         plan = Plan(
             graph=self.graph,

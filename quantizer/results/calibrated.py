@@ -3,7 +3,7 @@ The calibration is of this process, or of a result folder.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -133,13 +133,16 @@ class Calibrated:
         return move_module(network, self.original.device)
 
 
-def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> Graph:
+def trace_module(
+    module: nn.Module, batch: Batch, *, compared: bool = False, sizes: Sequence[str] = ()
+) -> Graph:
     """Return the graph of a module. Lazy layers get their shapes first.
 
     Args:
         module: the user's model.
         batch: the inputs to trace it on.
         compared: whether to check that graph and module have the same outputs.
+        sizes: of the inputs that stay dynamic, besides batch and tokens; see `AXES`.
 
     Raises:
         ModelError: it cannot be traced, or the graph computes something else.
@@ -152,7 +155,7 @@ def trace_module(module: nn.Module, batch: Batch, *, compared: bool = False) -> 
     materialize_lazy_layers(module, batch)
     with preserve_module_state(module):
         try:
-            graph = trace(module, batch.args, batch.kwargs)
+            graph = trace(module, batch.args, batch.kwargs, sizes)
         except ModelError:
             try_first_batch(module, batch)
             raise
@@ -176,12 +179,16 @@ def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Grap
         ResultError: the stored graph is damaged.
     """
     stored = read_graph(info)
+    sizes: dict[str, None] = {}
     if stored is not None:
         materialize_lazy_layers(module, batch)
         graph = reused_graph(*stored, module, batch)
         if graph is not None:
             return graph
-    return trace_module(module, batch)
+        for length in stored[0].graph.lengths:
+            if length.is_asked_for:
+                sizes[length.noun] = None
+    return trace_module(module, batch, sizes=list(sizes))
 
 
 def reopen_calibration(

@@ -175,8 +175,7 @@ def _faults_of_inputs(graph: Graph) -> Iterator[Fault]:
             yield "nodes", f"{node.name} has neither a shape nor a value"
     for number, length in enumerate(graph.lengths):
         place = f"lengths/{number}"
-        most = math.inf if length.most is None else length.most
-        if not 1 <= length.least < length.traced <= most:
+        if length.least < 1 or length.traced not in length:
             yield place, "its bounds do not hold what was traced"
         for index, axis in length.axes:
             is_open = index < len(inputs) and axis in inputs[index].open_axes

@@ -167,6 +167,8 @@ class _Run:
 
     def __init__(self, graph: Graph, call: Call) -> None:
         self._graph = graph
+        # Other lengths of texts may have other scales, so they are traced
+        self._takes_any_size = any(length.is_asked_for for length in graph.lengths)
         self._values: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         inputs: list[str] = []
@@ -252,12 +254,14 @@ class _Run:
         fewer_shape = fewer.shapes[name]
         for axis, size in enumerate(node.shape or ()):
             is_batch = size is None
-            if not is_batch and size != shape[axis]:
+            is_open = is_batch or axis in node.open_axes
+            is_any_size = is_batch or (is_open and self._takes_any_size)
+            if not is_any_size and size != shape[axis]:
                 raise DifferentError(f"{name} gives another shape")
             follows_batch = fewer_shape[axis] != several_shape[axis]
             if follows_batch != is_batch:
                 raise DifferentError(f"{name} follows the batch elsewhere")
-            if is_batch or axis in node.open_axes:
+            if is_open:
                 continue
             follows_length = several_shape[axis] != shape[axis]
             if follows_length:

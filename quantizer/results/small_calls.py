@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.lengths import Length
 from quantizer.sources.batches import Batch
 
 _SHORTER = 32
@@ -70,7 +71,7 @@ class SmallCalls:
             for length in self._lengths:
                 for index, axis in length.axes:
                     leaf = leaves[index]
-                    leaves[index] = _of_other_length(leaf, axis, length.least)
+                    leaves[index] = of_other_length(leaf, axis, length)
         call: Call = pytree.tree_unflatten(leaves, self._structure)
         return call
 
@@ -110,19 +111,25 @@ def _path_key(entry: Any) -> Any:
     return None
 
 
-def _of_other_length(
+def of_other_length(
     tensor: Tensor,
     axis: int,
-    least: int,
+    length: Length,
+    shorter: int = _SHORTER,
 ) -> Tensor:
-    """Return the tensor much shorter, or longer by one where it is as short as it can be."""
+    """Return the tensor much shorter, or longer by one step where it is as short as it can be.
+
+    Args:
+        tensor: of a call.
+        axis: the one that has the length.
+        length: which sizes it may have.
+        shorter: how many times shorter it becomes.
+    """
     size = tensor.shape[axis]
-    if size > least:
-        length = max(least, size // _SHORTER)
-        shorter = tensor.narrow(axis, 0, length)
-        return shorter.clone()
+    if size > length.least:
+        return tensor.narrow(axis, 0, length.nearest(size // shorter)).clone()
     last = tensor.narrow(axis, size - 1, 1)
-    return torch.cat([tensor, last], axis)
+    return torch.cat([tensor, *[last] * length.step], axis)
 
 
 def check_kind(

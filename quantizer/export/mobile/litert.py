@@ -3,7 +3,7 @@
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.wording import listed
 from quantizer.export.acceptance import Outputs
 from quantizer.export.agreement import Kernels
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.exporter import Refusal
 from quantizer.export.mobile.exporter import (
     MobileExporter,
     MobileFile,
@@ -26,6 +29,8 @@ from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multi
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.torch_export.coded import ProgramForm
+from quantizer.graph.ir import Graph
+from quantizer.plan.model import Key
 
 _PAD = torch.ops.aten.constant_pad_nd.default
 _IMAGE_SIZES = 8
@@ -41,6 +46,18 @@ class LitertExporter(MobileExporter):
 
     engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False)
     form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
+
+    def refusals(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+    ) -> Iterator[Refusal]:
+        """Yield what the file or the engine's kernels cannot hold."""
+        names = [length.name for length in graph.lengths if length.is_asked_for]
+        if names:
+            yield Refusal(
+                f"writes fixed sizes, and --dynamic leaves {listed(names)} open",
+                "leave --dynamic out, or use --deploy executorch or onnx",
+            )
+        yield from super().refusals(graph, specs, opset)
 
     def most_samples(
         self,

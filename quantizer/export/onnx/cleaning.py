@@ -10,6 +10,7 @@ import quantizer
 from quantizer.export.onnx.marks import MARK_DOMAIN
 from quantizer.export.onnx.profile import PACKED_DOMAIN
 from quantizer.graph.ir import Graph
+from quantizer.graph.lengths import Length
 
 # torch's name for an open size, alone or in a formula.
 _SYMBOL = re.compile(r"\b[su]\d+\b")
@@ -38,7 +39,7 @@ def clean_proto(
         for dimension in value.type.tensor_type.shape.dim:
             if dimension.HasField("dim_param"):
                 size = dimension.dim_param
-                dimension.dim_param = _SYMBOL.sub(
+                dimension.dim_param = names.get(size) or _SYMBOL.sub(
                     lambda symbol: names[symbol[0]],
                     size,
                 )
@@ -56,6 +57,24 @@ def _set_domains(model: ModelProto) -> None:
         model.opset_import.append(onnx.helper.make_opsetid(domain, version))
 
 
+def _names_of_size(size: str, length: Length | None) -> dict[str, str]:
+    """Return the name of an input's open size, and of torch's symbol in it.
+
+    Args:
+        size: what torch calls it, such as "s5" or "4*s5".
+        length: which sizes are accepted; None for the batch.
+    """
+    if length is None:
+        return {size: "batch"}
+    names = {size: length.name}
+    if length.step > 1:
+        [symbol] = _SYMBOL.findall(size)
+        offset = length.least % length.step
+        first = f"({length.name} - {offset})" if offset else length.name
+        names[symbol] = f"({first}/{length.step})"
+    return names
+
+
 def _size_names(
     model: ModelProto,
     graph: Graph,
@@ -63,21 +82,22 @@ def _size_names(
 ) -> Mapping[str, str]:
     """Return what torch's symbols stand for: the batch, a length, or a size from values.
 
-    The latter are called "size_1" and so on.
+    The latter are called "size_1" and so on. A length that is accepted in steps is a formula:
+    its symbol stands for the number of steps.
     """
     shapes = [node.shape for node in graph.nodes if node.op == "input"]
     tensors = [index for index, shape in enumerate(shapes) if shape is not None]
-    lengths: dict[tuple[int, int], str] = {}
+    lengths: dict[tuple[int, int], Length] = {}
     for length in graph.lengths:
-        for axis in length.axes:
-            lengths[axis] = length.name
+        lengths |= dict.fromkeys(length.axes, length)
     names: dict[str, str] = {}
     for value in model.graph.input:
         index = tensors[input_names.index(value.name)]
         for axis_number, dimension in enumerate(value.type.tensor_type.shape.dim):
             if dimension.HasField("dim_param"):
-                name = lengths.get((index, axis_number), "batch")
-                names[dimension.dim_param] = name
+                size = dimension.dim_param
+                open_length = lengths.get((index, axis_number))
+                names |= _names_of_size(size, open_length)
     count = 0
     for value in model.graph.output:
         for dimension in value.type.tensor_type.shape.dim:

@@ -33,7 +33,7 @@ from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.tuned.trials import activation_keys, without_activations
 from quantizer.export.onnx.tuned.tuner import choose_layers
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key
 from quantizer.storage.files import write_json
 
@@ -192,6 +192,20 @@ def _with_reasons(
     )
 
 
+def _pools_any_size(graph: Graph, node: Node) -> bool:
+    """Return whether a pooling gives several values along an axis whose size is open."""
+    if not node.target.startswith("aten.adaptive_") or node.shape is None:
+        return False
+    source = graph.source(node)
+    if source is None:
+        return False
+    for axis in set(source.open_axes).difference(node.open_axes):
+        size = node.shape[axis]
+        if size is not None and size > 1:
+            return True
+    return False
+
+
 def graph_refusals(
     graph: Graph,
     opset: int,
@@ -202,6 +216,12 @@ def graph_refusals(
         yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
     yield from complex_refusals(graph)
     for node in graph.nodes:
+        if _pools_any_size(graph, node):
+            yield Refusal(
+                "pools a map of any size to a constant one, for which ONNX has no operator",
+                "pool to a size of 1, leave --dynamic out, or use --deploy pt2",
+                node.name,
+            )
         if "weight_hr_l0" in node.params:
             why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
             remedy = "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"

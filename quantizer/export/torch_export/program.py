@@ -172,7 +172,18 @@ def _with_signature(
 
 def _proven_length(length: Length) -> Any:
     """Return a dimension for whose whole range torch must prove that the program holds."""
-    return Dim(length.name, min=length.least, max=length.most)
+    if length.step == 1:
+        return Dim(length.name, min=length.least, max=length.most)
+    first, offset = divmod(length.least, length.step)
+    last: int | None = None
+    if length.most is not None:
+        last = length.most // length.step
+    steps = Dim(
+        f"{length.name}_steps",
+        min=first,
+        max=last,
+    )
+    return length.step * steps + offset
 
 
 def _guarded_length(length: Length) -> Any:

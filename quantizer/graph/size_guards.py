@@ -1,0 +1,224 @@
+"""Watches a trace with open sizes: which sizes it holds for, and which layer needs others.
+
+torch adds a guard for each property of a size that a trace relies on. The trace holds for the
+sizes for which all guards are true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from quantizer.graph.trace_errors import NOT_USER_CODE
+
+_SPATIAL = (-1, -2)
+"""The axes of a map that a layer may make constant."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition on sizes that a trace relies on.
+
+    Args:
+        condition: its compiled form, over the names of torch's symbols.
+        symbols: these names.
+        constant: what a size has to be equal to; 0 for other conditions.
+        layer: the path of the module that ran; None after the call of the model.
+        place: ` at line 12 of net.py: …`; empty if it is not known.
+    """
+
+    condition: CodeType
+    symbols: frozenset[str]
+    constant: int
+    layer: str | None
+    place: str
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether the condition is true. One on sizes that values decide always is."""
+        if not sizes.keys() >= self.symbols:
+            return True
+        try:
+            return bool(eval(self.condition, {"math": math}, dict(sizes)))
+        except ArithmeticError:
+            return False
+
+
+class GuardedTrace:
+    """Records the guards of a trace, with the layers that need them.
+
+    Attributes:
+        symbols: the names of torch's symbols for sizes of the call, by (leaf, axis).
+        guards: the guards in the order of the trace, without repetition.
+        constants: by number of guards so far, the path of a layer whose input had an open
+            size, and whose output has a constant one there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.symbols: dict[tuple[int, int], str] = {}
+        self.guards: list[Guard] = []
+        self.constants: dict[int, str] = {}
+        self._module = module
+        self._running: list[str] = []
+        self._conditions: set[str] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record inside the `with` block, in which the module is traced."""
+        module = self._module
+        attributes = vars(module)
+        before = attributes.get("forward")
+        # Hooks of the module itself do not run in a trace
+        module.forward = self._watched(module.forward)
+        with contextlib.ExitStack() as hooks:
+            for path, child in module.named_modules():
+                if path:
+                    self._hook(hooks, path, child)
+            try:
+                yield
+            finally:
+                del attributes["forward"]
+                if before is not None:
+                    attributes["forward"] = before
+
+    def _hook(self, hooks: contextlib.ExitStack, path: str, child: nn.Module) -> None:
+        """Follow the calls of one module."""
+        is_leaf = next(child.children(), None) is None
+
+        def enter(_module: nn.Module, _args: Any) -> None:
+            self._running.append(path)
+
+        def leave(_module: nn.Module, args: Any, output: Any) -> None:
+            self._running.pop()
+            if is_leaf and _makes_constant(args, output):
+                self.constants[len(self.guards)] = path
+
+        hooks.enter_context(child.register_forward_pre_hook(enter))
+        hooks.enter_context(child.register_forward_hook(leave))
+
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `forward` of the model with a record of the guards that its call adds."""
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for leaf, value in enumerate(pytree.tree_leaves((args, kwargs))):
+                for axis, size in enumerate(getattr(value, "shape", ())):
+                    if isinstance(size, torch.SymInt):
+                        symbol = size.node
+                        self.symbols[leaf, axis] = str(symbol.expr)
+                        self._record(symbol.shape_env)
+            self._running = [""]
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._running = []
+
+        return run
+
+    def _record(self, environment: Any) -> None:
+        """Make torch's list of guards report each new one."""
+        if not isinstance(environment.guards, _ReportingList):
+            environment.guards = _ReportingList(environment.guards, self.add)
+
+    def add(self, guard: Any) -> None:
+        """Add a guard of torch with the layer and the line that run now."""
+        condition = PythonPrinter().doprint(guard.expr)
+        if condition in self._conditions:
+            return
+        self._conditions.add(condition)
+        layer: str | None = None
+        place = ""
+        if self._running:
+            layer = self._running[-1]
+            place = _user_line()
+        compiled = compile(condition, "<guard>", "eval")
+        symbols = frozenset(map(str, guard.expr.free_symbols))
+        constant = _constant_in(guard.expr)
+        self.guards.append(Guard(compiled, symbols, constant, layer, place))
+
+    def first_failing(self, sizes: Mapping[str, int]) -> Guard | None:
+        """Return the first guard that is false at these sizes, None if all are true."""
+        for guard in self.guards:
+            if not guard.holds(sizes):
+                return guard
+        return None
+
+    def constant_before(self, guard: Guard) -> str | None:
+        """Return the last layer before a guard whose output has a constant size."""
+        index = self.guards.index(guard)
+        before: str | None = None
+        for count, path in self.constants.items():
+            if count <= index:
+                before = path
+        return before
+
+
+class _ReportingList(list[Any]):
+    """A list that reports what is appended."""
+
+    def __init__(self, values: Sequence[Any], report: Callable[[Any], None]) -> None:
+        super().__init__(values)
+        self._report = report
+
+    def append(self, value: Any) -> None:
+        """Append a value, and report it."""
+        super().append(value)
+        self._report(value)
+
+
+def _constant_in(condition: Any) -> int:
+    """Return what a condition says that a size is equal to, 0 for other conditions."""
+    if getattr(condition, "rel_op", "") != "==":
+        return 0
+    right = condition.rhs
+    return int(right) if right.is_Integer else 0
+
+
+def _makes_constant(args: Any, output: Any) -> bool:
+    """Return whether a layer has an open size in its first argument, and a constant one of
+    several values in the same place of its output.
+    """
+    for value in (output, *args[:1]):
+        if not isinstance(value, Tensor):
+            return False
+        if value.dim() <= len(_SPATIAL):
+            return False
+    for axis in _SPATIAL:
+        before = args[0].shape[axis]
+        size = output.shape[axis]
+        if isinstance(before, int):
+            continue
+        if isinstance(size, int) and size > 1:
+            return True
+    return False
+
+
+def _user_line() -> str:
+    """Return ` at line 12 of net.py: …` for the innermost frame of the user's code that runs
+    below the call of the model, "" if there is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        path = code.co_filename
+        if path == __file__ and code.co_name == "run":
+            return ""
+        is_users = not any(part in path for part in NOT_USER_CODE)
+        if is_users and not path.startswith("<"):
+            number = frame.f_lineno
+            line = linecache.getline(path, number)
+            _, _, file = path.rpartition("/")
+            return f" at line {number} of {file}: {line.strip()}"
+        frame = frame.f_back
+    return ""
