@@ -45,6 +45,15 @@ def finish(outputs: Sequence[Any], facts: dict[str, Any]) -> None:
     for index, output in enumerate(outputs):
         arrays[f"output_{index}"] = np.asarray(output)
     np.savez(folder() / "outputs.npz", **arrays)
+    store_facts(facts)
+
+
+def store_facts(facts: dict[str, Any]) -> None:
+    """Write what is known about the engine.
+
+    Without outputs, that is "version", and of the file's weights as codes the number, "weights",
+    and how many of them the engine's converter keeps, "kept".
+    """
     (folder() / "facts.json").write_text(json.dumps(facts), "utf-8")
 
 

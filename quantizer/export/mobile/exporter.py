@@ -169,12 +169,14 @@ class MobileExporter(Exporter[MobileFile]):
         Raises:
             VerificationError: the engine cannot run the file, or its outputs differ.
         """
-        with quiet():
-            run = self.runner(written)
+        loaded: list[Outputs] = []
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             try:
-                return run(args, kwargs)
+                if not loaded:
+                    with quiet():
+                        loaded.append(self.runner(written))
+                return loaded[0](args, kwargs)
             except VerificationError:
                 raise
             except Exception as error:

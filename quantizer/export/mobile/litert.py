@@ -23,7 +23,12 @@ from quantizer.export.mobile.exporter import (
 )
 from quantizer.export.mobile.kernels import MobileEngine
 from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multiply_squares
-from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
+from quantizer.export.mobile.rewrites import (
+    average_images,
+    fold_padding,
+    infer_batches,
+    round_before_moves,
+)
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.torch_export.coded import ProgramForm
 
@@ -112,6 +117,7 @@ def _converted(
     infer_batches(source.program)
     fold_padding(source.program)
     average_images(source.program)
+    round_before_moves(source.program)
     multiply_squares(source.program)
     keep_scales_of_shares(source.program)
     _keep_layout_of_padding()
