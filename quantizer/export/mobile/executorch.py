@@ -28,6 +28,7 @@ from quantizer.export.mobile.rewrites import (
     fold_padding,
     infer_batches,
     round_before_moves,
+    slice_parts,
 )
 from quantizer.export.torch_export.coded import ProgramForm
 
@@ -74,6 +75,7 @@ class ExecutorchExporter(MobileExporter):
         infer_batches(source.program)
         fold_padding(source.program)
         average_images(source.program)
+        slice_parts(source.program)
         round_before_moves(source.program)
         add_axes(source.program)
         # torch would choose kernels for small batches, and 15 would become the largest one.

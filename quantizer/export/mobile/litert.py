@@ -22,13 +22,12 @@ from quantizer.export.mobile.exporter import (
     batch_size,
 )
 from quantizer.export.mobile.kernels import MobileEngine
-from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multiply_squares
-from quantizer.export.mobile.rewrites import (
-    average_images,
-    fold_padding,
-    infer_batches,
-    round_before_moves,
+from quantizer.export.mobile.litert_rewrites import (
+    keep_scales_of_joins,
+    keep_scales_of_shares,
+    multiply_squares,
 )
+from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.torch_export.coded import ProgramForm
 
@@ -117,9 +116,9 @@ def _converted(
     infer_batches(source.program)
     fold_padding(source.program)
     average_images(source.program)
-    round_before_moves(source.program)
     multiply_squares(source.program)
     keep_scales_of_shares(source.program)
+    keep_scales_of_joins(source.program)
     _keep_layout_of_padding()
     config = pt2e_quantizer.get_symmetric_quantization_config(is_per_channel=True)
     # It quantizes nothing here. Without it the converter would leave all kernels in float.

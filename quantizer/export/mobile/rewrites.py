@@ -20,8 +20,9 @@ _IMAGE_ENDS = 4
 """The sizes of a padding of height and width."""
 _DEFAULTS = (None, [1, 1], [0, 0])
 _ATEN = torch.ops.aten
-_ONE_SCALE = (
+ONE_SCALE = (
     _ATEN.cat.default,
+    _ATEN.contiguous.default,
     _ATEN.max_pool2d.default,
     _ATEN.permute.default,
     _ATEN.transpose.int,
@@ -38,6 +39,12 @@ _ONE_SCALE = (
 """Operators whose int8 kernels have the same scale and zero point before and after them. Whether
 values are rounded before or after them is the same: they move values, or keep their order.
 """
+_PARTS = (
+    _ATEN.chunk.default,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+)
+"""Operators that cut a value into parts; their arguments end with the axis, which is 0 without."""
 _CONVOLUTIONS_1D = {
     _ATEN.conv1d.default: _CONVOLUTION,
     _ATEN.conv_transpose1d.default: _ATEN.conv_transpose2d.input,
@@ -178,25 +185,63 @@ def _symmetric_amounts(
 def round_before_moves(
     program: ExportedProgram,
 ) -> None:
-    """Round values to the scale after an operator of `_ONE_SCALE` before it.
+    """Round values to the scale after an operator of `ONE_SCALE` before it.
 
     Engines fail or compute other values where these scales differ.
     """
     graph = program.graph
-    for target in _ONE_SCALE:
+    for target in ONE_SCALE:
         for node in graph.find_nodes(op="call_function", target=target):
-            values = node.all_input_nodes
             readers = list(node.users)
-            if {value.target for value in values} != {DEQUANTIZE}:
-                continue
             if len(readers) != 1 or readers[0].target is not QUANTIZE:
                 continue
+            values = node.all_input_nodes
             for value in values:
-                if value.args[1:] == readers[0].args[1:]:
+                source, reader = source_of_codes(value, node)
+                is_coded = source.target is DEQUANTIZE
+                if is_coded and source.args[1:] == readers[0].args[1:]:
                     continue
-                with graph.inserting_after(value):
-                    rounded = _quantized(value, readers[0])
-                node.replace_input_with(value, rounded)
+                if not is_coded and len(values) == 1:
+                    continue
+                with graph.inserting_after(source):
+                    rounded = _quantized(source, readers[0])
+                reader.replace_input_with(source, rounded)
+    program.graph_module.recompile()
+
+
+def source_of_codes(
+    value: Node,
+    reader: Node,
+) -> tuple[Node, Node]:
+    """Return where a value comes from before operators of `ONE_SCALE`, and what reads it there.
+
+    Such operators are passed only while nothing else reads what they return.
+    """
+    while value.target in ONE_SCALE and len(value.all_input_nodes) == len(value.users) == 1:
+        reader = value
+        (value,) = value.all_input_nodes
+    return value, reader
+
+
+def slice_parts(
+    program: ExportedProgram,
+) -> None:
+    """Write the parts of a value as slices; ExecuTorch fixes the batch where there is a chunk."""
+    graph = program.graph
+    for target in _PARTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            value, _, *axes = node.args
+            (axis,) = axes or [0]
+            sizes = [part.shape[axis] for part in node.meta["val"]]
+            if not all(isinstance(size, int) for size in sizes):
+                continue
+            for part in list(node.users):
+                index = part.args[1]
+                start = sum(sizes[:index])
+                stop = start + sizes[index]
+                part.target = _ATEN.slice.Tensor
+                part.args = (value, axis, start, stop)
+    graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
