@@ -52,7 +52,8 @@ def _row(engine: Engine, result: dict[str, Any]) -> str:
     """Return the row of a network that an engine was given."""
     loads = "yes"
     if "weights" in result:
-        loads = f"converts, with codes and scales of {result['kept']} of {result['weights']} weights"
+        kept = f"{result['kept']} of {result['weights']} weights"
+        loads = f"converts, with codes and scales of {kept}"
     elif "failure" in result:
         loads = "no"
     name = f"{engine.title} {result.get('version', '')}".strip()

@@ -1,4 +1,4 @@
-"""The environments of engines: `.venv-engine-NAME` with the packages of a row of ENVIRONMENTS."""
+"""Makes environments of engines: `.venv-engine-NAME` has the packages of a row of the table."""
 
 from __future__ import annotations
 

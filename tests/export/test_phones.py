@@ -296,7 +296,9 @@ class Joined(nn.Module):
         left, _ = first.chunk(2, 1)
         joined = self.joined(torch.cat([first, self.second(left)], 1))
         once = nn.functional.max_pool2d(joined, 3, 1, 1)
-        pooled = self.last(torch.cat([joined, once, nn.functional.max_pool2d(once, 3, 1, 1)], 1))
+        pooled = self.last(
+            torch.cat([joined, once, nn.functional.max_pool2d(once, 3, 1, 1)], 1)
+        )
         rows = [value.permute(0, 2, 3, 1).flatten(1, 2) for value in (joined, pooled)]
         return torch.cat(rows, 1), nn.functional.avg_pool2d(pooled, 2)
 

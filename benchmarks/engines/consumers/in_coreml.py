@@ -1,4 +1,4 @@
-"""Converts `model.pt2` for Core ML, which runs on a Mac only: counts the weights that are kept."""
+"""Converts `model.pt2` for Core ML, which runs on a Mac only, and counts kept weights."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def finish(outputs: Sequence[Any], facts: dict[str, Any]) -> None:
 def store_facts(facts: dict[str, Any]) -> None:
     """Write what is known about the engine.
 
-    Without outputs, that is "version", and of the file's weights as codes the number, "weights",
-    and how many of them the engine's converter keeps, "kept".
+    Without outputs, that is "version", "weights" (how many weights the file has as codes), and
+    "kept" (how many of them have the same codes and scales after conversion).
     """
     (folder() / "facts.json").write_text(json.dumps(facts), "utf-8")
 

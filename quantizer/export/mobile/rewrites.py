@@ -36,15 +36,16 @@ ONE_SCALE = (
     _ATEN.hardtanh_.default,
     _ATEN.clamp.default,
 )
-"""Operators whose int8 kernels have the same scale and zero point before and after them. Whether
-values are rounded before or after them is the same: they move values, or keep their order.
+"""Operators whose int8 kernels have the same scale and zero point before and after them.
+
+Values may be rounded before or after them: they move values, or keep their order.
 """
 _PARTS = (
     _ATEN.chunk.default,
     _ATEN.split.Tensor,
     _ATEN.split_with_sizes.default,
 )
-"""Operators that cut a value into parts; their arguments end with the axis, which is 0 without."""
+"""Operators that cut a value into parts, along an axis that is their last argument, or 0."""
 _CONVOLUTIONS_1D = {
     _ATEN.conv1d.default: _CONVOLUTION,
     _ATEN.conv_transpose1d.default: _ATEN.conv_transpose2d.input,
@@ -226,7 +227,7 @@ def source_of_codes(
 def slice_parts(
     program: ExportedProgram,
 ) -> None:
-    """Write the parts of a value as slices; ExecuTorch fixes the batch where there is a chunk."""
+    """Write the parts of a value as slices. ExecuTorch fixes the batch at a chunk."""
     graph = program.graph
     for target in _PARTS:
         for node in graph.find_nodes(op="call_function", target=target):
@@ -257,7 +258,7 @@ def add_axes(
     reshaped: set[str] = set()
     for target, two_axes in _CONVOLUTIONS_1D.items():
         for node in graph.find_nodes(op="call_function", target=target):
-            value, weight, *others = node.args
+            _, weight, *others = node.args
             name = parameters.get(weight.name)
             if name is None:
                 continue
