@@ -157,7 +157,10 @@ def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None
     return graph.by_name[node.input_roles()[role]].dtype
 
 
-def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
+def _moved_inputs(
+    graph: Graph,
+    solution: Solution,
+) -> dict[str, QuantizedTensor]:
     """Return how inputs were quantized that reach their layer through data movement, or through
     a join of values that one layer made.
 
@@ -171,7 +174,10 @@ def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor
             continue
         key = input_key(node.name, graph, solution.specs)
         source = graph.source(node)
-        if key is None or source is None or key[0] in (node.name, source.name):
+        if key is None or source is None:
+            continue
+        quantized, _ = key
+        if quantized in (node.name, source.name):
             continue
         tensor = solution.tensors[key]
         if has_operators(tensor.spec, node.dtype):
