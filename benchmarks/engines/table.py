@@ -93,6 +93,17 @@ def all_but_llama(reason: str) -> dict[str, str]:
 
 ONLY_TRANSFORMERS = all_but_llama("The format holds models of transformers only.")
 
+NOT_CONVERTED = (
+    "efficientnet_lite0",
+    "resnet18",
+    "vit",
+    "yolo",
+    "unet",
+    "ssd",
+    "llama",
+)
+"""The networks whose conversion for Core ML has no result yet."""
+
 ENGINES = (
     Engine(
         "onnxruntime",
@@ -210,6 +221,7 @@ ENGINES = (
         "coremltools",
         environment="coreml",
         configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
+        cannot_hold=dict.fromkeys(NOT_CONVERTED, "Its conversion was not tried."),
     ),
     Engine(
         "coreml_int8",
@@ -220,6 +232,7 @@ ENGINES = (
         options={"pt2_activations": "int8"},
         environment="coreml",
         configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
+        cannot_hold=dict.fromkeys(NOT_CONVERTED, "Its conversion was not tried."),
     ),
     Engine(
         "transformers",
