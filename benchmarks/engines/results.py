@@ -67,6 +67,8 @@ class Row:
         cannot_hold: why the network was not tried.
         failure: the message of the exporter or the engine.
         version: of the engine.
+        kept, weights: of an engine that only converts here, how many weights have the codes and
+            scales of the file, and how many weights the file has as codes.
         sqnr_db: the engine's outputs against test mode's, of the worst output; None if all are
             equal.
         float_db: the engine's outputs against the float network's.
@@ -87,6 +89,8 @@ class Row:
     sqnr_db: float | None = None
     float_db: float | None = None
     test_mode_db: float | None = None
+    kept: int | None = None
+    weights: int | None = None
     integer: int | None = None
     multiplications: int | None = None
     speed: Mapping[str, float] | None = None
@@ -98,6 +102,8 @@ class Row:
         """Return the row in a few words."""
         if self.cannot_hold or self.failure:
             return self.cannot_hold or self.failure
+        if self.weights is not None:
+            return f"converts, with codes and scales of {self.kept} of {self.weights} weights"
         closeness = "equal"
         if self.sqnr_db is not None:
             closeness = f"{self.sqnr_db:.1f} dB"

@@ -2,15 +2,17 @@
 
 `python benchmarks/engines/run.py [--engine NAME ...] [--network NAME ...]` calibrates each
 network, exports it for each engine and runs the file there. `results/ENGINE.json` gets a row
-for each network; rows of other networks stay. Environments that are missing are made. Engines
-whose files this environment cannot write are left out: ExecuTorch and LiteRT have environments
-of their own (docs/executorch.md, docs/litert.md), whose Python runs this program for them.
+for each network; rows of other networks stay. Environments that are missing are made. If one
+cannot be made, its engines are left out, their results stay, and the exit code is 1. Where an
+engine's environment also writes the files, its Python runs this program for that engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +25,7 @@ from engines.environments import python_of
 from engines.figures import figures_of
 from engines.preparation import Prepared
 from engines.results import FOLDER, EngineResults, Machine, Row
-from engines.table import ENGINES, NETWORKS, Engine
+from engines.table import ENGINES, ENVIRONMENTS, NETWORKS, Engine
 from quantizer.errors import QuantizerError
 from quantizer.export.targets import EXPORTERS
 
@@ -33,17 +35,53 @@ ROOT = Path(__file__).parents[2]
 def main() -> None:
     """Run the chosen engines on the chosen networks."""
     options = parsed()
-    engines = [row for row in ENGINES if row.name in options.engine and can_export(row)]
+    here: dict[str, Path] = {}
+    are_all_run = True
+    for engine in ENGINES:
+        if engine.name not in options.engine:
+            continue
+        try:
+            python = python_of(engine, options.environments.absolute())
+        except RuntimeError as error:
+            print(f"{engine.name:<20} left out, its results stay: {error}", flush=True)
+            are_all_run = False
+            continue
+        if writes_apart(engine, python):
+            are_all_run &= run_apart(engine, python)
+        elif can_export(engine):
+            here[engine.name] = python
+        else:
+            are_all_run = False
+    run_here(here, options)
+    if not are_all_run:
+        sys.exit(1)
+
+
+def run_here(pythons: Mapping[str, Path], options: argparse.Namespace) -> None:
+    """Run engines, each by its Python, on the chosen networks, whose files are written here."""
+    engines = [engine for engine in ENGINES if engine.name in pythons]
     machine = Machine.current(is_quiet=options.quiet)
     with TemporaryDirectory() as temporary:
         work = Path(options.work or temporary)
         for name in options.network:
             for engine in engines:
-                row = figures_for(engine, name, work, options)
+                row = figures_for(engine, name, work, options, python=pythons[engine.name])
                 stored = EngineResults.stored(engine, options.results)
                 stored.with_row(row, machine).store(options.results)
                 print(f"{engine.name:<20} {name:<20} {row.line}", flush=True)
             prepared_networks.clear()
+
+
+def writes_apart(engine: Engine, python: Path) -> bool:
+    """Return whether another Python than this one writes an engine's files."""
+    row = ENVIRONMENTS.get(engine.environment)
+    return row is not None and row.has_quantizer and python != Path(sys.executable)
+
+
+def run_apart(engine: Engine, python: Path) -> bool:
+    """Run this program by an engine's Python for that engine; return whether it ended well."""
+    command = [str(python), *sys.argv, "--engine", engine.name]
+    return subprocess.run(command).returncode == 0
 
 
 def parsed() -> argparse.Namespace:
@@ -59,7 +97,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=FOLDER, help="where JSON is written")
     parser.add_argument("--work", help="a folder that keeps what consumers read and write")
     parser.add_argument(
-        "--environments", default=str(ROOT), help="the folder of environments of engines"
+        "--environments", type=Path, default=ROOT, help="the folder of environments of engines"
     )
     return parser.parse_args()
 
@@ -80,7 +118,9 @@ prepared_networks: dict[str, Prepared] = {}
 """The network that engines run now."""
 
 
-def figures_for(engine: Engine, name: str, work: Path, options: argparse.Namespace) -> Row:
+def figures_for(
+    engine: Engine, name: str, work: Path, options: argparse.Namespace, *, python: Path
+) -> Row:
     """Return what one engine makes of one network; a failure is a row, too."""
     if name in engine.cannot_hold:
         return Row(name, cannot_hold=engine.cannot_hold[name])
@@ -89,9 +129,8 @@ def figures_for(engine: Engine, name: str, work: Path, options: argparse.Namespa
     prepared = prepared_networks[name]
     config = prepared.config_for(engine)
     try:
-        python = python_of(engine, Path(options.environments))
         folder = prepared.folder_for(engine, options.rounds)
-    except (QuantizerError, RuntimeError) as error:
+    except QuantizerError as error:
         return Row(name, config, failure=f"not exported: {error}")
     return figures_of(name, config, engine, folder, python)
 

@@ -27,6 +27,33 @@ NETWORKS = {
 
 
 @dataclass(frozen=True)
+class Environment:
+    """What pip installs beside Python.
+
+    Attributes:
+        packages: with their versions.
+        has_quantizer: whether the quantizer and what its networks need are installed, too, so
+            that files are also written there.
+    """
+
+    packages: tuple[str, ...]
+    has_quantizer: bool = False
+
+
+TORCH = "torch==2.13.0"
+ENVIRONMENTS = {
+    "tract": Environment(("tract==0.23.9", "numpy==2.4.6")),
+    "aimet": Environment(("aimet-onnx==2.42.0", TORCH)),
+    "executorch": Environment(("executorch==1.5.1", TORCH), has_quantizer=True),
+    "litert": Environment(
+        ("litert-torch==0.10.0", "ai-edge-litert==2.3.0", TORCH), has_quantizer=True
+    ),
+    "coreml": Environment(("coremltools==9.0", TORCH)),
+}
+"""By name. `make engines` makes those that are missing."""
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine with one target of `--deploy` and its options.
 
@@ -37,10 +64,8 @@ class Engine:
         consumer: the program in `consumers/` that runs the file in the engine.
         package: the package whose version is that of the engine.
         options: of the target.
-        packages: what pip installs into the engine's environment. Without any, the consumer
-            runs in the project's own environment.
-        environment: the name of that environment, if it is not that of the engine. Engines that
-            share it have the same packages.
+        environment: the row of `ENVIRONMENTS` in which the consumer runs; "" is the project's
+            own environment.
         float_program: the float network that the engine is timed with: "onnx", "pt2",
             "transformers" or "gguf"; "" if it is not timed.
         is_next_token: whether outputs are the logits of the next token only, with a mean of 0.
@@ -54,7 +79,6 @@ class Engine:
     consumer: str
     package: str
     options: Mapping[str, str] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()
     environment: str = ""
     float_program: str = ""
     is_next_token: bool = False
@@ -68,6 +92,17 @@ def all_but_llama(reason: str) -> dict[str, str]:
 
 
 ONLY_TRANSFORMERS = all_but_llama("The format holds models of transformers only.")
+
+NOT_CONVERTED = (
+    "efficientnet_lite0",
+    "resnet18",
+    "vit",
+    "yolo",
+    "unet",
+    "ssd",
+    "llama",
+)
+"""The networks whose conversion for Core ML has no result yet."""
 
 ENGINES = (
     Engine(
@@ -118,7 +153,7 @@ ENGINES = (
         "onnx",
         "in_tract.py",
         "tract",
-        packages=("tract==0.23.9", "numpy==2.4.6"),
+        environment="tract",
         float_program="onnx",
     ),
     Engine(
@@ -127,7 +162,7 @@ ENGINES = (
         "onnx",
         "in_aimet.py",
         "aimet-onnx",
-        packages=("aimet-onnx==2.42.0", "torch==2.13.0"),
+        environment="aimet",
         cannot_hold={"llama": "AIMET reads no scales that are found at run time."},
     ),
     Engine(
@@ -136,7 +171,6 @@ ENGINES = (
         "encodings",
         "in_aimet_encodings.py",
         "aimet-onnx",
-        packages=("aimet-onnx==2.42.0", "torch==2.13.0"),
         environment="aimet",
         cannot_hold={
             "llama": "Encodings have no scales that are found at run time.",
@@ -165,6 +199,7 @@ ENGINES = (
         "executorch",
         "in_executorch.py",
         "executorch",
+        environment="executorch",
         configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
         cannot_hold={"llama": "XNNPACK's static kernels read no scales found at run time."},
     ),
@@ -174,8 +209,30 @@ ENGINES = (
         "litert",
         "in_litert.py",
         "ai-edge-litert",
+        environment="litert",
         configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
         cannot_hold={"llama": "LiteRT's static kernels read no scales found at run time."},
+    ),
+    Engine(
+        "coreml",
+        "Core ML",
+        "pt2",
+        "in_coreml.py",
+        "coremltools",
+        environment="coreml",
+        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
+        cannot_hold=dict.fromkeys(NOT_CONVERTED, "Its conversion was not tried."),
+    ),
+    Engine(
+        "coreml_int8",
+        "Core ML",
+        "pt2",
+        "in_coreml.py",
+        "coremltools",
+        options={"pt2_activations": "int8"},
+        environment="coreml",
+        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
+        cannot_hold=dict.fromkeys(NOT_CONVERTED, "Its conversion was not tried."),
     ),
     Engine(
         "transformers",

@@ -12,9 +12,9 @@ from support.runs import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from engines import figures
+from engines import environments, figures
 from engines.results import EngineResults, Machine, Row
-from engines.table import ENGINES
+from engines.table import ENGINES, Environment
 
 ENGINE = replace(ENGINES[0], consumer="in_test.py")
 SCALED = """
@@ -90,3 +90,27 @@ def test_a_new_row_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
         ("digits", None, "no"),
         ("vit", 40.0, ""),
     ]
+
+
+def test_an_engine_that_only_converts_has_a_row(folder: Path) -> None:
+    program = "import work_folder\n"
+    program += "work_folder.store_facts({'version': '9', 'kept': 3, 'weights': 4})"
+    row = row_of(folder, program)
+    assert (row.version, row.kept, row.weights, row.failure) == ("9", 3, 4, "")
+    assert row.line == "converts, with codes and scales of 3 of 4 weights"
+
+
+def test_a_failing_install_is_told_with_what_pip_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment with the packages of its row is used again, and another is not."""
+    missing = str(tmp_path / "missing.whl")
+    monkeypatch.setitem(environments.ENVIRONMENTS, "test", Environment((missing,)))
+    engine = replace(ENGINE, environment="test")
+    with pytest.raises(RuntimeError) as failed:
+        environments.python_of(engine, tmp_path)
+    assert "-m pip install" in str(failed.value)
+    assert "missing.whl" in str(failed.value).partition("fails:")[2]
+    place = tmp_path / ".venv-engine-test"
+    (place / environments.STAMP).write_text(f"{missing}\n")
+    assert environments.python_of(engine, tmp_path) == place / "bin" / "python"

@@ -80,6 +80,32 @@ def test_a_network_like_mobilenetv3_keeps_test_modes_accuracy(tmp_path: Path) ->
     assert verified.within_step >= 0.99
 
 
+class Joined(nn.Module):
+    """A part, joins of values with several scales, and convolutions with one axis in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(4, 8, 1)
+        self.joined, self.pooled = nn.Conv2d(16, 4, 1), nn.Conv2d(8, 4, 1)
+        self.line, self.up = nn.Conv1d(4, 4, 3, padding=1), nn.ConvTranspose1d(4, 2, 4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x).relu()
+        left, _ = first.chunk(2, 1)
+        joined = self.joined(torch.cat([first, self.second(left)], 1))
+        pooled = nn.functional.max_pool2d(joined, 3, 1, 1)
+        pooled = self.pooled(torch.cat([joined, pooled], 1)).flatten(2)
+        sound = nn.functional.leaky_relu(self.line(pooled), 0.1)
+        return self.up(sound).tanh()
+
+
+def test_joins_and_convolutions_in_float_are_those_of_test_mode(tmp_path: Path) -> None:
+    verified = result_of(Joined()).export("executorch", tmp_path / "net.pte", [X, X[:1]])
+    assert verified.sqnr_db > 60
+    assert verified.kernels is not None
+    assert [len(verified.kernels.integer), len(verified.kernels.floating)] == [4, 2]
+
+
 def test_biases_of_next_to_no_weights_are_not_cut_off(tmp_path: Path) -> None:
     """XNNPACK's biases are int32, and wrap or saturate where scales are too fine."""
     network = small()

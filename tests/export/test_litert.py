@@ -108,6 +108,32 @@ def test_inputs_and_outputs_have_the_models_names(tmp_path: Path) -> None:
     assert names == ["image", "tokens", "grid", "rows"]
 
 
+class Joined(nn.Module):
+    """Boxes of two stages, of which one is smaller, an average and an interpolation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.boxes = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        stages = [self.first(x).relu()]
+        stages.append(self.second(stages[0]) * 0.25)
+        boxes = []
+        for stage, box in zip(stages, self.boxes, strict=True):
+            boxes.append(box(stage).permute(0, 2, 3, 1).reshape(len(x), -1, 4))
+        wide = nn.functional.interpolate(stages[1], scale_factor=2.0, mode="bilinear")
+        return torch.cat(boxes, 1), nn.functional.avg_pool2d(stages[1], 2, 1), wide
+
+
+def test_joins_and_averages_are_those_of_test_mode(tmp_path: Path) -> None:
+    verified = result_of(Joined()).export("litert", tmp_path / "net.tflite", [X])
+    assert verified.within_step is not None
+    assert verified.within_step >= 0.999
+    assert verified.kernels is not None
+    assert verified.kernels.share == 1.0
+
+
 class Attention(nn.Module):
     """A softmax, whose int8 kernel has another scale, and products of two activations."""
 

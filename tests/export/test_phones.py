@@ -15,6 +15,7 @@ from support.deployments import PHONES
 from support.runs import ROOT
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 import quantizer
 from quantizer.calibration.solution import Solution
@@ -24,8 +25,19 @@ from quantizer.errors import UsageError
 from quantizer.export import exporter_of, require_expressible
 from quantizer.export.deployment import Deployment
 from quantizer.export.mobile.exporter import MobileExporter, MobileProgram
-from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multiply_squares
-from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
+from quantizer.export.mobile.litert_rewrites import (
+    keep_scales_of_joins,
+    keep_scales_of_shares,
+    multiply_squares,
+)
+from quantizer.export.mobile.rewrites import (
+    add_axes,
+    average_images,
+    fold_padding,
+    infer_batches,
+    round_before_moves,
+    slice_parts,
+)
 from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
@@ -269,6 +281,98 @@ def test_the_program_computes_what_test_mode_does(
     assert counts["aten.pad.default"] == 1
     [mean] = source.program.graph.find_nodes(op="call_function", target=torch.ops.aten.mean.dim)
     assert mean.args[2] is True
+
+
+class Joined(nn.Module):
+    """Parts and joins of values with several scales, and an average with a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(4, 8, 1)
+        self.joined, self.last = nn.Conv2d(16, 4, 1), nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.first(x).relu()
+        left, _ = first.chunk(2, 1)
+        joined = self.joined(torch.cat([first, self.second(left)], 1))
+        once = nn.functional.max_pool2d(joined, 3, 1, 1)
+        pooled = self.last(
+            torch.cat([joined, once, nn.functional.max_pool2d(once, 3, 1, 1)], 1)
+        )
+        rows = [value.permute(0, 2, 3, 1).flatten(1, 2) for value in (joined, pooled)]
+        return torch.cat(rows, 1), nn.functional.avg_pool2d(pooled, 2)
+
+
+def codes_before(node: Node) -> list[Any]:
+    """Return how the codes that a node reads are decoded."""
+    codes: list[Any] = []
+    for source in node.all_input_nodes:
+        codes.append(source.args[1:] if str(source.target) == DEQUANTIZE else None)
+    return codes
+
+
+@pytest.mark.parametrize("activations", ["int8", "uint8"])
+def test_a_layer_after_a_join_of_pools_reads_codes(activations: str, tmp_path: Path) -> None:
+    """All values of the join have one scale, so it needs none of its own."""
+    path = tmp_path / "net.pt2"
+    result_of(Joined()).export("pt2", path, pt2_activations=activations)
+    layers = torch.export.load(path).graph.find_nodes(
+        op="call_function", target=torch.ops.aten.conv2d.default
+    )
+    assert [codes_before(layer)[0] for layer in layers].count(None) == 0
+    assert len(layers) == 4
+
+
+def test_executorch_gets_one_scale_for_each_join() -> None:
+    """XNNPACK loads no other. A chunk would fix the batch."""
+    source = program_of("executorch", deployment_of(result_of(Joined())))
+    expected = source.program.module()(X)
+    slice_parts(source.program)
+    round_before_moves(source.program)
+    outputs = source.program.module()(X)
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+    [join, *_] = source.program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.cat.default
+    )
+    [quantize] = join.users
+    assert codes_before(join) == [quantize.args[1:]] * 2
+    assert "aten.chunk.default" not in operators(source.program)
+
+
+def test_litert_joins_and_averages_several_scales_in_float() -> None:
+    """Its converter would round all values to one of the scales."""
+    source = program_of("litert", deployment_of(result_of(Joined())))
+    expected = source.tested.network()(X[:1])
+    before = operators(source.program)["aten.mul.Tensor"]
+    keep_scales_of_joins(source.program)
+    outputs = source.program.module()(X[:1])
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected, strict=True))
+    # Two values of the last join, one average, and both results.
+    assert operators(source.program)["aten.mul.Tensor"] - before == 5
+
+
+class Vocoder(nn.Module):
+    """Convolutions with one axis, of which some have no int8 kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up = nn.Conv1d(3, 8, 3, padding=1), nn.ConvTranspose1d(8, 8, 4, 2, 1)
+        self.last = nn.Conv1d(8, 4, 3, padding=2, dilation=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.leaky_relu(self.first(x.flatten(2)), 0.1)
+        return self.last(nn.functional.leaky_relu(self.up(x), 0.1)).tanh()
+
+
+def test_executorch_gets_two_axes_for_convolutions_in_float() -> None:
+    source = program_of("executorch", deployment_of(result_of(Vocoder())))
+    expected = source.program.module()(X)
+    add_axes(source.program)
+    # torch adds the products up in another order, so few codes may be one step off.
+    assert (source.program.module()(X) == expected).float().mean() > 0.99
+    counts = operators(source.program)
+    assert counts["aten.conv_transpose2d.input"] == 1
+    assert (counts["aten.conv2d.default"], counts["aten.conv1d.default"]) == (1, 1)
 
 
 class Shares(nn.Module):

@@ -45,6 +45,15 @@ def finish(outputs: Sequence[Any], facts: dict[str, Any]) -> None:
     for index, output in enumerate(outputs):
         arrays[f"output_{index}"] = np.asarray(output)
     np.savez(folder() / "outputs.npz", **arrays)
+    store_facts(facts)
+
+
+def store_facts(facts: dict[str, Any]) -> None:
+    """Write what is known about the engine.
+
+    Without outputs, that is "version", "weights" (how many weights the file has as codes), and
+    "kept" (how many of them have the same codes and scales after conversion).
+    """
     (folder() / "facts.json").write_text(json.dumps(facts), "utf-8")
 
 

@@ -22,7 +22,14 @@ from quantizer.export.mobile.exporter import (
     batch_size,
 )
 from quantizer.export.mobile.kernels import MobileEngine
-from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
+from quantizer.export.mobile.rewrites import (
+    add_axes,
+    average_images,
+    fold_padding,
+    infer_batches,
+    round_before_moves,
+    slice_parts,
+)
 from quantizer.export.torch_export.coded import ProgramForm
 
 ORIGIN_METHOD = "quantizer"
@@ -68,6 +75,9 @@ class ExecutorchExporter(MobileExporter):
         infer_batches(source.program)
         fold_padding(source.program)
         average_images(source.program)
+        slice_parts(source.program)
+        round_before_moves(source.program)
+        add_axes(source.program)
         # torch would choose kernels for small batches, and 15 would become the largest one.
         with mkldnn.flags(enabled=False), nnpack.flags(enabled=False):
             lowered = to_edge_transform_and_lower(

@@ -25,7 +25,11 @@ from quantizer.export.mobile.exporter import (
     batch_size,
 )
 from quantizer.export.mobile.kernels import MobileEngine
-from quantizer.export.mobile.litert_rewrites import keep_scales_of_shares, multiply_squares
+from quantizer.export.mobile.litert_rewrites import (
+    keep_scales_of_joins,
+    keep_scales_of_shares,
+    multiply_squares,
+)
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.torch_export.coded import ProgramForm
@@ -131,6 +135,7 @@ def _converted(
     average_images(source.program)
     multiply_squares(source.program)
     keep_scales_of_shares(source.program)
+    keep_scales_of_joins(source.program)
     _keep_layout_of_padding()
     config = pt2e_quantizer.get_symmetric_quantization_config(is_per_channel=True)
     # It quantizes nothing here. Without it the converter would leave all kernels in float.

@@ -6,7 +6,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from quantizer.export.torch_export.qdq import QUANTIZE
+from quantizer.export.mobile.rewrites import ONE_SCALE
+from quantizer.export.torch_export.qdq import DEQUANTIZE, QUANTIZE
 
 _ATEN = torch.ops.aten
 _SQUARES = (
@@ -25,6 +26,18 @@ _SIGNED_SHARES = (
     _ATEN.tanh_.default,
 )
 """Operators with values from -1 to 1."""
+_ONE_SCALE_IN_LITERT = (
+    _ATEN.cat.default,
+    _ATEN.stack.default,
+    _ATEN.maximum.default,
+    _ATEN.minimum.default,
+    _ATEN.avg_pool2d.default,
+    _ATEN.adaptive_avg_pool2d.default,
+    _ATEN.upsample_bilinear2d.vec,
+)
+"""Operators of several values, and such that compute values between codes. Their int8 kernels
+have one scale and zero point for all values before and after them.
+"""
 
 
 def multiply_squares(program: ExportedProgram) -> None:
@@ -52,6 +65,54 @@ def keep_scales_of_shares(program: ExportedProgram) -> None:
         for node in program.graph.find_nodes(op="call_function", target=target):
             _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
     program.graph_module.recompile()
+
+
+def keep_scales_of_joins(program: ExportedProgram) -> None:
+    """Join and interpolate in float, unless all values before and after have the same codes.
+
+    The converter would round all values to the scale of one of them, and clip what it does not
+    hold. It does not see through products. Those with 2 and 0.5 change no value.
+    """
+    graph = program.graph
+    for target in _ONE_SCALE_IN_LITERT:
+        for node in graph.find_nodes(op="call_function", target=target):
+            values = node.all_input_nodes
+            codes = {_codes_of(value) for value in values}
+            after = {_codes_after(reader) for reader in node.users}
+            if len(values) == 1:
+                codes |= after
+            elif target is _ATEN.cat.default and len(after) == 1 and None not in after:
+                continue
+            if len(codes) == 1:
+                continue
+            for value in values:
+                with graph.inserting_before(node):
+                    node.replace_input_with(value, _times(value, 2.0))
+            with graph.inserting_after(node):
+                halved = _times(node, 0.5)
+            node.replace_all_uses_with(halved, lambda reader, own=halved: reader is not own)
+    program.graph_module.recompile()
+
+
+def _codes_after(reader: Node) -> Any:
+    """Return how what reads a value quantizes it; None if it does not."""
+    return reader.args[1:] if reader.target is QUANTIZE else None
+
+
+def _codes_of(value: Node) -> Any:
+    """Return how the codes of a value are decoded, perhaps before it was moved; None if it has
+    none.
+    """
+    while value.target in ONE_SCALE and len(value.all_input_nodes) == 1:
+        (value,) = value.all_input_nodes
+    return value.args[1:] if value.target is DEQUANTIZE else None
+
+
+def _times(value: Node, factor: float) -> Node:
+    """Insert the product of a value and a number."""
+    product = value.graph.call_function(_ATEN.mul.Tensor, (value, factor))
+    product.meta["val"] = value.meta["val"]
+    return product
 
 
 def _clamp_before_codes(

@@ -19,6 +19,40 @@ _IMAGE_AXES = ([2, 3], [-2, -1])
 _IMAGE_ENDS = 4
 """The sizes of a padding of height and width."""
 _DEFAULTS = (None, [1, 1], [0, 0])
+_ATEN = torch.ops.aten
+ONE_SCALE = (
+    _ATEN.cat.default,
+    _ATEN.contiguous.default,
+    _ATEN.max_pool2d.default,
+    _ATEN.permute.default,
+    _ATEN.transpose.int,
+    _ATEN.slice.Tensor,
+    _ATEN.unsqueeze.default,
+    _ATEN.squeeze.dim,
+    *_RESHAPES,
+    _ATEN.relu.default,
+    _ATEN.relu_.default,
+    _ATEN.hardtanh.default,
+    _ATEN.hardtanh_.default,
+    _ATEN.clamp.default,
+)
+"""Operators whose int8 kernels have the same scale and zero point before and after them.
+
+Values may be rounded before or after them: they move values, or keep their order.
+"""
+_PARTS = (
+    _ATEN.chunk.default,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+)
+"""Operators that cut a value into parts, along an axis that is their last argument, or 0."""
+_CONVOLUTIONS_1D = {
+    _ATEN.conv1d.default: _CONVOLUTION,
+    _ATEN.conv_transpose1d.default: _ATEN.conv_transpose2d.input,
+}
+"""The same convolutions with two axes."""
+_LIST_FILLS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+"""What the second axis has, by the argument of a convolution."""
 
 
 def infer_batches(
@@ -147,3 +181,115 @@ def _symmetric_amounts(
     if top != bottom or top < 0:
         return None
     return [top, left]
+
+
+def round_before_moves(
+    program: ExportedProgram,
+) -> None:
+    """Round values to the scale after an operator of `ONE_SCALE` before it.
+
+    Engines fail or compute other values where these scales differ.
+    """
+    graph = program.graph
+    for target in ONE_SCALE:
+        for node in graph.find_nodes(op="call_function", target=target):
+            readers = list(node.users)
+            if len(readers) != 1 or readers[0].target is not QUANTIZE:
+                continue
+            values = node.all_input_nodes
+            for value in values:
+                source, reader = source_of_codes(value, node)
+                is_coded = source.target is DEQUANTIZE
+                if is_coded and source.args[1:] == readers[0].args[1:]:
+                    continue
+                if not is_coded and len(values) == 1:
+                    continue
+                with graph.inserting_after(source):
+                    rounded = _quantized(source, readers[0])
+                reader.replace_input_with(source, rounded)
+    program.graph_module.recompile()
+
+
+def source_of_codes(
+    value: Node,
+    reader: Node,
+) -> tuple[Node, Node]:
+    """Return where a value comes from before operators of `ONE_SCALE`, and what reads it there.
+
+    Such operators are passed only while nothing else reads what they return.
+    """
+    while value.target in ONE_SCALE and len(value.all_input_nodes) == len(value.users) == 1:
+        reader = value
+        (value,) = value.all_input_nodes
+    return value, reader
+
+
+def slice_parts(
+    program: ExportedProgram,
+) -> None:
+    """Write the parts of a value as slices. ExecuTorch fixes the batch at a chunk."""
+    graph = program.graph
+    for target in _PARTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            value, _, *axes = node.args
+            (axis,) = axes or [0]
+            sizes = [part.shape[axis] for part in node.meta["val"]]
+            if not all(isinstance(size, int) for size in sizes):
+                continue
+            for part in list(node.users):
+                index = part.args[1]
+                start = sum(sizes[:index])
+                stop = start + sizes[index]
+                part.target = _ATEN.slice.Tensor
+                part.args = (value, axis, start, stop)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def add_axes(
+    program: ExportedProgram,
+) -> None:
+    """Give convolutions with one axis and weights in float a second axis.
+
+    ExecuTorch does so itself, but takes those between quantized values for int8.
+    """
+    graph = program.graph
+    parameters = program.graph_signature.inputs_to_parameters
+    reshaped: set[str] = set()
+    for target, two_axes in _CONVOLUTIONS_1D.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            _, weight, *others = node.args
+            name = parameters.get(weight.name)
+            if name is None:
+                continue
+            if name not in reshaped:
+                reshaped.add(name)
+                weights = program.state_dict[name].detach().unsqueeze(-1)
+                program.state_dict[name] = torch.nn.Parameter(weights, requires_grad=False)
+                weight.meta["val"] = weight.meta["val"].unsqueeze(-1)
+            settings: list[Any] = []
+            for argument, setting in zip(target._schema.arguments[2:], others, strict=False):
+                if argument.name in _LIST_FILLS:
+                    setting = [*setting, _LIST_FILLS[argument.name]]
+                settings.append(setting)
+            _with_axis(node, two_axes, (weight, *settings))
+    program.graph_module.recompile()
+
+
+def _with_axis(
+    node: Node,
+    target: Any,
+    arguments: tuple[Any, ...],
+) -> None:
+    """Replace a convolution by one whose input gets a last axis, which its output loses."""
+    graph = node.graph
+    value: Any = node.args[0]
+    with graph.inserting_before(node):
+        image = graph.call_function(_ATEN.unsqueeze.default, (value, -1))
+        image.meta["val"] = value.meta["val"].unsqueeze(-1)
+        convolved = graph.call_function(target, (image, *arguments))
+        convolved.meta["val"] = node.meta["val"].unsqueeze(-1)
+        squeezed = graph.call_function(_ATEN.squeeze.dim, (convolved, -1))
+        squeezed.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(squeezed)
+    graph.erase_node(node)

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.export.deployment import Deployment
+from quantizer.export.onnx.specs import input_key
 from quantizer.export.torch_export.program import export_program
 from quantizer.export.torch_export.qdq import (
     CODE_TYPES,
@@ -156,31 +157,29 @@ def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None
     return graph.by_name[node.input_roles()[role]].dtype
 
 
-def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
-    """Return how inputs were quantized that reach their layer through data movement.
+def _moved_inputs(
+    graph: Graph,
+    solution: Solution,
+) -> dict[str, QuantizedTensor]:
+    """Return how inputs were quantized that reach their layer through data movement, or through
+    a join of values that one layer made.
 
     Quantizing them again gives the same codes, and integer kernels find the quantization
     directly before the layer, where they look for it.
     """
-    tensors = solution.tensors
     inputs: dict[str, QuantizedTensor] = {}
     for node in graph.nodes:
-        weight = tensors.get((node.name, "weights"))
+        weight = solution.tensors.get((node.name, "weights"))
         if not _is_multiplied(node) or weight is None or not is_channelwise(weight):
             continue
-        origin = graph.source(node)
-        is_moved = False
-        while (
-            origin is not None
-            and origin.row.keeps_scale
-            and (origin.name, "activation") not in tensors
-        ):
-            origin = graph.source(origin)
-            is_moved = True
-        if origin is None or not is_moved or (node.name, "input") in tensors:
+        key = input_key(node.name, graph, solution.specs)
+        source = graph.source(node)
+        if key is None or source is None:
             continue
-        role = "input" if origin.op == "input" else "activation"
-        tensor = tensors.get((origin.name, role))
-        if tensor is not None and has_operators(tensor.spec, node.dtype):
+        quantized, _ = key
+        if quantized in (node.name, source.name):
+            continue
+        tensor = solution.tensors[key]
+        if has_operators(tensor.spec, node.dtype):
             inputs[node.name] = tensor
     return inputs
