@@ -6,13 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engines.families.consumers import Consumer
 from engines.table import Engine
 
 STAMP = "packages.txt"
 """Has the packages that were installed, so that an environment with others is made again."""
 
 
-def python_of(engine: Engine, folder: Path) -> Path:
+def python_of(engine: Engine | Consumer, folder: Path) -> Path:
     """Return the Python of an engine; its environment in `folder` is made if it is not there.
 
     Raises:
@@ -33,6 +34,9 @@ def python_of(engine: Engine, folder: Path) -> Path:
     if done.returncode:
         last_line = done.stderr.strip().rpartition("\n")[2]
         raise RuntimeError(f"pip cannot install the engine: {last_line}")
+    if engine.removed:
+        remove = [str(python), "-m", "pip", "uninstall", "-y", "-q", *engine.removed]
+        subprocess.run(remove, capture_output=True, check=True)
     # An interrupted install leaves no stamp, so the next call repeats it.
     stamp.write_text(wanted, "utf-8")
     return python

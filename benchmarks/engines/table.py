@@ -39,6 +39,7 @@ class Engine:
         options: of the target.
         packages: what pip installs into the engine's environment. Without any, the consumer
             runs in the project's own environment.
+        removed: packages that pip removes from it again.
         environment: the name of that environment, if it is not that of the engine. Engines that
             share it have the same packages.
         float_program: the float network that the engine is timed with: "onnx", "pt2",
@@ -55,6 +56,7 @@ class Engine:
     package: str
     options: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
     environment: str = ""
     float_program: str = ""
     is_next_token: bool = False

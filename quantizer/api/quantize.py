@@ -33,6 +33,7 @@ from quantizer.export import (
     EXPORTERS,
     FOLDER,
     checked_target,
+    exporter_of,
     planned_refusals,
     refuse,
     require_extras,
@@ -148,6 +149,7 @@ def quantize(
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
     graph = _trace(model, batches, choices)
+    exporter_of(target, choices).require_model(model)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
