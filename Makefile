@@ -89,6 +89,7 @@ bench: $(VENV)/.test
 ENGINES ?=
 engines: $(VENV)/.test
 	$(BIN)/python benchmarks/engines/run.py $(ENGINES)
+	$(BIN)/python benchmarks/engines/families/run.py
 	$(BIN)/python docs/generate.py
 
 # On a bare machine with a GPU: installs nothing, and takes eight minutes at most.

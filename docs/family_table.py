@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ EQUAL_DB = 100.0
 """From here on, outputs differ by the order of sums in float32 only."""
 _START = "<!-- families: written by docs/generate.py from benchmarks/engines/families -->\n"
 _END = "<!-- end of families -->\n"
+_FAMILY = re.compile(r"this model is \w+")
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -51,7 +53,7 @@ def _table(consumer: Consumer) -> str:
     versions = {row["version"] for row in rows.values() if "version" in row}
     dates = {row["date"] for row in rows.values()}
     heading = f"\n**{consumer.title} {', '.join(sorted(versions))}**, {max(dates)}:\n\n"
-    notes = [f"* {letter}: {reason}.\n" for reason, letter in reasons.items()]
+    notes = [f"* {number}: {reason}.\n" for reason, number in reasons.items()]
     return "".join([heading, *lines, "\n", *notes])
 
 
@@ -69,12 +71,12 @@ def _share(rows: Rows, family: str, schemes: Sequence[str]) -> str:
 
 
 def _cell(row: dict[str, Any] | None, reasons: dict[str, str]) -> str:
-    """Return how close an engine is, or the letter of the reason why it was not run."""
+    """Return how close an engine is, or the number of the reason why it was not run."""
     if row is None:
         return ""
     reason = row.get("refusal", row.get("failure", ""))
     if reason:
-        reasons.setdefault(_sentence(reason), chr(ord("a") + len(reasons)))
+        reasons.setdefault(_sentence(reason), str(len(reasons) + 1))
         word = "no" if "failure" in row else "refused"
         return f"{word} ({reasons[_sentence(reason)]})"
     figure = row.get("sqnr_db", EQUAL_DB)
@@ -88,4 +90,4 @@ def _cell(row: dict[str, Any] | None, reasons: dict[str, str]) -> str:
 
 def _sentence(reason: str) -> str:
     """Return a reason without what differs from family to family."""
-    return reason.rstrip(".").replace("|", "/")
+    return _FAMILY.sub("this family is not known", reason).rstrip(".")

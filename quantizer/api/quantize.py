@@ -148,8 +148,7 @@ def quantize(
     settings = CalibrationSettings(seed=seed, events=events, confirm=partial(_confirm, checked))
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
-    graph = _trace(model, batches, choices)
-    exporter_of(target, choices).require_model(model)
+    graph = _trace(model, batches, target, choices)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
@@ -190,8 +189,13 @@ def _verdict_facts(
     )
 
 
-def _trace(model: nn.Module, batches: Batches, choices: Mapping[str, str]) -> Graph:
-    """Return the graph of a model, after a check of the names chosen for its tensors."""
+def _trace(
+    model: nn.Module, batches: Batches, target: str, choices: Mapping[str, str]
+) -> Graph:
+    """Return the graph of a model that the target can hold, after a check of the names chosen
+    for its tensors.
+    """
+    exporter_of(target, choices).require_model(model)
     graph = trace_compared(model, batches)
     require_fitting_names(choices, model, graph)
     return graph

