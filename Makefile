@@ -86,9 +86,12 @@ bench: $(VENV)/.test
 	for program in benchmarks/bench_*.py; do $(BIN)/python $$program || exit 1; done
 
 # What engines make of the files, each in an environment of its own: ENGINES='--engine NAME --network NAME' for some of them.
+# FAMILIES='--consumer NAME --family NAME' for some of the small language models, which ENGINES leaves out.
 ENGINES ?=
+FAMILIES ?=
 engines: $(VENV)/.test
 	$(BIN)/python benchmarks/engines/run.py $(ENGINES)
+	$(if $(ENGINES),,$(BIN)/python benchmarks/engines/families/run.py $(FAMILIES))
 	$(BIN)/python docs/generate.py
 
 # On a bare machine with a GPU: installs nothing, and takes eight minutes at most.

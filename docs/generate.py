@@ -4,7 +4,8 @@ These are: docs/cli.md from the command line; docs/reference.md from the docstri
 in docs/one_command.md and docs/metrics.md; the table of what was tested in README.md; the part
 on algorithms in both schemas; the rules for editors in layered.schema.json; the options of
 method, round_mode and dtype in quantization_spec.schema.json; docs/config and docs/rules.md;
-the table of presets in docs/hierarchical.md; the table of engines in docs/deploy.md.
+the table of presets in docs/hierarchical.md; the table of engines in docs/deploy.md
+and those of families in docs/engines.md.
 
 Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
 number format. A test fails while a file is stale.
@@ -24,6 +25,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from command_pages import commands_page
 from engine_table import with_engines
+from family_table import with_families
 from python_page import python_page
 from tested_table import with_table
 
@@ -79,6 +81,8 @@ def generated() -> dict[Path, str]:
     pages[METRICS_PAGE] = metrics_page()
     deploying = ROOT / "docs" / "deploy.md"
     pages[deploying] = with_engines(deploying.read_text("utf-8"))
+    loading = ROOT / "docs" / "engines.md"
+    pages[loading] = with_families(loading.read_text("utf-8"))
     readme = ROOT / "README.md"
     pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
     return {**schemas, **pages, ROOT / "docs" / "rules.md": rules_page()}

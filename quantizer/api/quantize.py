@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
@@ -33,6 +33,7 @@ from quantizer.export import (
     EXPORTERS,
     FOLDER,
     checked_target,
+    exporter_of,
     planned_refusals,
     refuse,
     require_extras,
@@ -147,7 +148,7 @@ def quantize(
     settings = CalibrationSettings(seed=seed, dynamic=dynamic, events=events, confirm=confirm)
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
-    graph = _trace(model, batches, choices, dynamic)
+    graph = _trace(model, batches, checked, dynamic)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
@@ -189,11 +190,14 @@ def _verdict_facts(
 
 
 def _trace(
-    model: nn.Module, batches: Batches, choices: Mapping[str, str], dynamic: str | None
+    model: nn.Module, batches: Batches, checked: CheckedTarget, dynamic: str | None
 ) -> Graph:
-    """Return the graph of a model, after a check of the names chosen for its tensors."""
+    """Return the graph of a model that the target can hold, after a check of the names chosen
+    for its tensors.
+    """
+    exporter_of(checked.target, checked.choices).require_model(model)
     graph = trace_compared(model, batches, dynamic)
-    require_fitting_names(choices, model, graph)
+    require_fitting_names(checked.choices, model, graph)
     return graph
 
 

@@ -13,6 +13,8 @@ from quantizer.export.choices import CHOICES
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from quantizer.calibration.solution import Solution
     from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
@@ -72,6 +74,13 @@ class Exporter(ABC, Generic[Written]):
             opset: the ONNX operator set; -1 to let the exporter choose.
         """
         return ()
+
+    def require_model(self, model: nn.Module) -> None:
+        """Check what the target cannot hold of the model itself, before calibration.
+
+        Raises:
+            UsageError: why it cannot.
+        """
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with what the target's runtime rounds in addition."""

@@ -1,5 +1,6 @@
 """The tensors of a transformers model by name, with the values of the quantized network."""
 
+import re
 from collections.abc import Collection
 
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor, nn
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
 from quantizer.export.hugging_face_folder import model_config
+from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
 
+_FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 CHANGE_REMEDY = "leave out the algorithm or the setting that makes it, or use --deploy pt2"
 
 
@@ -25,6 +28,17 @@ def model_of(deployment: Deployment, target: str) -> nn.Module:
         )
     model_config(deployment.model)
     return deployment.model
+
+
+def family_of(node: Node) -> str:
+    """Return the family of transformers whose code has a layer, as `mixtral`; empty for code of
+    other packages.
+    """
+    for name in node.classes:
+        family = _FAMILY.match(name)
+        if family:
+            return family[1]
+    return ""
 
 
 def parameter_values(

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.llamas import text_llama
+from support.llamas import text_llama, text_llava, text_mixture
 from support.pages import blocks, commands_of, is_shown, run_page
 from support.runs import ROOT
 
@@ -54,14 +54,24 @@ def test_a_page_on_digits_runs(
     run_page(page, capsys)
 
 
-@pytest.mark.parametrize("page", ["language_model_4bit.md", "kv_cache.md"])
+ON_LANGUAGE = {
+    "language_model_4bit.md": text_llama,
+    "kv_cache.md": text_llama,
+    "nvfp4.md": text_llama,
+    "mixture_of_experts.md": text_mixture,
+    "vision_language.md": text_llava,
+}
+"""The pages on language models, with what writes the model and the text of each."""
+
+
+@pytest.mark.parametrize("page", ON_LANGUAGE)
 def test_a_page_on_a_language_model_runs(
     page: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text_llama(tmp_path)
+    ON_LANGUAGE[page](tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     run_page(page, capsys)

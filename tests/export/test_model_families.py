@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from export.test_compressed_tensors import DYNAMIC, INT4, INT8, TARGET, config
-from support.llamas import tokens
+from export.test_compressed_tensors import DYNAMIC, INT4, INT8, NVFP4, TARGET, config
+from support.gguf_templates import template as gguf_template
+from support.llamas import llama, tokens
 
 import quantizer
 from quantizer.errors import UsageError, VerificationError
@@ -78,6 +79,13 @@ def test_packed_layers_whose_weight_is_read_are_loaded_dequantized(tmp_path: Pat
     assert "CompressedTensorsConfig(dequantize=True)" in remark
 
 
+def test_the_reason_is_the_code_of_the_model_in_formats_of_bfloat16_too(tmp_path: Path) -> None:
+    written = exported(falcon().bfloat16(), config(NVFP4), tmp_path / "out")
+    [remark] = [text for text in written.remarks if "dequantize=True" in text]
+    assert PACKED in remark
+    assert "another dtype" not in remark
+
+
 def test_packed_layers_of_two_schemes_are_refused_if_their_weight_is_read(
     tmp_path: Path,
 ) -> None:
@@ -93,3 +101,26 @@ def test_layers_that_readers_leave_in_float_are_named(tmp_path: Path) -> None:
     why = "transformer.h.0.attn.c_attn is a Conv1D, which readers leave in float"
     with pytest.raises(UsageError, match=why):
         exported(gpt2(), config(INT4), tmp_path / "out")
+
+
+@pytest.mark.parametrize("template", ["", "other.gguf"])
+def test_an_architecture_that_gguf_lacks_is_refused_before_calibration(
+    template: str, tmp_path: Path
+) -> None:
+    options = {}
+    if template:
+        options["gguf_template"] = tmp_path / template
+        gguf_template(options["gguf_template"], llama())
+    with pytest.raises(UsageError, match="gguf"):
+        quantizer.quantize(gpt2(), tokens(), to="gguf", folder=tmp_path / "out", **options)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_inputs_whose_tokens_transformers_does_not_tell_apart_are_named(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **layers, **IDS)).eval()
+    written = exported(opt, config(INT8, DYNAMIC), tmp_path / "out")
+    [remark] = [text for text in written.remarks if "one scale for several tokens" in text]
+    assert "[fc1]" in remark and "[fc2]" in remark and "q_proj" not in remark

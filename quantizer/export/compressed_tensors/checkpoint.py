@@ -36,6 +36,8 @@ _HEAD_LIMITS = (
     "SGLang, and vLLM before its pull request 37291, build heads in float and cannot load it; "
     'exclude "kind:lm_head" for them'
 )
+# Samples, tokens and features.
+_AXES_OF_TOKENS = 3
 _NO_CODES_REMEDY = "quantize it with another scale_type"
 
 
@@ -181,6 +183,7 @@ def checkpoint_of_network(
         target,
     )
     remarks = list(float_remarks(solution.specs, placement))
+    remarks += token_remarks(solution.specs, placement)
     cache = compressed_cache(deployment.graph, solution.tensors, model)
     if cache is not None:
         remarks += cache.remarks
@@ -288,6 +291,27 @@ def float_remarks(
     if not floats:
         return ()
     return (f"in float, with the values of their codes: {first_names(floats)}",)
+
+
+def token_remarks(
+    specs: Mapping[Key, QuantizationSpec],
+    placement: CodePlacement,
+) -> tuple[str, ...]:
+    """Return a sentence on layers for whose tokens transformers does not find separate scales.
+
+    It keeps the first two axes of an input, whatever the number of axes.
+    """
+    layers: list[str] = []
+    for layer, key in placement.inputs.items():
+        is_by_token = specs[key].is_dynamic and specs[key].qscheme == "per_token"
+        if is_by_token and placement.linears[layer].rank != _AXES_OF_TOKENS:
+            layers.append(layer)
+    if not layers:
+        return ()
+    return (
+        f"the inputs of {first_names(layers)} have not {_AXES_OF_TOKENS} axes: transformers "
+        "finds one scale for several tokens there, and engines one for each",
+    )
 
 
 def linears_of(model: nn.Module) -> tuple[str, ...]:

@@ -7,17 +7,22 @@ the same way as weights.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
-from quantizer.export.model_tensors import cannot_store
+from quantizer.export.model_tensors import cannot_store, family_of
+from quantizer.graph.ir import Node
 from quantizer.graph.modules import is_of_experts
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.storage.deferred_tensor import apply_deferred
 
 _WEIGHT = ".weight"
+# The operation of a reader that makes one tensor of the layers of all experts.
+_STACKING = "MergeModulelist"
 # Readers recognize the layers of experts by this word.
 _EXPERT_PATTERN = r"re:.*\.experts\.\d+\..*"
 
@@ -97,6 +102,28 @@ class Mixture:
             if weight.dim() > 1 and not isinstance(module, (nn.Linear, nn.Embedding)):
                 paths.append(self.path(path))
         return tuple(paths)
+
+
+def are_stored_as_one(node: Node) -> bool:
+    """Return whether the files of a model's family have its experts as one tensor.
+
+    Without the package transformers, or for classes of other packages, that is not known.
+    """
+    family = family_of(node)
+    if not family or find_spec("transformers") is None:
+        return False
+    # The modules need the extra.
+    from transformers import CONFIG_MAPPING
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    conversions: Any = get_checkpoint_conversion_mapping(family)  # type: ignore[no-untyped-call]
+    if conversions is None:
+        return family in CONFIG_MAPPING
+    for conversion in conversions:
+        operations = getattr(conversion, "operations", ())
+        if any(type(operation).__name__ == _STACKING for operation in operations):
+            return False
+    return True
 
 
 def group_targets(paths: Sequence[str]) -> list[str]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
+from quantizer.export.compressed_tensors.experts import are_stored_as_one
 from quantizer.export.compressed_tensors.fusing import fused_refusals
 from quantizer.export.compressed_tensors.limits import input_refusal, layer_weight_refusal
 from quantizer.export.compressed_tensors.schemes import Reason, is_symmetric
 from quantizer.export.exporter import Refusal
+from quantizer.export.model_tensors import family_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
 from quantizer.plan.model import Key
@@ -31,6 +33,7 @@ INSERTION_REASON = (
     "was inserted by an algorithm, and the model of the checkpoint has no such operator",
     "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
 )
+_EXCLUDE = "use --deploy pt2, or exclude it"
 _NO_LAYER = "finds no linear layer with a quantized weight"
 _NO_LAYER_HELP = "quantize weights, or use --deploy safetensors"
 _OTHER_CLASS_HELP = "use --deploy onnx, pt2 or safetensors"
@@ -141,10 +144,11 @@ def _expert_refusal(
     """Return why the weights of experts cannot be stored as codes."""
     spec = specs[layer, "weights"]
     if TRANSPOSED in experts[layer].params["weight"]:
-        return (
-            "is [experts, in, out], which engines store in a layout of their own",
-            "use --deploy pt2, or exclude it",
-        )
+        return "is [experts, in, out], which engines store in a layout of their own", _EXCLUDE
+    if are_stored_as_one(experts[layer]):
+        family = family_of(experts[layer])
+        why = f"is of experts, which files of {family} have as one tensor, without a layout"
+        return f"{why} for codes", _EXCLUDE
     remedy = "use symmetric integers or fp8_e4m3 for experts"
     if spec.dtype not in ("int", "fp8_e4m3") or spec.scale_type == "e8m0":
         return f"is {spec.dtype}, and readers load no experts of this format", remedy

@@ -96,7 +96,7 @@ def _loaded(
             reads = f"the model's code reads the weight of {layer}, which is packed"
             problem = f"cannot load it: {reads}"
             remedy = _NOT_PACKED_HELP
-            cause = cause or f"{_reader()} does not load it by default, as {reads}"
+            cause = f"{_reader()} does not load it by default, as {reads}"
         refusal = VerificationError(
             f"{name} is not written: {_reader()} {problem}", help=remedy
         )

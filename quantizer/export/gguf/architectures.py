@@ -37,6 +37,8 @@ _INTEGER_FIELDS = {
     "vocab_size": "vocab_size",
 }
 _HEAD_SIZE_KEYS = ("rope.dimension_count", "attention.key_length", "attention.value_length")
+# The sizes of heads that transformers takes without a look at the file.
+_READERS_HEAD_SIZE = {"qwen3": 128}
 _TOKEN_FIELDS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 NO_TOKENIZER = (
     f"it has no tokenizer, so engines take and give numbers of tokens: {TEMPLATE_HELP}"
@@ -85,6 +87,9 @@ def _unknown_feature(fields: Mapping[str, Any]) -> str | None:
         return f"has rotations of the type {rope['rope_type']}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "rotates a part of each head"
+    head_size = _READERS_HEAD_SIZE.get(fields["model_type"])
+    if head_size is not None and fields["head_dim"] != head_size:
+        return f"has heads of {fields['head_dim']} values, and transformers reads {head_size}"
     if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
         return "has sliding windows"
     return None

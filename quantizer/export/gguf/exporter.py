@@ -22,6 +22,7 @@ from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
 from quantizer.export.gguf.placement import BlockPlacement, place_blocks
 from quantizer.export.gguf.template import outline_of_template
 from quantizer.export.gguf.verify import verify_gguf
+from quantizer.export.hugging_face_folder import model_config
 from quantizer.export.model_tensors import (
     CHANGE_REMEDY,
     cannot_store,
@@ -72,6 +73,10 @@ class GgufExporter(Exporter[GgufFile]):
             return (_NO_LANGUAGE_MODEL,)
         return place_blocks(graph, specs).refusals
 
+    def require_model(self, model: nn.Module) -> None:
+        """Check that keys and names are known, from the template or the architecture."""
+        _outline(self.choice("gguf_template"), model)
+
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with the file's scales, which are float16; codes stay."""
         placement = place_blocks(graph, solution.specs)
@@ -95,7 +100,7 @@ class GgufExporter(Exporter[GgufFile]):
             ResultError: the file cannot be written.
         """
         model = model_of(deployment, _TARGET)
-        outline = _outline(deployment, model)
+        outline = _outline(deployment.choice("gguf_template"), model)
         graph = deployment.graph
         solution = self.as_run(graph, deployment.solution)
         stored = replace(deployment, solution=solution)
@@ -155,8 +160,8 @@ def _blocks(
     return blocks
 
 
-def _outline(deployment: Deployment, model: nn.Module) -> Outline:
-    template = deployment.choice("gguf_template")
+def _outline(template: str, model: nn.Module) -> Outline:
+    model_config(model)
     if template:
         return outline_of_template(Path(template), state_of(model), first_names(model))
     return outline_of_architecture(model, state_of(model))

@@ -1,0 +1,1 @@
+"""Runs small models of many families in the engines of language models."""
