@@ -148,7 +148,7 @@ def quantize(
     settings = CalibrationSettings(seed=seed, dynamic=dynamic, events=events, confirm=confirm)
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
-    graph = _trace(model, batches, checked, dynamic)
+    graph = _trace(model, batches, target, choices, dynamic=dynamic)
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
@@ -190,14 +190,19 @@ def _verdict_facts(
 
 
 def _trace(
-    model: nn.Module, batches: Batches, checked: CheckedTarget, dynamic: str | None
+    model: nn.Module,
+    batches: Batches,
+    target: str,
+    choices: Mapping[str, str],
+    *,
+    dynamic: str | None,
 ) -> Graph:
     """Return the graph of a model that the target can hold, after a check of the names chosen
     for its tensors.
     """
-    exporter_of(checked.target, checked.choices).require_model(model)
+    exporter_of(target, choices).require_model(model)
     graph = trace_compared(model, batches, dynamic)
-    require_fitting_names(checked.choices, model, graph)
+    require_fitting_names(choices, model, graph)
     return graph
 
 
