@@ -124,12 +124,7 @@ class Adjustment:
         return replace(self, remarks=(*self.remarks, *remarks))
 
 
-def apply_adjustment(
-    graph: Graph,
-    adjustment: Adjustment,
-    *,
-    rounded: bool = False,
-) -> Graph:
+def apply_adjustment(graph: Graph, adjustment: Adjustment, *, rounded: bool = False) -> Graph:
     """Return the graph with the adjustment. It computes the same function, unless `rounded`
     weights are asked for.
     """

@@ -85,11 +85,7 @@ from quantizer.nn.network import Network
 _MIN_FACTOR = 1e-4
 
 
-def awq(
-    task: Task,
-    settings: AWQConfig,
-    adjustment: Adjustment,
-) -> Adjustment:
+def awq(task: Task, settings: AWQConfig, adjustment: Adjustment) -> Adjustment:
     """Rescale the input channels of each group of layers, and find the scales of its weights.
 
     Weights are rounded to nearest with these scales. A rounding algorithm that runs later uses
@@ -329,11 +325,7 @@ class _Search:
         rounded = RoundedWeight(quantized, qparams, error_rtn / energy, error / energy)
         return rounded.stored_like(stored)
 
-    def _remark(
-        self,
-        names: Sequence[str],
-        text: str,
-    ) -> None:
+    def _remark(self, names: Sequence[str], text: str) -> None:
         remarks = [Remark(name, text) for name in names]
         self.adjustment = self.adjustment.with_remarks(*remarks)
 
@@ -353,24 +345,12 @@ class _SampledRows:
         """Check whether the errors of single scales add up to the error of the outputs."""
         return has_row_scales(self.layer, self.spec)
 
-    def loss(
-        self,
-        sums: GroupSums,
-        factors: Tensor,
-        *,
-        clip: bool,
-    ) -> float:
+    def loss(self, sums: GroupSums, factors: Tensor, *, clip: bool) -> float:
         """Return |Q(W diag(s)) diag(s)^-1 X - W X|^2, the paper's equation 4."""
         scaled = rescale_weight(self.node, self.weight, inputs=factors)
         gram = sums.divided(self.node.name, factors)
         shares = few_clip_shares(self.spec) if clip else (1.0,)
-        search = ClipSearch(
-            self.layer,
-            self.spec,
-            scaled,
-            gram,
-            shares=shares,
-        )
+        search = ClipSearch(self.layer, self.spec, scaled, gram, shares=shares)
         if self.is_exact:
             # Without products between groups, which are negative as often as positive
             return self.share * float(search.errors.sum())
@@ -378,11 +358,7 @@ class _SampledRows:
         return self.share * output_error(gram, weight_matrix(self.layer, change))
 
 
-def _factors(
-    s_x: Tensor,
-    alpha: float,
-    channels: int,
-) -> Tensor:
+def _factors(s_x: Tensor, alpha: float, channels: int) -> Tensor:
     """Return s_X^alpha / sqrt(max * min), for each `channels` of them; 1 for channels that were
     always zero.
     """
@@ -394,10 +370,7 @@ def _factors(
     return torch.where(live, factors / (largest * smallest).sqrt(), 1.0).flatten()
 
 
-def least_step(
-    loss: Callable[[int], float],
-    steps: int,
-) -> int:
+def least_step(loss: Callable[[int], float], steps: int) -> int:
     """Return the step from 0 to `steps` with the least loss: try every fourth first, then those
     next to the best so far.
 

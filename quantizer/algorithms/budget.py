@@ -99,10 +99,7 @@ def _undominated(
         return order
     bucket = sizes[order] * _MAX_STATES // (room + 1)
     # The last state of a bucket has its least error
-    is_last = torch.ones(
-        len(order),
-        dtype=torch.bool,
-    )
+    is_last = torch.ones(len(order), dtype=torch.bool)
     is_last[:-1] = bucket[1:] != bucket[:-1]
     # Every item can be added to the smallest state
     is_last[0] = True

@@ -59,10 +59,7 @@ def has_row_scales(layer: nn.Module, spec: QuantizationSpec) -> bool:
     return isinstance(layer, nn.Linear) and is_apart
 
 
-def clip_shares(
-    spec: QuantizationSpec,
-    shares: Sequence[float] = SHARES,
-) -> Iterable[float]:
+def clip_shares(spec: QuantizationSpec, shares: Sequence[float] = SHARES) -> Iterable[float]:
     """Return those of `shares` that the spec's scales can have. If its symmetric scale cuts off
     the largest value, the share that does not is another candidate. Signed scales may have
     either sign.

@@ -127,12 +127,7 @@ class _Aligner:
         key = (node.name, "input")
         return key if key in self.positions else self.output(next(node.refs()))
 
-    def move(
-        self,
-        key: Key,
-        to: int,
-        why: str,
-    ) -> None:
+    def move(self, key: Key, to: int, why: str) -> None:
         """Give a tensor and those tied to it another position, and record each move."""
         for member in sorted(self.tied.get(key, {key})):
             before = self.positions[member]
@@ -153,12 +148,7 @@ class _Aligner:
         tied = self.tied.get(key, frozenset({key})) | self.tied.get(to, frozenset({to}))
         self.tied |= dict.fromkeys(tied, tied)
 
-    def keep_finer(
-        self,
-        key: Key,
-        least: int,
-        why: str,
-    ) -> None:
+    def keep_finer(self, key: Key, least: int, why: str) -> None:
         """Raise a tensor to its least position, and keep it there or finer."""
         for member in self.tied.get(key, {key}):
             self.least[member] = max(least, self.least.get(member, least))

@@ -78,10 +78,7 @@ class FinetunedLayer:
     after: float
 
 
-def finetunable(
-    node: Node,
-    layer: Layer,
-) -> bool:
+def finetunable(node: Node, layer: Layer) -> bool:
     """Check whether the layer has integer weights coarse enough to gain from learned rounding.
 
     Each output channel must have one scale, as the solvers do not know groups of inputs.
@@ -179,11 +176,7 @@ class _LayerFinetuning:
             for runner in (reference, quantized):
                 self.activation_layers.append(runner.network.layers[self.activation.name])
 
-    def solve(
-        self,
-        mode: str,
-        seed: int,
-    ) -> FinetunedLayer:
+    def solve(self, mode: str, seed: int) -> FinetunedLayer:
         """Solve the layer, and take of the solution what is better on all batches."""
         shape = self.quantizer.scale.shape
         rtn = self.layer.get_parameter("weight").detach().clone()

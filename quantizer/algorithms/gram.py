@@ -148,11 +148,7 @@ class Gram:
             nans = int(input.isnan().sum())
             raise NonFiniteError(nans, int(input.isinf().sum()), input.numel())
 
-    def merge(
-        self,
-        ranks: Ranks,
-        to: int | None = None,
-    ) -> None:
+    def merge(self, ranks: Ranks, to: int | None = None) -> None:
         """Take in what the other ranks have summed up of their batches, at rank `to` or at all.
 
         The float32 sums of ranks are added in float64 and rounded once. A sum of n products has
@@ -184,11 +180,7 @@ class Drift:
         self.matrix = _zeros(layer)
 
     @torch.no_grad()
-    def add(
-        self,
-        f: Tensor,
-        x: Tensor,
-    ) -> None:
+    def add(self, f: Tensor, x: Tensor) -> None:
         """Take in one batch, of one shape."""
         differences = _parts(self._layer, f.float() - x.float())
         inputs = _parts(self._layer, x)
@@ -299,11 +291,7 @@ class GroupSums:
             squares = squares.reshape(channels, -1).mean(1)
         return (squares / gram.tokens).sqrt()
 
-    def divided(
-        self,
-        layer: str,
-        factors: Tensor,
-    ) -> Tensor:
+    def divided(self, layer: str, factors: Tensor) -> Tensor:
         """Return the matrix for the value with its channels divided by `factors`."""
         matrix = self.matrix(layer)
         groups, depth, _ = matrix.shape
@@ -357,10 +345,7 @@ def quantized_layers(
     return names
 
 
-def deepest(
-    network: Network,
-    layers: Iterable[str],
-) -> int:
+def deepest(network: Network, layers: Iterable[str]) -> int:
     """Return the largest number of inputs that an output of these layers is a sum of."""
     depths = []
     for name in layers:

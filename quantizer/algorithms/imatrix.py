@@ -86,11 +86,7 @@ class _SearchedLayer:
 class _Search:
     """Finds the scales of layers, once the network has run over all batches."""
 
-    def __init__(
-        self,
-        task: Task,
-        network: Network,
-    ) -> None:
+    def __init__(self, task: Task, network: Network) -> None:
         self._shared: set[str] = set()
         self._layers: dict[str, _SearchedLayer] = {}
         readers: Counter[str] = Counter()
@@ -98,11 +94,7 @@ class _Search:
             readers.update(node.params.values())
         for group in task.structure.groups:
             for name in group.layers:
-                layer = _searched_layer(
-                    task,
-                    network,
-                    name,
-                )
+                layer = _searched_layer(task, network, name)
                 if layer is None:
                     continue
                 if readers[task.graph.by_name[name].params["weight"]] > 1:
@@ -112,26 +104,12 @@ class _Search:
         sources: dict[str, str] = {}
         for name, layer in self._layers.items():
             sources.setdefault(layer.source, name)
-        self._squares = _observed_squares(
-            task,
-            network,
-            sources,
-        )
+        self._squares = _observed_squares(task, network, sources)
 
-    def with_rounded(
-        self,
-        name: str,
-        adjustment: Adjustment,
-    ) -> Adjustment:
+    def with_rounded(self, name: str, adjustment: Adjustment) -> Adjustment:
         """Return the adjustment with a layer's rounded weight, if it has one."""
         if name in self._shared:
-            return adjustment.with_remarks(
-                Remark(
-                    name,
-                    _SHARED,
-                    is_warning=False,
-                )
-            )
+            return adjustment.with_remarks(Remark(name, _SHARED, is_warning=False))
         layer = self._layers.get(name)
         if layer is None:
             return adjustment
@@ -156,13 +134,7 @@ def _searched_layer(
     if searched is None:
         return None
     [source] = task.graph.by_name[name].operands.values()
-    return _SearchedLayer(
-        name,
-        source,
-        spec,
-        searched,
-        layer.weight.detach(),
-    )
+    return _SearchedLayer(name, source, spec, searched, layer.weight.detach())
 
 
 class InputSquares:
@@ -178,10 +150,7 @@ class InputSquares:
         self._sum = torch.zeros((), dtype=torch.float64)
         self.count = 0
 
-    def add(
-        self,
-        value: Tensor,
-    ) -> None:
+    def add(self, value: Tensor) -> None:
         """Take in one batch, with channels along the last axis.
 
         Raises:
@@ -191,11 +160,7 @@ class InputSquares:
         sums = rows.square().sum(0).cpu()
         if not bool(sums.isfinite().all()):
             nans = int(value.isnan().sum())
-            raise NonFiniteError(
-                nans,
-                int(value.isinf().sum()),
-                value.numel(),
-            )
+            raise NonFiniteError(nans, int(value.isinf().sum()), value.numel())
         self._sum = self._sum + sums
         self.count += len(rows)
 
@@ -203,10 +168,7 @@ class InputSquares:
         """Return the mean square of each channel, float64."""
         return self._sum / max(self.count, 1)
 
-    def merge(
-        self,
-        ranks: Ranks,
-    ) -> None:
+    def merge(self, ranks: Ranks) -> None:
         """Take in what the other ranks have summed up."""
         parts = ranks.gather((self._sum, self.count), "squares of inputs")
         sums = [total for total, count in parts if count]
@@ -235,11 +197,7 @@ def _observed_squares(
     for number, batch in enumerate(task.batches()):
         if task.ranks.owns(number):
             with prefix_batch_errors(number), torch.no_grad():
-                network.observe(
-                    batch.args,
-                    batch.kwargs,
-                    watchers,
-                )
+                network.observe(batch.args, batch.kwargs, watchers)
     if number < 0:
         raise no_batches()
     for row in squares.values():
@@ -247,11 +205,7 @@ def _observed_squares(
     return squares
 
 
-def _add(
-    layer: str,
-    squares: InputSquares,
-    value: Tensor,
-) -> None:
+def _add(layer: str, squares: InputSquares, value: Tensor) -> None:
     """Take in a value that a layer reads."""
     try:
         squares.add(value)
@@ -259,21 +213,14 @@ def _add(
         raise not_finite_input(layer, error) from error
 
 
-def _rounded(
-    layer: _SearchedLayer,
-    mean_squares: Tensor,
-) -> RoundedWeight:
+def _rounded(layer: _SearchedLayer, mean_squares: Tensor) -> RoundedWeight:
     """Return the better one of two rounded weights: with scales that were searched with the
     mean squares of inputs, and without.
     """
     spec = layer.spec
     weight = loaded(layer.weight)
     importance = mean_squares.to(weight.device)
-    qparams = layer_qparams(
-        layer.name,
-        spec,
-        weight,
-    )
+    qparams = layer_qparams(layer.name, spec, weight)
     rounded = nearest(weight, spec, qparams)
     before = _relative_error(weight, rounded, importance)
     after = before
@@ -285,12 +232,7 @@ def _rounded(
         rounded = searched
         after = error
     on_cpu = qparams.to(torch.device("cpu"))
-    return RoundedWeight(
-        rounded,
-        on_cpu,
-        before,
-        after,
-    )
+    return RoundedWeight(rounded, on_cpu, before, after)
 
 
 def _searched_qparams(

@@ -104,12 +104,7 @@ class _RotatedNetwork:
 
     def signs(self, channels: int) -> Tensor:
         """Draw random signs, float64 [channels]."""
-        bits = torch.randint(
-            0,
-            2,
-            (channels,),
-            generator=self._generator,
-        )
+        bits = torch.randint(0, 2, (channels,), generator=self._generator)
         return (bits * 2 - 1).to(self.task.graph.device, torch.float64)
 
     def weight(self, layer: str) -> Tensor:
@@ -389,9 +384,5 @@ def _is_product(graph: Graph, node: Node) -> bool:
     return len(shapes) == 2 and all(shape == maker.shape for shape in shapes)
 
 
-def _along(
-    tensor: Tensor,
-    axis: int,
-    rotate: Rotation,
-) -> Tensor:
+def _along(tensor: Tensor, axis: int, rotate: Rotation) -> Tensor:
     return rotate(tensor.movedim(axis, -1)).movedim(-1, axis).contiguous()

@@ -54,11 +54,7 @@ def layer_qparams(
         ) from error
 
 
-def nearest(
-    weight: Tensor,
-    spec: QuantizationSpec,
-    qparams: QParams,
-) -> Tensor:
+def nearest(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
     """Return the weight, each value rounded on its own."""
     return quantize_tensor(weight.detach(), spec, qparams.scale, qparams.zero_point)
 

@@ -100,11 +100,7 @@ class RoundingProblem:
         low, high = self.bounds(scale)
         return (self.weight / self.steps(scale)).round().clamp(low, high)
 
-    def errors(
-        self,
-        integers: Tensor,
-        scale: Tensor,
-    ) -> Tensor:
+    def errors(self, integers: Tensor, scale: Tensor) -> Tensor:
         """Return the damped error of each row, up to a constant: [groups, rows]."""
         values = integers * self.steps(scale)
         return (values * (values @ self.hessian - 2 * self.pull)).sum(2)
@@ -142,13 +138,7 @@ def adaquant(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
     scale = _best_scale(problem)
     low, high = problem.bounds(scale)
     nearest = problem.round_to_nearest(scale)
-    integers = _descend(
-        problem,
-        nearest,
-        scale,
-        low=low,
-        high=high,
-    )
+    integers = _descend(problem, nearest, scale, low=low, high=high)
     if problem.power_of_two:
         return integers, scale
     curvature = problem.per_unit((integers * (integers @ problem.hessian)).sum(2))

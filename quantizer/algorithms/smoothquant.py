@@ -383,10 +383,7 @@ class ChannelRanges:
         self.tokens = sum(tokens)
 
 
-def _extremes(
-    x: Tensor,
-    axis: int,
-) -> tuple[Tensor, Tensor]:
+def _extremes(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest value of each index of an axis."""
     axis = axis % x.dim()
     if axis == x.dim() - 1:

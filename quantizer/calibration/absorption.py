@@ -33,12 +33,7 @@ _MAX_BATCHES = 4
 
 Each runs the layers between the two of a pair twice, and the second layer three times.
 """
-_INPUT_SPEC = QuantizationSpec(
-    bit_width=8,
-    symmetric=False,
-    signed=False,
-    is_dynamic=True,
-)
+_INPUT_SPEC = QuantizationSpec(bit_width=8, symmetric=False, signed=False, is_dynamic=True)
 _WEIGHT_SPEC = QuantizationSpec(bit_width=8, is_dynamic=True)
 """8 bits for the input and the weight of the second layer of a pair, with one scale each."""
 _MIN_DB = -100.0

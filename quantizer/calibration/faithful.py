@@ -297,12 +297,7 @@ def _first_difference(module: nn.Module, graph: Graph, call: _Call) -> str:
     return far[0] if far else ""
 
 
-def _watch(
-    graph: Graph,
-    call: _Call,
-    seed: int,
-    look: Callable[[str, Tensor], None],
-) -> None:
+def _watch(graph: Graph, call: _Call, seed: int, look: Callable[[str, Tensor], None]) -> None:
     """Run the traced network and show the value of each layer."""
     seed_everything(seed)
     watchers = {}

@@ -49,11 +49,7 @@ def check_absorption(
                 raise damaged(path, where, f"there is no layer {layer}")
 
 
-def check_levels(
-    levels: Mapping[str, Any],
-    passed: Graph,
-    path: Path | str,
-) -> None:
+def check_levels(levels: Mapping[str, Any], passed: Graph, path: Path | str) -> None:
     """Refuse factors for channels that the model does not have.
 
     Raises:

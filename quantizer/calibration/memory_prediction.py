@@ -364,13 +364,7 @@ def _with_holes(used: int) -> int:
     return used
 
 
-def _resident(
-    graph: Graph,
-    used: int,
-    value: int,
-    *,
-    copies: int = 1,
-) -> int:
+def _resident(graph: Graph, used: int, value: int, *, copies: int = 1) -> int:
     """Return how many bytes are resident for `used` bytes, among them `copies` of a value."""
     mapped = 0
     if graph.is_deferred:

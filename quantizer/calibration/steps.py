@@ -384,17 +384,11 @@ STEPS: tuple[Step, ...] = (
         when=lambda request, state: bool(request.config.algorithms),
     ),
     Step(start_observers),
-    Step(
-        load_statistics,
-        when=lambda request, state: bool(request.statistics),
-    ),
+    Step(load_statistics, when=lambda request, state: bool(request.statistics)),
     Step(observe, when=_observes_data),
     Step(find_scales),
     Step(align_to_dpu, when=_is_for_dpu),
-    Step(
-        run_finetuning,
-        when=lambda request, state: bool(request.fast_finetune),
-    ),
+    Step(run_finetuning, when=lambda request, state: bool(request.fast_finetune)),
     Step(
         run_bias_correction,
         when=lambda request, state: bool(state.calibration.means),

@@ -11,10 +11,7 @@ from quantizer.plan.model import (
 from quantizer.plan.tied_scales import tied_layers
 
 
-def tied_steps(
-    plan: Plan,
-    observers: Mapping[Key, Observer],
-) -> dict[Key, float]:
+def tied_steps(plan: Plan, observers: Mapping[Key, Observer]) -> dict[Key, float]:
     """Return the largest step of all weights that share a scale with a weight, by its key."""
     specs: dict[Key, QuantizationSpec] = {}
     for key, tensor in plan.tensors.items():

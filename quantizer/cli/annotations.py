@@ -73,11 +73,7 @@ def _place(
     return {"file": file, "line": str(row["line"])}
 
 
-def _command(
-    kind: str,
-    properties: Mapping[str, str],
-    text: str,
-) -> None:
+def _command(kind: str, properties: Mapping[str, str], text: str) -> None:
     """Print a workflow command; Actions reads standard error too."""
     properties = {**properties, "title": "quantizer"}
     command = workflow_command(kind, properties, one_line(text))

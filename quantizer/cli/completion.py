@@ -9,12 +9,7 @@ import click
 from quantizer.errors import ResultError
 from quantizer.storage.opened_files import FileSetKind, open_files
 
-_PLAN = FileSetKind(
-    "plan.json",
-    changed="",
-    missing="",
-    again="",
-)
+_PLAN = FileSetKind("plan.json", changed="", missing="", again="")
 """The file with the names of layers; a shell needs no other file of a calibration."""
 _DAMAGE = (
     AttributeError,

@@ -56,12 +56,7 @@ def explain_layer(name: str, options: Options) -> None:
             say(line)
 
 
-def _lines(
-    plan: Plan,
-    layer: str,
-    document: Document,
-    form: str,
-) -> Iterator[str]:
+def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[str]:
     """Yield the layer's exact name, then the settings of each tensor."""
     yield layer
     for role, tensor in plan.of_layer(layer).items():

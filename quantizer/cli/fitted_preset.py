@@ -17,8 +17,4 @@ def fitted_preset(
         ModelError, DataError: the model or its data cannot be opened or traced.
     """
     traced = traced_model(options)
-    return fitted_text(
-        text,
-        name,
-        traced.graph,
-    )
+    return fitted_text(text, name, traced.graph)

@@ -71,12 +71,7 @@ def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:
 class Messages(Events):
     """Prints findings with their lines of the config, and logs other messages."""
 
-    def __init__(
-        self,
-        sources: Mapping[str, str],
-        *,
-        quiet: bool,
-    ) -> None:
+    def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
         self._sources = sources
         self._quiet = quiet
 
@@ -102,19 +97,11 @@ class OneBar(Events):
             counts, and they say what is being done.
     """
 
-    def __init__(
-        self,
-        whole: RunStage,
-        *,
-        is_counted: bool = True,
-    ) -> None:
+    def __init__(self, whole: RunStage, *, is_counted: bool = True) -> None:
         self._whole = whole
         self._step = 1 if is_counted else 0
 
-    def advanced(
-        self,
-        stage: RunStage,
-    ) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Count one unit, or say what is being done."""
         if not self._step:
             total = f"/{stage.total}" if stage.total else ""
@@ -128,10 +115,7 @@ class Durations(Events):
     def __init__(self) -> None:
         self._started: dict[int, float] = {}
 
-    def started(
-        self,
-        stage: RunStage,
-    ) -> None:
+    def started(self, stage: RunStage) -> None:
         """Start the clock of a stage."""
         self._started[id(stage)] = time.monotonic()
 
@@ -152,27 +136,18 @@ class Lines(Events):
         self._started = time.monotonic()
         self._printed = self._started
 
-    def started(
-        self,
-        stage: RunStage,
-    ) -> None:
+    def started(self, stage: RunStage) -> None:
         """Start the clock."""
         self._started = time.monotonic()
         self._printed = self._started
 
-    def advanced(
-        self,
-        stage: RunStage,
-    ) -> None:
+    def advanced(self, stage: RunStage) -> None:
         """Print a line if the last one is ten seconds old."""
         if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
             self._printed = time.monotonic()
             print(self._line(stage), file=sys.stderr, flush=True)
 
-    def _line(
-        self,
-        stage: RunStage,
-    ) -> str:
+    def _line(self, stage: RunStage) -> str:
         if not stage.total:
             doing = f": {stage.doing}" if stage.doing else ""
             return f"{stage.name} {stage.done} {stage.unit}{doing}"

@@ -102,12 +102,7 @@ def _text(diagnostic: Diagnostic, sources: Sources) -> str:
     return "\n".join(lines)
 
 
-def _excerpt(
-    place: Place,
-    sources: Sources,
-    mark: tuple[str, str],
-    remark: str,
-) -> list[str]:
+def _excerpt(place: Place, sources: Sources, mark: tuple[str, str], remark: str) -> list[str]:
     """Return the source line, cut if it is long, and marks under the place."""
     lines = sources.get(place.file, "").split("\n")
     if place.line > len(lines):

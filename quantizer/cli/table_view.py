@@ -21,18 +21,12 @@ _DEFAULT_ROWS = 15
 """Rows of a table of layers without `--top`."""
 
 
-def table_view(
-    options: Options,
-    graph: Graph,
-) -> TableView:
+def table_view(options: Options, graph: Graph) -> TableView:
     """Return the view of a graph's layers that `--names` and `--top` ask for."""
     return view_of(options, path_names(graph))
 
 
-def view_of(
-    options: Options,
-    paths: Mapping[str, str],
-) -> TableView:
+def view_of(options: Options, paths: Mapping[str, str]) -> TableView:
     """Return the view that `--names` and `--top` ask for; `paths` are module paths by name."""
     rows: int | None = _DEFAULT_ROWS
     if isinstance(options.top, int):
@@ -70,9 +64,7 @@ def filtered_view(
     return replace(view, layers=frozenset(layers), top=top)
 
 
-def config_to_look(
-    path: str | None,
-) -> session.ReadConfig:
+def config_to_look(path: str | None) -> session.ReadConfig:
     """Return the config of `--config_file`, or one that quantizes all that can be quantized.
 
     Raises:

@@ -189,11 +189,7 @@ class OutputComparison:
             ranges = figures.channels.whole
         figures.whole.add(x, y, ranges)
 
-    def _split(
-        self,
-        output: Output,
-        run: SeenOutput,
-    ) -> _Split | None:
+    def _split(self, output: Output, run: SeenOutput) -> _Split | None:
         """Return the places of the parts of an output; None if it has one part."""
         if output.labels is None:
             return None

@@ -155,10 +155,7 @@ class OutputNoises:
         outputs: of the network, as its graph names them.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Output],
-    ) -> None:
+    def __init__(self, outputs: Sequence[Output]) -> None:
         self._floats = [output for output in outputs if output.is_float]
         self.noises: dict[str, Noise] = {}
 
@@ -263,10 +260,7 @@ def _axis_of_parts(output: Output) -> int | None:
     return axes.pop() if len(axes) == 1 else None
 
 
-def _pieces(
-    output: Output,
-    value: Tensor,
-) -> dict[str, Tensor]:
+def _pieces(output: Output, value: Tensor) -> dict[str, Tensor]:
     """Return the parts of an output that have a factor of their own, by name."""
     axis = _axis_of_parts(output)
     if axis is None:

@@ -38,11 +38,7 @@ class MatchedRows:
     is_there: Tensor
     counts: RowCounts
 
-    def select(
-        self,
-        x: Tensor,
-        y: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def select(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values of rows that both networks have, side by side."""
         y_places = self.places[self.is_there]
         x = x.reshape(-1)[self.is_there.to(x.device)]

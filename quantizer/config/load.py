@@ -93,20 +93,10 @@ def check_document(document: Document) -> LoadResult:
     """
     config, findings = _translate(document)
     if document.dotted:
-        return LoadResult(
-            config,
-            _with_tried_helps(document, findings),
-            {},
-            document,
-        )
+        return LoadResult(config, _with_tried_helps(document, findings), {}, document)
     source = document.source
     findings = with_sound_fixes(source, findings, _findings)
-    return LoadResult(
-        config,
-        findings,
-        {source.name: source.text},
-        document,
-    )
+    return LoadResult(config, findings, {source.name: source.text}, document)
 
 
 def fix_text(source: Text) -> tuple[Text, int]:
@@ -145,12 +135,7 @@ def default_config() -> Config:
     value["overall_quantize_config"] = value["overall_quantize_config"] | {
         "narrow_range": False
     }
-    document = Document(
-        Text("<built-in default>", ""),
-        value,
-        values={},
-        keys={},
-    )
+    document = Document(Text("<built-in default>", ""), value, values={}, keys={})
     return translate_layered(document).config
 
 

@@ -123,10 +123,7 @@ def _example_name(key: str, form: Form) -> str:
     return f"{key} {form}" if is_second else key
 
 
-def _key_sections(
-    key: str,
-    form: Form,
-) -> Iterator[str]:
+def _key_sections(key: str, form: Form) -> Iterator[str]:
     entry, place = _keys(form)[key]
     for part in ("description", "examples"):
         if part not in entry:
@@ -290,10 +287,7 @@ def _code_section(code: str) -> str:
     return "\n\n".join(sections)
 
 
-def _rules_of(
-    key: str,
-    form: Form,
-) -> Mapping[str, JsonMapping]:
+def _rules_of(key: str, form: Form) -> Mapping[str, JsonMapping]:
     """Return the rules that are about a key; a rule next to another is about no device."""
     field = _FIELDS[form].get(key, key)
     rules: dict[str, JsonMapping] = {}

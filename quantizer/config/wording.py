@@ -59,10 +59,7 @@ def with_article(name: str) -> str:
     return f"a {name}"
 
 
-def first_names(
-    names: Sequence[str],
-    most: int = 5,
-) -> str:
+def first_names(names: Sequence[str], most: int = 5) -> str:
     """Return the first `most` names, and how many more there are.
 
     >>> first_names(["q", "k", "v"], most=2)
@@ -108,10 +105,7 @@ def closest_word(
     return by_lower[matches[0]]
 
 
-def misspelt(
-    word: str,
-    known: Iterable[str],
-) -> str | None:
+def misspelt(word: str, known: Iterable[str]) -> str | None:
     """Return the one known word that differs from `word` in case and punctuation, or in a slip
     of typing; None if none does.
 
@@ -153,10 +147,7 @@ def _format_marks(word: str) -> tuple[str, bool]:
     return "".join(filter(str.isdigit, word)), word[:1] in "uU"
 
 
-def _count_slips(
-    word: str,
-    known: str,
-) -> int:
+def _count_slips(word: str, known: str) -> int:
     """Return the letters to add, leave out, replace or swap with a neighbour: the optimal
     string alignment distance.
     """

@@ -9,11 +9,7 @@ from quantizer.distributed.ranks import Ranks
 from quantizer.errors import RankError
 
 
-def require_alike(
-    ranks: Ranks,
-    facts: Mapping[str, Any],
-    place: str,
-) -> None:
+def require_alike(ranks: Ranks, facts: Mapping[str, Any], place: str) -> None:
     """Check on all ranks that they would compute the same.
 
     Args:
@@ -40,11 +36,7 @@ def require_alike(
             )
 
 
-def _difference(
-    name: str,
-    first: Any,
-    other: Any,
-) -> str:
+def _difference(name: str, first: Any, other: Any) -> str:
     """Return what differs, as the end of a sentence."""
     if not isinstance(first, Mapping) or not isinstance(other, Mapping):
         return f"{name} is {other}, not {first}"

@@ -67,9 +67,7 @@ def float_parts(
     return parts
 
 
-def _parts_by_layer(
-    plan: Plan,
-) -> dict[str, str]:
+def _parts_by_layer(plan: Plan) -> dict[str, str]:
     """Return for each layer the first one of its part.
 
     Layers that share an activation's quantization are one part. So are layers that engines
@@ -81,9 +79,7 @@ def _parts_by_layer(
         for member in plan.tensors[name, role].members:
             owner[member] = member
 
-    def root(
-        name: str,
-    ) -> str:
+    def root(name: str) -> str:
         while owner[name] != name:
             name = owner[name]
         return name
@@ -99,9 +95,7 @@ def _parts_by_layer(
     return {name: root(name) for name in owner}
 
 
-def most_trials(
-    count: int,
-) -> int:
+def most_trials(count: int) -> int:
     """Return the largest number of tests of a search in so many parts, after the first one.
 
     >>> most_trials(8)
@@ -174,16 +168,11 @@ def needed_layers(
     return needed
 
 
-def _specs(
-    plan: Plan,
-) -> dict[Key, QuantizationSpec]:
+def _specs(plan: Plan) -> dict[Key, QuantizationSpec]:
     return {key: tensor.spec for key, tensor in plan.tensors.items()}
 
 
-def _extra_bytes(
-    plan: Plan,
-    key: Key,
-) -> int:
+def _extra_bytes(plan: Plan, key: Key) -> int:
     """Return the bytes that a tensor takes more in float: of a weight, or of one sample's
     activation.
     """

@@ -189,12 +189,7 @@ class _IntegerNetwork:
             if is_parameter(role):
                 self._put_codes(name, parameter_name(role), position)
 
-    def _put_codes(
-        self,
-        name: str,
-        parameter: str,
-        position: int,
-    ) -> None:
+    def _put_codes(self, name: str, parameter: str, position: int) -> None:
         """Set the codes of a weight as the weight of the plain layer.
 
         A bias is removed from the layer and stored apart, because its codes have another

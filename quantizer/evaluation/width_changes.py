@@ -61,10 +61,7 @@ def _spec(plan: Plan, key: Key) -> QuantizationSpec | None:
     return None if tensor is None else tensor.spec
 
 
-def _is_same(
-    expected: QuantizationSpec | None,
-    actual: QuantizationSpec | None,
-) -> bool:
+def _is_same(expected: QuantizationSpec | None, actual: QuantizationSpec | None) -> bool:
     """Return whether two specs quantize alike."""
     if expected is None or actual is None:
         return expected is actual

@@ -30,10 +30,7 @@ class Budget:
     max_bytes: int | None = None
 
 
-def best_choice(
-    analysis: Analysis,
-    budget: Budget,
-) -> tuple[int, ...]:
+def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
     """Return the choice with the least predicted noise within the budget.
 
     Raises:
@@ -50,10 +47,7 @@ def best_choice(
             for row in rows:
                 sizes.append(costs[row][index])
                 noises.append(analysis.rows[row].noise[index])
-            option = Option(
-                sum(sizes),
-                math.fsum(noises),
-            )
+            option = Option(sum(sizes), math.fsum(noises))
             options.append(option)
         items.append(options)
     choice = choose(items, limit)
@@ -74,9 +68,7 @@ def best_choice(
     return tuple(by_row)
 
 
-def _rows_by_width(
-    analysis: Analysis,
-) -> list[Sequence[int]]:
+def _rows_by_width(analysis: Analysis) -> list[Sequence[int]]:
     """Return the numbers of all rows, those that get one width together."""
     first_of: dict[int, Sequence[int]] = {}
     tied: set[int] = set()
@@ -92,10 +84,7 @@ def _rows_by_width(
     return groups
 
 
-def uniform_choice(
-    analysis: Analysis,
-    budget: Budget,
-) -> tuple[int, ...] | None:
+def uniform_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...] | None:
     """Return the widest single width for all weights within the budget; None if all exceed
     it.
     """
@@ -110,9 +99,7 @@ def uniform_choice(
     return (widest,) * len(analysis.rows)
 
 
-def budget_curve(
-    analysis: Analysis,
-) -> list[tuple[int, ...]]:
+def budget_curve(analysis: Analysis) -> list[tuple[int, ...]]:
     """Return the best choices under growing budgets, from the smallest to the largest
     widths.
     """
@@ -129,10 +116,7 @@ def budget_curve(
     return list(dict.fromkeys(choices))
 
 
-def _costs(
-    analysis: Analysis,
-    budget: Budget,
-) -> tuple[list[list[int]], int]:
+def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
     """Return what each row costs at each width, and the limit of their sum.
 
     Both are in bits without scales, or in bytes with scales.

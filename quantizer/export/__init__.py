@@ -32,10 +32,7 @@ _MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not 
 _USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'
 
 
-def exporter_of(
-    target: str,
-    choices: Mapping[str, str] | None = None,
-) -> Exporter[Any]:
+def exporter_of(target: str, choices: Mapping[str, str] | None = None) -> Exporter[Any]:
     """Return the exporter of a target; its module, which needs torch, is imported now.
 
     Args:
@@ -68,10 +65,7 @@ def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
             )
 
 
-def planned_refusals(
-    checked: CheckedTarget,
-    plan: Plan,
-) -> list[Refusal]:
+def planned_refusals(checked: CheckedTarget, plan: Plan) -> list[Refusal]:
     """Return what a target cannot express of a plan.
 
     What algorithms will insert is not known yet.

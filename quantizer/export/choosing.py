@@ -43,14 +43,7 @@ def chosen_layers(
     """
     if not chooses_layers(choices):
         return None
-    deployment = Deployment.of(
-        calibrated,
-        model,
-        batches,
-        {},
-        choices=choices,
-        metrics={},
-    )
+    deployment = Deployment.of(calibrated, model, batches, {}, choices=choices, metrics={})
     for target in targets:
         exporter = exporter_of(target, choices)
         path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"

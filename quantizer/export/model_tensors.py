@@ -100,10 +100,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def cannot_store(
-    target: str,
-    why: str,
-    remedy: str,
-) -> UsageError:
+def cannot_store(target: str, why: str, remedy: str) -> UsageError:
     """Return the error for what the file of a target has no place for."""
     return UsageError(f"--deploy {target}: {why}", help=remedy)

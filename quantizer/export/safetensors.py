@@ -46,11 +46,7 @@ class SafetensorsExporter(Exporter[Path]):
     """
 
     @contextmanager
-    def write(
-        self,
-        deployment: Deployment,
-        path: Path,
-    ) -> Iterator[Path]:
+    def write(self, deployment: Deployment, path: Path) -> Iterator[Path]:
         """Write the file; see the class."""
         solution = deployment.encoded
         uncorrected = replace(solution, corrections={})
@@ -80,11 +76,7 @@ class SafetensorsExporter(Exporter[Path]):
         write_tensors(path, tensors, {_METADATA_KEY: json.dumps(description, sort_keys=True)})
         yield path
 
-    def verify(
-        self,
-        deployment: Deployment,
-        written: Path,
-    ) -> Verification:
+    def verify(self, deployment: Deployment, written: Path) -> Verification:
         """Compare the parameters of `load` with test mode's."""
         expected = _parameters(deployment.network())
         decoded = _decoded(written)
@@ -152,13 +144,7 @@ def _decode_parameter(
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
     if f"{name}.zero_point" in tensors:
         zero_point = tensors[f"{name}.zero_point"].load()
-    return decode(
-        tensors[name].load(),
-        spec,
-        scale,
-        zero_point,
-        dtype=dtype,
-    )
+    return decode(tensors[name].load(), spec, scale, zero_point, dtype=dtype)
 
 
 def _sum(summands: Sequence[DeferredTensor]) -> Tensor:

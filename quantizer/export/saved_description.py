@@ -92,18 +92,13 @@ class SavedModel:
                 raise self._damaged(f"layers/{path}", "there is no such layer")
             check_quantizable(modules[path], path or "the model", layer["tensors"])
 
-    def _entries(
-        self,
-    ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    def _entries(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Yield path, role and entry of each quantized tensor."""
         for path, layer in self.layers.items():
             for role, entry in layer["tensors"].items():
                 yield path, role, entry
 
-    def quantized(
-        self,
-        modules: _Modules,
-    ) -> dict[Key, QuantizedTensor]:
+    def quantized(self, modules: _Modules) -> dict[Key, QuantizedTensor]:
         """Return how the tensors of layers are quantized, by path and role, without codes.
 
         Raises:
@@ -123,12 +118,7 @@ class SavedModel:
                 raise self._damaged(f"layers/{path}/tensors/{role}", fault)
         return tensors
 
-    def _qparam(
-        self,
-        path: str,
-        role: str,
-        part: str,
-    ) -> Tensor:
+    def _qparam(self, path: str, role: str, part: str) -> Tensor:
         """Return the scale or the zero point of a quantizer, empty if it is not there."""
         name = join_path(path, "quantizers", role, part)
         owner = self.ties.get(name, name)
@@ -295,11 +285,7 @@ def join_path(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def parameter_path(
-    path: str,
-    module: nn.Module,
-    role: str,
-) -> str:
+def parameter_path(path: str, module: nn.Module, role: str) -> str:
     """Return the name of the parameter in a role of the layer at `path`."""
     key = parameter_name(role)
     return join_path(path, parameters_of(module).get(key, key))

@@ -99,11 +99,7 @@ def output_names(names: Sequence[str]) -> list[str]:
     return unused_names(in_file, ())
 
 
-def chosen_names(
-    option: str,
-    value: str,
-    names: Sequence[str],
-) -> list[str]:
+def chosen_names(option: str, value: str, names: Sequence[str]) -> list[str]:
     """Return the names of an option, separated by commas; the given ones if it is empty.
 
     Raises:
@@ -148,10 +144,7 @@ def require_fitting_names(
         require_apart(inputs, outputs)
 
 
-def require_apart(
-    inputs: Collection[str],
-    outputs: Collection[str],
-) -> None:
+def require_apart(inputs: Collection[str], outputs: Collection[str]) -> None:
     """Raise `UsageError` if an input and an output are to have one name."""
     for name in outputs:
         if name in inputs:

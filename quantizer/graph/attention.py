@@ -84,10 +84,7 @@ def _find_values(graph: Graph) -> Iterator[CachedValue]:
             )
 
 
-def _operands_of(
-    graph: Graph,
-    node: Node,
-) -> list[_Operand]:
+def _operands_of(graph: Graph, node: Node) -> list[_Operand]:
     """Return the keys and the values of an attention, if the node is one, or its softmax."""
     if node.row.axes is ATTENTION:
         return [
@@ -108,10 +105,7 @@ def _role_of(node: Node, argument: str) -> str | None:
     return None
 
 
-def _operands_around(
-    graph: Graph,
-    softmax: Node,
-) -> list[_Operand]:
+def _operands_around(graph: Graph, softmax: Node) -> list[_Operand]:
     """Return the keys and the values around a softmax, if it is that of an attention."""
     scores = list(_products_before(graph, softmax))
     weighted = list(_products_after(graph, softmax))
@@ -123,10 +117,7 @@ def _operands_around(
     return [keys, _Operand("value", product, argument, _FEATURES)]
 
 
-def _products_before(
-    graph: Graph,
-    softmax: Node,
-) -> Iterator[tuple[Node, str]]:
+def _products_before(graph: Graph, softmax: Node) -> Iterator[tuple[Node, str]]:
     """Yield the products of two values that the argument of a softmax is computed from, each
     with the argument of its second factor.
     """
@@ -145,10 +136,7 @@ def _products_before(
             pending += node.refs()
 
 
-def _products_after(
-    graph: Graph,
-    softmax: Node,
-) -> Iterator[tuple[Node, str]]:
+def _products_after(graph: Graph, softmax: Node) -> Iterator[tuple[Node, str]]:
     """Yield the products that read what a softmax returns, each with the argument of its other
     factor.
     """
@@ -175,10 +163,7 @@ def _factors(node: Node) -> tuple[str, str] | None:
     return None
 
 
-def _has_weight(
-    graph: Graph,
-    node: Node,
-) -> bool:
+def _has_weight(graph: Graph, node: Node) -> bool:
     """Return whether a node multiplies by a weight: its own, or a trained tensor."""
     if node.row.kind != "mac":
         return False

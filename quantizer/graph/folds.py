@@ -56,11 +56,7 @@ class Flow:
     between: list[str] = field(default_factory=list)
     mixed: dict[str, frozenset[int]] = field(default_factory=dict)
 
-    def mix(
-        self,
-        reader: str,
-        labels: Any,
-    ) -> None:
+    def mix(self, reader: str, labels: Any) -> None:
         """Record that `reader` uses these labels in a way that no factor passes."""
         before = self.mixed.get(reader, frozenset())
         self.mixed[reader] = before | distinct(labels)
@@ -93,10 +89,7 @@ class Folds:
         """Return a number that is the smaller, the later a source runs."""
         return -self.graph.index[source.node.name]
 
-    def sources(
-        self,
-        name: str,
-    ) -> tuple[list[Source], str]:
+    def sources(self, name: str) -> tuple[list[Source], str]:
         """Return the layers whose channels those of a value may be, nearest first, and why the
         first way back that reaches no layer ends.
         """

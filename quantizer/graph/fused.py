@@ -49,9 +49,7 @@ def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
     return groups
 
 
-def _find_groups(
-    graph: Graph,
-) -> tuple[tuple[str, ...], ...]:
+def _find_groups(graph: Graph) -> tuple[tuple[str, ...], ...]:
     linears: list[Node] = []
     for node in graph.nodes:
         row = node.row
@@ -73,11 +71,7 @@ def _find_groups(
             of_module.append(members)
     groups: list[tuple[str, ...]] = []
     for module, candidates in by_module.items():
-        groups += _meeting_groups(
-            graph,
-            module,
-            candidates,
-        )
+        groups += _meeting_groups(graph, module, candidates)
     groups.sort(key=lambda group: graph.index[group[0]])
     return tuple(groups)
 
@@ -139,10 +133,7 @@ def _meeting_groups(
         united[id(layers)] = layers
     groups: list[tuple[str, ...]] = []
     for layers in united.values():
-        in_order = sorted(
-            layers,
-            key=graph.index.__getitem__,
-        )
+        in_order = sorted(layers, key=graph.index.__getitem__)
         if len(layers) > 1:
             groups.append(tuple(in_order))
     return groups

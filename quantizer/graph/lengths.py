@@ -286,10 +286,7 @@ def size_in_call(
     return int(expression) if expression.is_number else None
 
 
-def same_size(
-    one: Any,
-    other: Any,
-) -> bool:
+def same_size(one: Any, other: Any) -> bool:
     """Return whether two sizes are the same expression.
 
     `==` on symbolic sizes would add a guard and fix what is open.

@@ -113,11 +113,7 @@ class PartLabels:
     labels: Mapping[str, int]
     parts: Tensor
 
-    def of(
-        self,
-        seen: Seen,
-        shape: Sequence[int],
-    ) -> Tensor:
+    def of(self, seen: Seen, shape: Sequence[int]) -> Tensor:
         """Return for each value the index of its part, -1 for memory that nothing has written.
 
         Raises:

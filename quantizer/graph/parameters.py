@@ -49,10 +49,7 @@ def set_parameter(
     module._parameters[name] = parameter
 
 
-def move_module(
-    module: Module,
-    device: torch.device,
-) -> Module:
+def move_module(module: Module, device: torch.device) -> Module:
     """Move a module to a device and return it.
 
     Deferred parameters stay deferred: each goes there whenever it is used. So a model may be

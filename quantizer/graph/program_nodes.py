@@ -30,11 +30,7 @@ def mark_stubs(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _leave_mark(
-    _module: nn.Module,
-    _args: Any,
-    output: Any,
-) -> Any:
+def _leave_mark(_module: nn.Module, _args: Any, output: Any) -> Any:
     if not isinstance(output, Tensor):
         return output
     return torch.ops.aten.alias.default(output)

@@ -124,11 +124,7 @@ def constants_of_code(
     return tuple(paths)
 
 
-def with_output(
-    graph: Graph,
-    leaves: list[Any],
-    structure: Any,
-) -> Graph:
+def with_output(graph: Graph, leaves: list[Any], structure: Any) -> Graph:
     """Return the graph with an output of these leaves in a structure of torch's pytree."""
 
     def rebuild(output: Any) -> Any:

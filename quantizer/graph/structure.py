@@ -167,10 +167,7 @@ def blocks_of(
     return tuple(blocks)
 
 
-def _is_nested(
-    one: str,
-    other: str,
-) -> bool:
+def _is_nested(one: str, other: str) -> bool:
     if "" in (one, other):
         return True
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

@@ -58,10 +58,6 @@ def __getattr__(name: str) -> type[Function]:
     """Return `ReLU`, `Add`, …: one class per row of `FUNCTION_LAYERS`, created on first use."""
     if name not in FUNCTION_LAYERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    cls = type(
-        name,
-        (Function,),
-        {"target": FUNCTION_LAYERS[name], "__module__": __name__},
-    )
+    cls = type(name, (Function,), {"target": FUNCTION_LAYERS[name], "__module__": __name__})
     globals()[name] = cls
     return cls

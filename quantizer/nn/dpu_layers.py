@@ -48,10 +48,7 @@ class DpuAvgPool2d(Layer):
             means = means.flatten(1)
         return self.finish(means)
 
-    def sums(
-        self,
-        x: Tensor,
-    ) -> Tensor:
+    def sums(self, x: Tensor) -> Tensor:
         """Return the sum of each window, padding counted as zeros."""
         # ONNX has no average pooling with a divisor of one's own
         if torch.compiler.is_exporting():

@@ -78,12 +78,7 @@ def _local_qparams(
     return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
 
 
-def quantize_each_row(
-    rows: Tensor,
-    spec: QuantizationSpec,
-    *,
-    inplace: bool,
-) -> Tensor:
+def quantize_each_row(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) -> Tensor:
     """Return each of `rows` quantized with the scale of its own range.
 
     Several rows at a time are read for their ranges and then quantized, while they are in the
@@ -157,12 +152,7 @@ def _not_finite(low: Tensor, high: Tensor) -> int:
     return int((~(low.isfinite() & high.isfinite())).sum())
 
 
-def _check(
-    broken: int,
-    rows: int,
-    least: float,
-    code_range: CodeRange,
-) -> None:
+def _check(broken: int, rows: int, least: float, code_range: CodeRange) -> None:
     """Raise `ObservationError` if values have no scale or no code.
 
     Args:

@@ -33,11 +33,7 @@ class Runnable(Protocol):
     last_uses: Mapping[str, Sequence[str]]
     overwritten: Collection[str]
 
-    def run_node(
-        self,
-        node: Node,
-        values: Mapping[str, Any],
-    ) -> Any:
+    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
         """Return the node's value. `values` has those of the nodes that it reads, and that of
         the node itself if it is an input.
         """
@@ -82,10 +78,7 @@ class Execution:
         self.put(value)
         return node.name, value
 
-    def put(
-        self,
-        value: Any,
-    ) -> None:
+    def put(self, value: Any) -> None:
         """Set the value of the next node instead of running it."""
         name = self.network.graph.nodes[self.position].name
         self.values[name] = value

@@ -42,10 +42,7 @@ def weights_last(network: Module) -> Module:
         if isinstance(weight, DeferredTensor):
             continue
         reordered = channels_last(weight.detach())
-        layer.weight = nn.Parameter(
-            reordered,
-            requires_grad=weight.requires_grad,
-        )
+        layer.weight = nn.Parameter(reordered, requires_grad=weight.requires_grad)
     return network
 
 

@@ -114,10 +114,7 @@ def check_float(model: Any, *, traced: bool = False) -> None:
         remedy = "give the Python model; quantize it first, then export or compile it"
         if isinstance(model, type):
             remedy = f"give an instance of it: {model.__name__}(…)"
-        raise ModelError(
-            f"model is {a_kind(model)}, not a torch.nn.Module",
-            help=remedy,
-        )
+        raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module", help=remedy)
     for path, module in model.named_modules():
         where = path or "the model"
         is_compiled = isinstance(module, torch.jit.ScriptModule)
@@ -131,11 +128,7 @@ def check_float(model: Any, *, traced: bool = False) -> None:
             raise ModelError(f"{where} is quantized already", help="start from the float model")
 
 
-def check_quantizable(
-    module: nn.Module,
-    where: str,
-    roles: Collection[str],
-) -> None:
+def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> None:
     """Check that a module can have quantizers in these roles. `where` names it in errors.
 
     Raises:
@@ -185,11 +178,7 @@ def rectify_output(module: nn.Module) -> None:
     object.__setattr__(module, "rectifies_output", True)
 
 
-def insert_before(
-    module: nn.Module,
-    path: str,
-    layer: nn.Module,
-) -> None:
+def insert_before(module: nn.Module, path: str, layer: nn.Module) -> None:
     """Insert a layer that the first argument of the module at `path` passes, after the layers
     that were inserted before.
     """
@@ -255,12 +244,7 @@ class ModuleTree:
         reached: the layers that have run.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        graph: Graph,
-        rectified: Collection[str] = (),
-    ) -> None:
+    def __init__(self, model: nn.Module, graph: Graph, rectified: Collection[str] = ()) -> None:
         self.model = model
         self._rectified = rectified
         modules = dict(model.named_modules())
@@ -315,18 +299,10 @@ class ModuleTree:
                 text = f"forward() of {type(self.model).__name__} raised {type(error).__name__}"
                 raise ModelError(text, help="return from forward() instead") from error
 
-    def _input_hook(
-        self,
-        layer: str,
-        watcher: Watcher,
-    ) -> Callable[..., None]:
+    def _input_hook(self, layer: str, watcher: Watcher) -> Callable[..., None]:
         """Return a hook that shows the input of a layer as it is before it is quantized."""
 
-        def hook(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.reached.add(layer)
             input_layers = module._modules.get("input_layers")
 
@@ -339,18 +315,10 @@ class ModuleTree:
 
         return hook
 
-    def _output_hook(
-        self,
-        layer: str,
-        watcher: Watcher,
-    ) -> Callable[..., None]:
+    def _output_hook(self, layer: str, watcher: Watcher) -> Callable[..., None]:
         """Return a hook that shows the output of a layer."""
 
-        def hook(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            output: Any,
-        ) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self.reached.add(layer)
             if isinstance(output, Tensor) and output.is_floating_point():
                 if layer in self._rectified:

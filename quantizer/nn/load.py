@@ -122,11 +122,7 @@ def _load_tensors(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _channels_first(
-    network: nn.Module,
-    args: Any,
-    output: Any,
-) -> Any:
+def _channels_first(network: nn.Module, args: Any, output: Any) -> Any:
     """Return a network's output in the model's order of memory. It is a module-level function,
     as networks are pickled.
     """
@@ -163,11 +159,7 @@ def quantized_tensor(
     return replace(tensor, codes=codes, dtype=getattr(torch, entry["codes"]["dtype"]))
 
 
-def unpacked_codes(
-    stored: Tensor,
-    spec: QuantizationSpec,
-    shape: Sequence[int],
-) -> Tensor:
+def unpacked_codes(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> Tensor:
     """Return the codes that a file stores. Deferred ones are unpacked when they are needed.
 
     Raises:
@@ -182,11 +174,7 @@ def unpacked_codes(
         )
     if not isinstance(stored, DeferredTensor):
         return unpack(stored, spec, size)
-    return DeferredTensor(
-        shape,
-        storage_dtype(spec),
-        lambda: unpack(stored.load(), spec, size),
-    )
+    return DeferredTensor(shape, storage_dtype(spec), lambda: unpack(stored.load(), spec, size))
 
 
 def attach_quantizer(

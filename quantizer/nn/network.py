@@ -33,10 +33,7 @@ class Network(nn.Module):
 
     recorded: RecordedOutputs | None = None
 
-    def __init__(
-        self,
-        graph: Graph,
-    ) -> None:
+    def __init__(self, graph: Graph) -> None:
         super().__init__()
         self.graph = graph
         self.layers: dict[str, Layer] = {}
@@ -155,10 +152,7 @@ class Network(nn.Module):
                 yield name, role, cast(TensorQuantizer, quantizer)
 
 
-def build_layer(
-    graph: Graph,
-    node: Node,
-) -> Layer:
+def build_layer(graph: Graph, node: Node) -> Layer:
     """Return the node's layer with its parameters from the graph. It shares their memory until
     they are quantized.
     """
@@ -261,10 +255,7 @@ def _differ(sizes: Mapping[str, int]) -> bool:
     return any(size != first for size in sizes.values())
 
 
-def _check_length(
-    length: Length,
-    sizes: Mapping[str, int],
-) -> None:
+def _check_length(length: Length, sizes: Mapping[str, int]) -> None:
     """Raise `DataError` if the inputs differ in a size, or the model does not accept it."""
     if _differ(sizes):
         kind = f"a different {length.noun} each"

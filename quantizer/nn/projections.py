@@ -34,12 +34,4 @@ def spend_warning() -> None:
             device="cpu",
             dtype=torch.float32,
         )
-        layer(
-            torch.zeros(
-                1,
-                1,
-                1,
-                device="cpu",
-                dtype=torch.float32,
-            )
-        )
+        layer(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))

@@ -30,10 +30,7 @@ class QuantizedTensor:
     codes: Tensor | None = None
     dtype: torch.dtype = torch.float32
 
-    def with_qparams(
-        self,
-        qparams: QParams,
-    ) -> QuantizedTensor:
+    def with_qparams(self, qparams: QParams) -> QuantizedTensor:
         """Return the same spec with another scale and zero point, on the CPU, without codes."""
         scale = qparams.scale.cpu()
         return replace(
@@ -43,10 +40,7 @@ class QuantizedTensor:
             codes=None,
         )
 
-    def encoded(
-        self,
-        value: Tensor,
-    ) -> QuantizedTensor:
+    def encoded(self, value: Tensor) -> QuantizedTensor:
         """Return it with the codes of a parameter that was quantized with this scale and zero
         point, if there are any.
         """
@@ -86,22 +80,14 @@ class QuantizedTensor:
             return self.decoded()
         return DeferredTensor(self.codes.shape, self.dtype, self.decoded)
 
-    def mapped(
-        self,
-        change: Callable[[Tensor], Tensor],
-    ) -> QuantizedTensor:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """Return it with the tensors that `change` returns for its own, for instance on
         disk.
         """
         scale = change(self.scale)
         zero_point = change(self.zero_point)
         codes = None if self.codes is None else change(self.codes)
-        return replace(
-            self,
-            scale=scale,
-            zero_point=zero_point,
-            codes=codes,
-        )
+        return replace(self, scale=scale, zero_point=zero_point, codes=codes)
 
     def by_rows(self) -> QuantizedTensor:
         """Return the same values with a scale for each index of the first axis, if runs of
@@ -113,20 +99,10 @@ class QuantizedTensor:
         spec = self.spec
         if spec.group_size is None or not self._is_stack_of_tensors():
             return self
-        by_rows = replace(
-            spec,
-            qscheme="per_channel",
-            ch_axis=0,
-            group_size=None,
-        )
+        by_rows = replace(spec, qscheme="per_channel", ch_axis=0, group_size=None)
         scale = self.scale.repeat_interleave(spec.group_size)
         zero_point = self.zero_point.repeat_interleave(spec.group_size)
-        return replace(
-            self,
-            spec=by_rows,
-            scale=scale,
-            zero_point=zero_point,
-        )
+        return replace(self, spec=by_rows, scale=scale, zero_point=zero_point)
 
     def _is_stack_of_tensors(self) -> bool:
         """Return whether the tensor is a stack along the first axis with one scale for each of

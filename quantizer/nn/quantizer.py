@@ -104,12 +104,7 @@ class TensorQuantizer(nn.Module):
             return True
         return self.spec.is_scaled and self.spec.is_dynamic and x.numel() == 0
 
-    def _quantized(
-        self,
-        x: Tensor,
-        *,
-        inplace: bool,
-    ) -> Tensor:
+    def _quantized(self, x: Tensor, *, inplace: bool) -> Tensor:
         spec = self.spec
         if not spec.is_scaled:
             target = x if inplace else x.clone()
@@ -125,12 +120,7 @@ class TensorQuantizer(nn.Module):
             return self._dynamic(x, inplace=inplace)
         return quantize_tensor(x, self.spec, self.scale, self.zero_point, inplace=inplace)
 
-    def _dynamic(
-        self,
-        x: Tensor,
-        *,
-        inplace: bool,
-    ) -> Tensor:
+    def _dynamic(self, x: Tensor, *, inplace: bool) -> Tensor:
         spec = self.spec
         has_one_range = spec.qscheme == "per_tensor" or spec.scale_type == "e4m3"
         if has_one_range or torch.compiler.is_compiling():
@@ -141,11 +131,7 @@ class TensorQuantizer(nn.Module):
         out = quantize_each_row(rows, spec, inplace=inplace or is_copy)
         return from_rows(out, tuple(x.shape), spec.cut)
 
-    def _apply(
-        self,
-        fn: Any,
-        recurse: bool = True,
-    ) -> Any:
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move with the model. If the model is cast (`half()`), scale and zero point keep
         their dtypes.
         """

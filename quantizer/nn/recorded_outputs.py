@@ -26,10 +26,7 @@ class RecordedOutputs:
         network: what was run.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-    ) -> None:
+    def __init__(self, network: nn.Module) -> None:
         self._network = network
         self._versions = _versions(network)
         self._outputs: dict[bytes, Any] = {}
@@ -54,10 +51,7 @@ class RecordedOutputs:
             self._bytes_left -= size
             self._outputs[digest] = _copied(output)
 
-    def find(
-        self,
-        inputs: Sequence[Any],
-    ) -> tuple[Any, ...]:
+    def find(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return a copy of the output for these inputs as the only item of a tuple; an empty
         tuple if the network has to run.
 
@@ -73,9 +67,7 @@ class RecordedOutputs:
         return (_copied(self._outputs[digest]),)
 
 
-def digest_of(
-    inputs: Iterable[Any],
-) -> bytes | None:
+def digest_of(inputs: Iterable[Any]) -> bytes | None:
     """Return a digest of a network's inputs; None if they are on another device than the CPU,
     or a gradient is wanted.
     """
@@ -92,16 +84,12 @@ def digest_of(
     return sha256.digest()
 
 
-def _copied(
-    output: Any,
-) -> Any:
+def _copied(output: Any) -> Any:
     """Return a nested output with copies of its tensors."""
     return pytree.tree_map_only(Tensor, Tensor.clone, output)
 
 
-def _versions(
-    network: nn.Module,
-) -> list[tuple[int, ...]]:
+def _versions(network: nn.Module) -> list[tuple[int, ...]]:
     """Return what changes if a parameter or buffer is replaced or changed in place."""
     versions: list[tuple[int, ...]] = []
     for tensor in (*network.parameters(), *network.buffers()):
@@ -113,9 +101,7 @@ def _versions(
     return versions
 
 
-def _has_hooks(
-    network: nn.Module,
-) -> bool:
+def _has_hooks(network: nn.Module) -> bool:
     """Return whether a layer has hooks, which only a run calls."""
     for module in network.modules():
         if module._forward_hooks or module._forward_pre_hooks:

@@ -17,11 +17,7 @@ class InputScale(Layer):
     factors of the weights after it.
     """
 
-    def __init__(
-        self,
-        channels: int,
-        axis: int = -1,
-    ) -> None:
+    def __init__(self, channels: int, axis: int = -1) -> None:
         super().__init__()
         self.axis = axis
         self.weight = nn.Parameter(torch.empty(channels), requires_grad=False)
@@ -48,10 +44,7 @@ class InputRotation(Layer):
     left: Tensor
     right: Tensor
 
-    def __init__(
-        self,
-        channels: int,
-    ) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels), requires_grad=False)
         left, right = factors(channels)

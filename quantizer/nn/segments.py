@@ -35,10 +35,7 @@ class Segment:
     weights: Sequence[DeferredTensor]
 
 
-def segments(
-    networks: Sequence[Network],
-    start: int = 0,
-) -> list[Segment]:
+def segments(networks: Sequence[Network], start: int = 0) -> list[Segment]:
     """Return the segments of networks with the same nodes, from the node of index `start` on.
 
     A segment has one layer with large weights, or several with small ones. If no weight is in a
@@ -46,11 +43,7 @@ def segments(
     """
     nodes = networks[0].graph.nodes
     if not any(network.graph.is_deferred for network in networks):
-        whole = Segment(
-            start,
-            len(nodes),
-            [],
-        )
+        whole = Segment(start, len(nodes), [])
         return [whole]
     weights_of_nodes = [_deferred_weights(networks, node) for node in nodes]
     sizes = list(map(total_bytes, weights_of_nodes))
@@ -60,34 +53,22 @@ def segments(
     for index in range(start, len(nodes)):
         size = total_bytes(weights) + sizes[index]
         if weights and sizes[index] and size > most_bytes:
-            segment = Segment(
-                start,
-                index,
-                weights,
-            )
+            segment = Segment(start, index, weights)
             result.append(segment)
             start = index
             weights = []
         weights = weights + weights_of_nodes[index]
-    segment = Segment(
-        start,
-        len(nodes),
-        weights,
-    )
+    segment = Segment(start, len(nodes), weights)
     result.append(segment)
     return result
 
 
-def total_bytes(
-    tensors: Iterable[Tensor],
-) -> int:
+def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how many bytes the values of tensors have."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def deferred_weights(
-    networks: Sequence[Network],
-) -> list[DeferredTensor]:
+def deferred_weights(networks: Sequence[Network]) -> list[DeferredTensor]:
     """Return the weights of networks that are in files."""
     weights: list[DeferredTensor] = []
     for network in networks:

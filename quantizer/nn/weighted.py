@@ -85,12 +85,7 @@ class ExpertLinear(_Filled):
 
     bias: Tensor | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        experts: int,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, experts: int) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -147,12 +142,7 @@ class ExpertLinear(_Filled):
         )
 
 
-def _products(
-    x: Tensor,
-    weight: Tensor,
-    ends: Tensor | None,
-    picks: Tensor | None,
-) -> Tensor:
+def _products(x: Tensor, weight: Tensor, ends: Tensor | None, picks: Tensor | None) -> Tensor:
     """Return the outputs of all experts with operators that all runtimes have.
 
     A program that torch traces cannot depend on how many rows an expert has. So all experts

@@ -102,11 +102,7 @@ def _weighted(
         weights *= importance / _mean(importance)
     weights /= _mean(weights)
     weights += _WEIGHT_FLOOR
-    return WeightedGroups(
-        x,
-        weights,
-        searched,
-    )
+    return WeightedGroups(x, weights, searched)
 
 
 def _mean(weights: Tensor) -> Tensor:
@@ -129,11 +125,7 @@ def _search_alone(groups: WeightedGroups) -> Scales:
         minimum = fit.offset.where(is_better, minimum)
         explained = fit.explained.where(is_better, explained)
     error = groups.error(scale, minimum)
-    best = Scales(
-        scale,
-        minimum,
-        error,
-    )
+    best = Scales(scale, minimum, error)
     for _ in range(_REFITS):
         codes = groups.codes(best.scale, best.minimum)
         fit = groups.fitted(codes)
@@ -153,11 +145,7 @@ def _candidates(groups: WeightedGroups) -> Iterator[tuple[Tensor, Tensor]]:
         return
     zero = torch.zeros_like(low)
     is_positive = high > -low
-    outermost = torch.where(
-        is_positive,
-        high,
-        low,
-    )
+    outermost = torch.where(is_positive, high, low)
     outermost = outermost.where(outermost != 0, LEAST)
     half = (levels[1] - levels[0]) / 2
     for steps in _LEVEL_STEPS:

@@ -73,10 +73,7 @@ def along_axis(
     return values.view(shape)
 
 
-def workspace(
-    x: Tensor,
-    least: torch.dtype = torch.float32,
-) -> Tensor:
+def workspace(x: Tensor, least: torch.dtype = torch.float32) -> Tensor:
     """Return `x`, or a copy if its dtype is narrower than `least` or its memory has gaps.
 
     Raises:
@@ -156,10 +153,7 @@ def _has_exact_inverse(scale: Tensor) -> bool:
     return not any(part.bitwise_and(_FLOAT32_MANTISSA).max() for part in parts)
 
 
-def scratch(
-    x: Tensor,
-    dtype: torch.dtype | None = None,
-) -> Tensor | None:
+def scratch(x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return memory of the shape of the block `x` to work in, of its dtype if none is given, or
     None if `x` only stands for a tensor.
 

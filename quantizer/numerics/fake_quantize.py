@@ -149,23 +149,14 @@ def fake_quantize_plain(
     return (codes * step).to(x.dtype)
 
 
-def fake_cast_plain(
-    x: Tensor,
-    scale: Tensor,
-    name: str,
-    ch_axis: int | None = None,
-) -> Tensor:
+def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None) -> Tensor:
     """Return the same values as `fake_cast`, as `fake_quantize_plain` does."""
     work = torch.promote_types(x.dtype, torch.float32)
     step = along_axis(scale.to(work), x, ch_axis)
     return (cast_round_trip_(x.to(work) / step, name) * step).to(x.dtype)
 
 
-def integer_kernel(
-    quant_min: int,
-    quant_max: int,
-    round_mode: str,
-) -> Kernel:
+def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
     """Return the kernel that makes integer codes of x / scale.
 
     It clips before it rounds: between integers the result is the same, and every mode stays in

@@ -68,10 +68,7 @@ def scale_shape(
     return (*others, groups * scales_per_group)
 
 
-def to_rows(
-    x: Tensor,
-    cut: Cut,
-) -> Tensor:
+def to_rows(x: Tensor, cut: Cut) -> Tensor:
     """Return `x` as a matrix with one row per scale, in the order of `scale_shape`.
 
     It is a view if the layout in memory allows that. A last group that is shorter is padded
@@ -96,11 +93,7 @@ def to_rows(
         rows = x.shape[ch_axis]
         if group_size is None:
             return x.movedim(ch_axis, 0).reshape(rows, -1)
-        stack = x.reshape(
-            -1,
-            group_size,
-            *x.shape[1:],
-        )
+        stack = x.reshape(-1, group_size, *x.shape[1:])
         axis = ch_axis % x.dim() + 1
         channels_second = stack.movedim(axis, 1)
         count = len(stack) * rows
@@ -141,11 +134,7 @@ def from_rows(
             return channels.movedim(0, axis)
         # The shape of one channel in one tensor of the stack
         channel_shape = (group_size, *others[1:])
-        stack = rows.view(
-            -1,
-            length,
-            *channel_shape,
-        )
+        stack = rows.view(-1, length, *channel_shape)
         return stack.movedim(1, axis + 1).reshape(shape)
     padded = rows.view(*others, -1) if others or rows.numel() else rows.view(-1)
     return padded[..., :length].movedim(-1, axis)
@@ -165,10 +154,7 @@ def block_counts(
     return (count, -(-shape[1] // block_columns))
 
 
-def _to_blocks(
-    x: Tensor,
-    block_size: BlockSize,
-) -> Tensor:
+def _to_blocks(x: Tensor, block_size: BlockSize) -> Tensor:
     """Return one row for each block of the first two axes."""
     height, width = block_size
     missing_rows = -x.shape[0] % height

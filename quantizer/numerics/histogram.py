@@ -96,10 +96,7 @@ class Histogram:
         high = torch.maximum(self.high, other.high)
         return Histogram(counts, exponent, low, high)
 
-    def scaled(
-        self,
-        factor: float,
-    ) -> Histogram:
+    def scaled(self, factor: float) -> Histogram:
         """Return the histogram of the values times a power of two."""
         exponent = self.exponent + int(math.log2(factor))
         return Histogram(self.counts, exponent, self.low * factor, self.high * factor)

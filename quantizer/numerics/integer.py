@@ -50,11 +50,7 @@ def requantize(
     >>> requantize(codes, 2, -128, 127, round_mode="half_up").tolist()
     [-1.0, -1.0, 2.0, 127.0]
     """
-    mode = lookup(
-        ROUND_MODES,
-        round_mode,
-        "rounding mode",
-    )
+    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
     return mode(codes.double() * 2.0**-shift).clamp_(quant_min, quant_max)
 
 

@@ -42,24 +42,14 @@ class Approximation:
     function: Callable[[Tensor], Tensor] | None = None
     is_measured: bool = True
 
-    def of(
-        self,
-        values: Tensor,
-    ) -> Tensor:
+    def of(self, values: Tensor) -> Tensor:
         """Return the approximation of some values."""
         return values if self.function is None else self.function(values)
 
-    def masked(
-        self,
-        is_counted: Tensor,
-    ) -> "Approximation":
+    def masked(self, is_counted: Tensor) -> "Approximation":
         """Return the approximation of the values that a mask selects."""
         values = self.of(self.values)[is_counted]
-        return Approximation(
-            values,
-            None,
-            self.is_measured,
-        )
+        return Approximation(values, None, self.is_measured)
 
 
 @dataclass(frozen=True)
@@ -130,10 +120,7 @@ def _parts(
     yield from zip(*parts, strict=True)
 
 
-def _difference(
-    x: Tensor,
-    other: Tensor,
-) -> Tensor:
+def _difference(x: Tensor, other: Tensor) -> Tensor:
     """Return x - other, in memory that the next call may overwrite."""
     if x.dim() != 1 or x.numel() > VALUES_PER_SUM or x.dtype != other.dtype:
         # The layout of the difference decides the order of its sums
@@ -141,9 +128,7 @@ def _difference(
     return torch.sub(x, other, out=scratch(x))
 
 
-def _sums_of_squares(
-    x: Tensor,
-) -> list[Tensor]:
+def _sums_of_squares(x: Tensor) -> list[Tensor]:
     """Return the sum of the squares of each part of `x`, in float64."""
     sums = []
     # Reading in another order than that of memory takes many times as long
@@ -157,9 +142,7 @@ def _sums_of_squares(
     return sums
 
 
-def _total(
-    sums: Sequence[Tensor],
-) -> float:
+def _total(sums: Sequence[Tensor]) -> float:
     """Return the sum of tensors with one value each."""
     if not sums:
         return 0.0
@@ -168,10 +151,7 @@ def _total(
     return math.fsum(values.tolist())
 
 
-def decibel(
-    signal: float,
-    noise: float,
-) -> float:
+def decibel(signal: float, noise: float) -> float:
     """Return 10 log10(signal / noise) of two energies.
 
     It is inf without noise, and -inf without signal or if the noise is infinite or NaN.
@@ -186,10 +166,7 @@ def decibel(
     return -math.inf
 
 
-def sqnr_db(
-    reference: Tensor,
-    other: Tensor,
-) -> float:
+def sqnr_db(reference: Tensor, other: Tensor) -> float:
     """Return the signal-to-quantization-noise ratio 10 log10(sum r^2 / sum (r - o)^2) in dB.
 
     Both tensors are floating point. Over batches, add up the energies and use `decibel`.
@@ -204,10 +181,7 @@ def sqnr_db(
     return decibel(energy(reference), energy(reference - other))
 
 
-def cosine(
-    reference: Tensor,
-    other: Tensor,
-) -> float:
+def cosine(reference: Tensor, other: Tensor) -> float:
     """Return sum(r o) / sqrt(sum r^2 sum o^2) over all elements.
 
     It is 1 for two zero tensors and 0 if only one is zero.
@@ -248,10 +222,7 @@ def top1_agreement(
     return float((reference.argmax(1) == other.argmax(1)).double().mean())
 
 
-def _dot(
-    a: Tensor,
-    b: Tensor,
-) -> float:
+def _dot(a: Tensor, b: Tensor) -> float:
     order = memory_order(a)
     a_parts = torch.split(a.permute(order).reshape(-1), VALUES_PER_SUM)
     b_parts = torch.split(b.permute(order).reshape(-1), VALUES_PER_SUM)
@@ -261,10 +232,7 @@ def _dot(
     return math.fsum(sums)
 
 
-def _check(
-    reference: Tensor,
-    other: Tensor,
-) -> None:
+def _check(reference: Tensor, other: Tensor) -> None:
     if reference.shape != other.shape:
         raise ValueError(
             f"The tensors differ in shape: {tuple(reference.shape)} and {tuple(other.shape)}."

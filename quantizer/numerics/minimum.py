@@ -84,20 +84,11 @@ def _parts(
     )
 
 
-def _rounded(
-    part: Tensor,
-    step: Tensor,
-    offset: Tensor,
-    name: str,
-) -> Tensor:
+def _rounded(part: Tensor, step: Tensor, offset: Tensor, name: str) -> Tensor:
     """Return codes as floating point, float32 at least."""
     return cast_round_trip_((part.float() + offset).div_(step), name)
 
 
-def _restored(
-    codes: Tensor,
-    step: Tensor,
-    offset: Tensor,
-) -> Tensor:
+def _restored(codes: Tensor, step: Tensor, offset: Tensor) -> Tensor:
     """Replace codes by their values. The product is exact, and the difference is rounded."""
     return codes.mul_(step).sub_(offset)

@@ -163,34 +163,14 @@ def qparams_from_step(
     return _qparams(step, low, code_range)
 
 
-def _qparams(
-    step: Tensor,
-    low: Tensor,
-    code_range: CodeRange,
-) -> QParams:
+def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
     """Return the qparams for a step that the scale type allows."""
     if isinstance(code_range, FloatRange) and code_range.scale_type == "superblock":
-        return _superblock_qparams(
-            step,
-            low,
-            code_range,
-        )
+        return _superblock_qparams(step, low, code_range)
     if not code_range.has_signed_scale:
-        return _unsigned_qparams(
-            step,
-            low,
-            code_range,
-        )
-    qparams = _unsigned_qparams(
-        step.abs(),
-        low,
-        code_range,
-    )
-    signed_scale = torch.where(
-        step < 0,
-        -qparams.scale,
-        qparams.scale,
-    )
+        return _unsigned_qparams(step, low, code_range)
+    qparams = _unsigned_qparams(step.abs(), low, code_range)
+    signed_scale = torch.where(step < 0, -qparams.scale, qparams.scale)
     return QParams(signed_scale, qparams.zero_point)
 
 
@@ -236,14 +216,7 @@ def _unsigned_qparams(
         scale = step.clamp(least, largest)
         zeros = _zeros(step)
         if zeros is not None:
-            is_limited = (
-                getattr(
-                    code_range,
-                    "finest_position",
-                    None,
-                )
-                is not None
-            )
+            is_limited = getattr(code_range, "finest_position", None) is not None
             zeros_scale = least if is_limited else 1.0
             if isinstance(code_range, FloatRange) and not code_range.has_zero:
                 zeros_scale = LEAST_FACTOR
@@ -321,11 +294,7 @@ def qparams_from_range(
         return _shared_scale(low, high, code_range)
     if is_traced or low.numel() <= SCALES_AT_ONCE or code_range.scale_type == "e4m3":
         return _qparams(
-            step_from_range(
-                low,
-                high,
-                code_range,
-            ),
+            step_from_range(low, high, code_range),
             low,
             code_range,
         )

@@ -34,11 +34,7 @@ def register_in(registry: dict[str, _Entry], name: str) -> Callable[[_Entry], _E
     return enter
 
 
-def lookup(
-    registry: Mapping[str, _Entry],
-    name: str,
-    kind: str,
-) -> _Entry:
+def lookup(registry: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
     """Return the entry called `name`. `kind` says in the error what an entry is.
 
     Raises:

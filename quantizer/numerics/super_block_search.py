@@ -128,10 +128,7 @@ class SuperBlockSearch:
         index = by_block.abs().argmax(1, keepdim=True)
         return by_block.gather(1, index)
 
-    def _summed(
-        self,
-        numbers: Tensor,
-    ) -> Tensor:
+    def _summed(self, numbers: Tensor) -> Tensor:
         """Return the sum over each super-block, [super-blocks, 1]."""
         values = self.layout.groups * numbers.shape[1]
         by_block = numbers.reshape(-1, values)

@@ -35,40 +35,17 @@ class ScaleCodes:
         first.
         """
         if self.least >= 0:
-            return tuple(
-                range(
-                    self.most,
-                    0,
-                    -1,
-                )
-            )
+            return tuple(range(self.most, 0, -1))
         both = [*range(self.least, 0), *range(1, self.most + 1)]
-        return tuple(
-            sorted(
-                both,
-                key=abs,
-                reverse=True,
-            )
-        )
+        return tuple(sorted(both, key=abs, reverse=True))
 
-    def nearest(
-        self,
-        x: Tensor,
-    ) -> Tensor:
+    def nearest(self, x: Tensor) -> Tensor:
         """Return the nearest code of each number, as floating point."""
         codes = x.round().clamp_(self.least, self.most)
         if self.has_zero:
             return codes
-        beside_zero = torch.where(
-            x < 0,
-            max(self.least, -1),
-            1,
-        ).to(codes)
-        return torch.where(
-            codes == 0,
-            beside_zero,
-            codes,
-        )
+        beside_zero = torch.where(x < 0, max(self.least, -1), 1).to(codes)
+        return torch.where(codes == 0, beside_zero, codes)
 
 
 @dataclass(frozen=True)
@@ -88,11 +65,7 @@ class SuperBlockLayout:
 _WITH_MINIMUM = SuperBlockLayout(
     8,
     ScaleCodes(1, 63),
-    ScaleCodes(
-        0,
-        63,
-        has_zero=True,
-    ),
+    ScaleCodes(0, 63, has_zero=True),
 )
 SUPERBLOCKS = {
     "q4_k": _WITH_MINIMUM,
@@ -115,11 +88,7 @@ def nearest_in_superblocks(
     >>> (nearest * 1024).tolist()
     [63.0, 31.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    stored, factor = split_superblocks(
-        numbers,
-        codes,
-        groups,
-    )
+    stored, factor = split_superblocks(numbers, codes, groups)
     return (stored * factor).view(numbers.shape)
 
 
@@ -154,8 +123,4 @@ def split_superblocks(
 def rounded_factor(factor: Tensor) -> Tensor:
     """Return the nearest float16 that is not 0 and finite, with the dtype of `factor`."""
     magnitude = factor.abs().clamp(LEAST_FACTOR, _LARGEST_FACTOR).half().to(factor)
-    return torch.where(
-        factor < 0,
-        -magnitude,
-        magnitude,
-    )
+    return torch.where(factor < 0, -magnitude, magnitude)

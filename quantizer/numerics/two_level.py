@@ -118,10 +118,7 @@ def with_microexponents(steps: Tensor) -> Tensor:
     return torch.maximum(blocks, blocks.amax(-1, keepdim=True) / 2).flatten(-2)
 
 
-def scale_bytes(
-    scale_type: str,
-    scales: int,
-) -> int:
+def scale_bytes(scale_type: str, scales: int) -> int:
     """Return the bytes of the scales of one tensor.
 
     >>> scale_bytes("e4m3", 16), scale_bytes("microexponent", 16), scale_bytes("float", 16)

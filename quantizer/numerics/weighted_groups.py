@@ -61,31 +61,20 @@ class WeightedGroups:
         """Return the format's row in the table of formats."""
         return self.format.row
 
-    def may_have(
-        self,
-        scale: Tensor,
-    ) -> Tensor:
+    def may_have(self, scale: Tensor) -> Tensor:
         """Return whether groups may have these scales."""
         size = scale
         if self.format.has_signed_scale:
             size = scale.abs()
         return scale.isfinite() & (size > LEAST)
 
-    def codes(
-        self,
-        scale: Tensor,
-        minimum: Tensor,
-    ) -> Tensor:
+    def codes(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the nearest codes for scales and minima."""
         steps = self.x + minimum
         steps /= scale
         return to_levels_(steps, self.row)
 
-    def error(
-        self,
-        scale: Tensor,
-        minimum: Tensor,
-    ) -> Tensor:
+    def error(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the weighted squared error of each group."""
         values = self.codes(scale, minimum)
         values *= scale
@@ -95,10 +84,7 @@ class WeightedGroups:
         values *= self.weights
         return values.sum(1, keepdim=True)
 
-    def fitted(
-        self,
-        codes: Tensor,
-    ) -> Fit:
+    def fitted(self, codes: Tensor) -> Fit:
         """Return the scales and minima with the least error for these codes."""
         offsets = None
         if self.row.has_minimum:
@@ -157,11 +143,7 @@ class Scales:
     minimum: Tensor
     error: Tensor
 
-    def best_of(
-        self,
-        groups: WeightedGroups,
-        fit: Fit,
-    ) -> Scales:
+    def best_of(self, groups: WeightedGroups, fit: Fit) -> Scales:
         """Return for each group the better one of these and of fitted ones."""
         scale = fit.factor.where(groups.may_have(fit.factor), self.scale)
         minimum = fit.offset

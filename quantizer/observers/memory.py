@@ -59,11 +59,7 @@ class Memory(ABC):
         """Return whether no batch was added."""
 
     @abstractmethod
-    def add(
-        self,
-        x: Tensor,
-        batch: ObservedBatch,
-    ) -> None:
+    def add(self, x: Tensor, batch: ObservedBatch) -> None:
         """Add a batch, whose values are `x`."""
 
     @abstractmethod
@@ -148,11 +144,7 @@ class RangeMemory(Memory):
     def is_empty(self) -> bool:
         return not self._count
 
-    def add(
-        self,
-        x: Tensor,
-        batch: ObservedBatch,
-    ) -> None:
+    def add(self, x: Tensor, batch: ObservedBatch) -> None:
         compute_pending_ranges([self])
         rows = len(batch.low)
         if self._count == len(self._buffer):

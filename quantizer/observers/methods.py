@@ -32,14 +32,7 @@ process many batches at once.
 """
 READS_VALUES = frozenset({"diffs", "group_mse"})
 """Methods that read the values of a batch, so that they cannot read all batches together."""
-CENTRES = (
-    torch.arange(
-        -BINS,
-        BINS,
-        dtype=torch.float64,
-    )
-    + 0.5
-)
+CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
 _DIFFS_SAMPLE_SIZE = 1 << 15
 """A small sample: every value is quantized five times, and the candidates are far apart."""
 _LISTED_BITS = 8
@@ -219,30 +212,13 @@ def entropy(
     counts[:, 0] = counts[:, 1]
     clips = torch.cat(
         [
-            torch.arange(
-                128,
-                1536,
-                32,
-            ),
-            torch.arange(
-                1536,
-                BINS + 1,
-                16,
-            ),
+            torch.arange(128, 1536, 32),
+            torch.arange(1536, BINS + 1, 16),
         ]
     )
     at_once = max(1, _ENTROPY_AT_ONCE // (len(clips) * levels))
     parts = torch.split(counts, at_once)
-    divergence = torch.cat(
-        [
-            _divergence(
-                part,
-                clips,
-                levels,
-            )
-            for part in parts
-        ]
-    )
+    divergence = torch.cat([_divergence(part, clips, levels) for part in parts])
     # The last of several minima
     last_minimum = len(clips) - 1 - divergence.flip(1).argmin(1)
     return values.clipped(values.width * clips[last_minimum])
@@ -275,11 +251,7 @@ def _divergence(
     inside_entropy = _running(torch.xlogy(counts, counts))[:, clips]
     entropies = inside_entropy - torch.xlogy(last, last) + torch.xlogy(last + tail, last + tail)
     # sum P' log m: the tail falls into the last group
-    tail_mean = torch.where(
-        last > 0,
-        last_mean,
-        0.0,
-    )
+    tail_mean = torch.where(last > 0, last_mean, 0.0)
     cross_entropies = torch.xlogy(groups, means).sum(2) + torch.xlogy(tail, tail_mean)
     divergence = (entropies - cross_entropies) / total - total.log() + inside.log()
     return divergence.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -309,10 +281,7 @@ BATCH_STATISTICS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-def reduce_batches(
-    values: Tensor,
-    name: str,
-) -> Tensor:
+def reduce_batches(values: Tensor, name: str) -> Tensor:
     """Return the statistic `name` of each column of `values` (batches, R) as (R,) float64.
 
     Raises:

@@ -105,10 +105,7 @@ def _folded(
     return rows
 
 
-def stride_for(
-    length: int,
-    limit: int,
-) -> int:
+def stride_for(length: int, limit: int) -> int:
     """Return the smallest stride that takes at most `limit` of `length` values and has no
     divisor in common with `length`.
 

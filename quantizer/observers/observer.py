@@ -50,12 +50,7 @@ class NonFiniteError(ObservationError):
         nans, infinities, total: how many NaN and infinite values there were, of how many.
     """
 
-    def __init__(
-        self,
-        nans: int,
-        infinities: int,
-        total: int,
-    ) -> None:
+    def __init__(self, nans: int, infinities: int, total: int) -> None:
         super().__init__(
             f"{nans} NaN and {infinities} infinite among {total} values; a range needs finite "
             "ones."
@@ -131,11 +126,7 @@ class Observer:
         return self.spec.statistic == POOLED and self.spec.has_one_scale
 
     @torch.no_grad()
-    def observe(
-        self,
-        x: Tensor,
-        companion: Observer | None = None,
-    ) -> None:
+    def observe(self, x: Tensor, companion: Observer | None = None) -> None:
         """Add one batch, a floating-point tensor of any layout, on any device.
 
         Args:
@@ -237,11 +228,7 @@ class Observer:
         self._memory.merge(*(other._memory for other in others))
         self._qparams = None
 
-    def restated(
-        self,
-        spec: QuantizationSpec,
-        companion: Observer | None = None,
-    ) -> Observer:
+    def restated(self, spec: QuantizationSpec, companion: Observer | None = None) -> Observer:
         """Return the observer that would have seen the same batches for another spec of the
         same granularity.
 

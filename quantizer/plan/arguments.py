@@ -32,16 +32,7 @@ def exact_arguments(
         if not may_be or node.name in constants or not _has_fractions(node):
             continue
         reads = list(_uses(graph, node.name))
-        exact_reads = [
-            read
-            for read in reads
-            if _is_argument(
-                graph,
-                read,
-                alone,
-                constants,
-            )
-        ]
+        exact_reads = [read for read in reads if _is_argument(graph, read, alone, constants)]
         if reads and len(exact_reads) == len(reads):
             alone.add(node.name)
         elif _may_be_shared(node, reads):
@@ -69,10 +60,7 @@ def _may_be_shared(
     return node.op == "input" or node.row.kind not in _UNQUANTIZED
 
 
-def _uses(
-    graph: Graph,
-    name: str,
-) -> Iterator[tuple[str, str]]:
+def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
     """Yield (reader, what it reads) of a node's values, directly or through moves. A cast to
     integers is a reader, though integers are moved after it.
     """

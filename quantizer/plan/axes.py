@@ -89,11 +89,7 @@ class Misfit:
     super_blocks_of: str | None = None
 
 
-def parameter_view(
-    graph: Graph,
-    node: Node,
-    role: str,
-) -> TensorView:
+def parameter_view(graph: Graph, node: Node, role: str) -> TensorView:
     """Return the view of a weight or a bias.
 
     A weight's output channels come first (second in transposed layers). A bias has only its
@@ -113,11 +109,7 @@ def parameter_view(
     return view
 
 
-def activation_view(
-    graph: Graph,
-    node: Node,
-    source: str,
-) -> TensorView:
+def activation_view(graph: Graph, node: Node, source: str) -> TensorView:
     """Return the view that `node` has of the value of `source`. Features of matrices are last,
     those of convolutions along the channels.
     """
@@ -130,11 +122,7 @@ def activation_view(
     return TensorView(sizes, features=features, maps=rank > 2)
 
 
-def fit_spec(
-    spec: QuantizationSpec,
-    view: TensorView,
-    role: str,
-) -> QuantizationSpec:
+def fit_spec(spec: QuantizationSpec, view: TensorView, role: str) -> QuantizationSpec:
     """Return the spec for one tensor: axes filled in and counted from the front, and fields
     that it does not read removed.
     """

@@ -34,10 +34,7 @@ class PlannedValue:
     rule: MatchedRule
 
 
-def planned_values(
-    rules: Sequence[MatchedRule],
-    graph: Graph,
-) -> dict[Key, PlannedValue]:
+def planned_values(rules: Sequence[MatchedRule], graph: Graph) -> dict[Key, PlannedValue]:
     """Return the keys and values that rules select, by layer and role."""
     strongest: dict[Key, MatchedRule] = {}
     for row in sorted(rules, key=lambda row: row.found.rank):
@@ -86,10 +83,7 @@ def _without_heads(planned: Iterable[PlannedValue]) -> Iterator[Diagnostic]:
             )
 
 
-def _uncached(
-    rules: Sequence[MatchedRule],
-    graph: Graph,
-) -> Iterator[Diagnostic]:
+def _uncached(rules: Sequence[MatchedRule], graph: Graph) -> Iterator[Diagnostic]:
     """Yield an error for each rule that names no layer whose output is cached. Yield a warning
     if that is so for some of its layers, which have the names of others.
     """
@@ -118,11 +112,7 @@ def _uncached(
             )
 
 
-def _missed_paths(
-    graph: Graph,
-    named: Sequence[str],
-    hits: Sequence[str],
-) -> list[str]:
+def _missed_paths(graph: Graph, named: Sequence[str], hits: Sequence[str]) -> list[str]:
     """Return the paths of named layers whose output is not cached, though layers of the same
     name have theirs cached.
     """
@@ -137,10 +127,7 @@ def _missed_paths(
     return list(missed)
 
 
-def _none_cached(
-    row: MatchedRule,
-    graph: Graph,
-) -> Diagnostic:
+def _none_cached(row: MatchedRule, graph: Graph) -> Diagnostic:
     """Return the error for a rule whose layers compute no keys and values."""
     paths: dict[str, None] = {}
     for name in row.found.named:

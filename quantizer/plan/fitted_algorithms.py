@@ -81,10 +81,7 @@ def _with_smoothquant(
     return changed
 
 
-def _input_spec(
-    plan: Plan,
-    layer: str,
-) -> QuantizationSpec | None:
+def _input_spec(plan: Plan, layer: str) -> QuantizationSpec | None:
     """Return how the value that a layer reads is quantized: at the layer, or where it is
     made.
     """
@@ -107,10 +104,7 @@ def _has_one_static_scale(spec: QuantizationSpec) -> bool:
     return is_static and spec.qscheme == "per_tensor" and bits_of(spec) <= _SMOOTHED_BITS
 
 
-def _can_smooth(
-    structure: Structure,
-    layers: list[str],
-) -> bool:
+def _can_smooth(structure: Structure, layers: list[str]) -> bool:
     """Return whether SmoothQuant can rescale what one of the layers reads."""
     for group in structure.groups:
         if _can_rescale(group) and not set(group.layers).isdisjoint(layers):
@@ -134,10 +128,7 @@ def leave_out_idle_algorithms(fitting: Fitting) -> None:
             fitting.remove(algorithm.path, sentence)
 
 
-def why_algorithm_is_idle(
-    algorithm: Algorithm,
-    plan: Plan,
-) -> str | None:
+def why_algorithm_is_idle(algorithm: Algorithm, plan: Plan) -> str | None:
     """Return why an algorithm does nothing for the model, or cannot run; None if it can."""
     try:
         structure = find_structure(plan.graph, algorithm.names)

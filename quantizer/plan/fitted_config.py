@@ -66,11 +66,7 @@ class FittedConfig:
     changes: tuple[str, ...]
 
 
-def fitted_text(
-    text: str,
-    name: str,
-    original: Graph,
-) -> tuple[str, tuple[str, ...]]:
+def fitted_text(text: str, name: str, original: Graph) -> tuple[str, tuple[str, ...]]:
     """Return the text of a preset as it fits a model, and a sentence for each change.
 
     Args:

@@ -104,10 +104,7 @@ def fit_axes(fitting: Fitting) -> None:
         )
 
 
-def _default_axis(
-    spec: QuantizationSpec,
-    view: TensorView,
-) -> int | None:
+def _default_axis(spec: QuantizationSpec, view: TensorView) -> int | None:
     axis = view.channels if spec.qscheme == "per_channel" else view.features
     if axis is not None and view.rank is not None:
         return axis % view.rank
@@ -161,11 +158,7 @@ def replace_super_blocks(fitting: Fitting) -> None:
         )
 
 
-def _choose_size(
-    fitting: Fitting,
-    path: JsonPath,
-    groups: list[_Groups],
-) -> None:
+def _choose_size(fitting: Fitting, path: JsonPath, groups: list[_Groups]) -> None:
     """Change the size of groups at a place of the file, if another one serves more values."""
     before = groups[0].size
     unfit = [row for row in groups if not row.fits]
@@ -255,10 +248,7 @@ def _use_channels(
     )
 
 
-def _give_channels(
-    fitting: Fitting,
-    groups: list[_Groups],
-) -> None:
+def _give_channels(fitting: Fitting, groups: list[_Groups]) -> None:
     """Give the weights of some layers a scale for each output channel."""
     by_spec: dict[QuantizationSpec, list[_Groups]] = {}
     for row in groups:
@@ -273,10 +263,7 @@ def _give_channels(
         )
 
 
-def _exclude(
-    fitting: Fitting,
-    groups: list[_Groups],
-) -> None:
+def _exclude(fitting: Fitting, groups: list[_Groups]) -> None:
     """Leave layers in float that blocks of a fixed size do not fit."""
     by_size: dict[int, list[_Groups]] = {}
     for row in groups:
@@ -297,10 +284,7 @@ def _inputs(groups: Iterable[_Groups]) -> str:
     return f"{counts} inputs"
 
 
-def _lengths(
-    fitting: Fitting,
-    groups: Iterable[_Groups],
-) -> str:
+def _lengths(fitting: Fitting, groups: Iterable[_Groups]) -> str:
     """Return a sentence on how many inputs layers have."""
     layers: dict[int, dict[str, None]] = {}
     for row in groups:
@@ -311,9 +295,6 @@ def _lengths(
     return ", ".join(parts)
 
 
-def _shown(
-    fitting: Fitting,
-    layers: Iterable[str],
-) -> str:
+def _shown(fitting: Fitting, layers: Iterable[str]) -> str:
     """Return the first selectors of layers."""
     return first_names(fitting.names(dict.fromkeys(layers)), _MAX_NAMES)

@@ -71,10 +71,7 @@ def _has_few_bits(spec: QuantizationSpec) -> bool:
     return spec.is_scaled and bits_of(spec) <= _FEW_BITS
 
 
-def _embeddings(
-    fitting: Fitting,
-    coarse: dict[str, QuantizationSpec],
-) -> list[str]:
+def _embeddings(fitting: Fitting, coarse: dict[str, QuantizationSpec]) -> list[str]:
     """Return the embeddings with few bits, and with them those that groups do not fit yet: the
     size of groups may still change.
     """

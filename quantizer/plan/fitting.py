@@ -125,11 +125,7 @@ class Fitting:
             self._read = parsed, check_document(parsed).require()
         return self._read
 
-    def change(
-        self,
-        document: JsonObject,
-        sentence: str,
-    ) -> None:
+    def change(self, document: JsonObject, sentence: str) -> None:
         """Replace the document, and say why."""
         self.document = document
         self.changes.append(sentence)
@@ -139,46 +135,26 @@ class Fitting:
         self._read = None
         self._plan = None
 
-    def path_of(
-        self,
-        tensor: TensorPlan,
-        field_name: str,
-    ) -> JsonPath | None:
+    def path_of(self, tensor: TensorPlan, field_name: str) -> JsonPath | None:
         """Return where the document states a field of a tensor's spec, if it does."""
         return self.parsed.paths_at.get(tensor.origins.get(field_name, ""))
 
-    def view_of(
-        self,
-        tensor: TensorPlan,
-    ) -> TensorView:
+    def view_of(self, tensor: TensorPlan) -> TensorView:
         """Return how the layer of a tensor sees it."""
         node = self.graph.by_name[tensor.layer]
         if is_parameter(tensor.role):
             return axes.parameter_view(self.graph, node, tensor.role)
         return axes.activation_view(self.graph, node, tensor.source)
 
-    def names(
-        self,
-        layers: Collection[str],
-        *,
-        kinds: bool = False,
-    ) -> list[str]:
+    def names(self, layers: Collection[str], *, kinds: bool = False) -> list[str]:
         """Return selectors for layers; with `kinds`, also such as `kind:head`."""
         return selectors_for(layers, self.graph, self.original, kinds=kinds)
 
-    def leave_float(
-        self,
-        selectors: Collection[str],
-        sentence: str,
-    ) -> None:
+    def leave_float(self, selectors: Collection[str], sentence: str) -> None:
         """Leave the selected layers in float."""
         self.change(with_float(self.document, selectors), sentence)
 
-    def remove(
-        self,
-        path: JsonPath,
-        sentence: str,
-    ) -> None:
+    def remove(self, path: JsonPath, sentence: str) -> None:
         """Remove the value at a path, and its block if nothing is left there."""
         document = copy.deepcopy(self.document)
         del value_at(document, path[:-1])[path[-1]]
@@ -187,11 +163,7 @@ class Fitting:
             del document[block]
         self.change(document, sentence)
 
-    def remove_idle(
-        self,
-        path: JsonPath,
-        label: str,
-    ) -> None:
+    def remove_idle(self, path: JsonPath, label: str) -> None:
         """Remove an entry that changes no tensor. One that was added here leaves no trace."""
         sentence = f"{label} left out: the tensors that it is for stay float"
         self.remove(path, sentence)
@@ -201,14 +173,7 @@ class Fitting:
         if added:
             self.changes.remove(sentence)
 
-    def give_type(
-        self,
-        kind: str,
-        word: str,
-        spec: JsonObject,
-        *,
-        sentence: str,
-    ) -> None:
+    def give_type(self, kind: str, word: str, spec: JsonObject, *, sentence: str) -> None:
         """Add what the entry of a type of layers states of one of their tensors."""
         document = copy.deepcopy(self.document)
         block = "layer_type_quant_config"
@@ -228,10 +193,7 @@ class Fitting:
             entries.setdefault(selector, {})["weight"] = words
         self.change(_ordered(document), sentence)
 
-    def words_of_weights(
-        self,
-        spec: QuantizationSpec,
-    ) -> JsonObject:
+    def words_of_weights(self, spec: QuantizationSpec) -> JsonObject:
         """Return a spec of weights in the words of the hierarchical form, complete and in the
         order of the presets.
         """
@@ -250,11 +212,7 @@ class Fitting:
                 ordered[key] = words[key]
         return ordered | words
 
-    def give_inputs(
-        self,
-        selectors: Collection[str],
-        spec: JsonObject,
-    ) -> None:
+    def give_inputs(self, selectors: Collection[str], spec: JsonObject) -> None:
         """Add what the entries of the selected layers state of their inputs."""
         document = copy.deepcopy(self.document)
         for selector in selectors:
@@ -264,22 +222,13 @@ class Fitting:
         self._forget()
 
 
-def per_channel(
-    spec: QuantizationSpec,
-    axis: int,
-) -> QuantizationSpec:
+def per_channel(spec: QuantizationSpec, axis: int) -> QuantizationSpec:
     """Return a spec of weights with a scale for each output channel."""
     method = spec.method
     if method == "group_mse":
         # It has no observer for channels
         method = "maxmin"
-    return replace(
-        spec,
-        qscheme="per_channel",
-        ch_axis=axis,
-        group_size=None,
-        method=method,
-    )
+    return replace(spec, qscheme="per_channel", ch_axis=axis, group_size=None, method=method)
 
 
 def eight_bits(spec: QuantizationSpec) -> QuantizationSpec:

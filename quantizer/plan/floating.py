@@ -82,10 +82,7 @@ def derived_layers(graph: Graph) -> set[str]:
     return names
 
 
-def multiplies_values(
-    node: Node,
-    name: str,
-) -> bool:
+def multiplies_values(node: Node, name: str) -> bool:
     """Return whether the node multiplies the values of `name`: not if they are a mask that it
     adds, or a first state.
     """
@@ -221,10 +218,7 @@ def _compared(graph: Graph) -> Iterator[str]:
     return _origins(graph, compared)
 
 
-def _origins(
-    graph: Graph,
-    names: Iterable[str],
-) -> Iterator[str]:
+def _origins(graph: Graph, names: Iterable[str]) -> Iterator[str]:
     """Yield the layers from which values come, back to products, to float operators, and to
     integers.
     """

@@ -99,10 +99,7 @@ class _Layouter:
                 self._place(node)
         return self.where
 
-    def _place(
-        self,
-        node: Node,
-    ) -> None:
+    def _place(self, node: Node) -> None:
         """Place the group that begins with a node which computes new values."""
         group, join = self._chain(node)
         self._serve(group)
@@ -147,10 +144,7 @@ class _Layouter:
                 products.append(Multiplication(reader, value))
         return products
 
-    def _is_placed_behind(
-        self,
-        node: Node,
-    ) -> bool:
+    def _is_placed_behind(self, node: Node) -> bool:
         """Place a value that is computed of parts behind the operators that bring these to one
         range, and return whether there are any.
         """
@@ -171,10 +165,7 @@ class _Layouter:
             self.where.served.update(dict.fromkeys(group.members, point))
         return bool(scaling)
 
-    def _reads_parts(
-        self,
-        node: Node,
-    ) -> bool:
+    def _reads_parts(self, node: Node) -> bool:
         """Return whether the node computes element by element with a value whose parts have
         different scales.
         """
@@ -190,10 +181,7 @@ class _Layouter:
                 return True
         return False
 
-    def _place_join(
-        self,
-        node: Node,
-    ) -> None:
+    def _place_join(self, node: Node) -> None:
         """Place a join with its activation function, with one scale if the config asks for
         it.
         """
@@ -234,10 +222,7 @@ class _Layouter:
                 self.where.groups.pop(part.point, None)
                 self.where.served[part.point] = group.point
 
-    def _serve(
-        self,
-        group: Group,
-    ) -> None:
+    def _serve(self, group: Group) -> None:
         """Record where the members of a group are quantized."""
         for member in group.members:
             if member != group.point:
@@ -258,10 +243,7 @@ class _Layouter:
             following = self.feeds.get(following)
         return following == join
 
-    def _is_join(
-        self,
-        name: str,
-    ) -> bool:
+    def _is_join(self, name: str) -> bool:
         return bool(name) and self.graph.by_name[name].is_join
 
     def _needs_one_scale(
@@ -281,10 +263,7 @@ class _Layouter:
             points.add(quantization_point(self.graph, self.where, source) or source)
         return len(points) + origins.constants > 1
 
-    def _has_new_values(
-        self,
-        node: Node,
-    ) -> bool:
+    def _has_new_values(self, node: Node) -> bool:
         """Return whether the node's output has other values than its inputs, so that it needs a
         quantization of its own.
         """
@@ -337,19 +316,13 @@ class _Layouter:
         """
         return product.value in self.graph.by_name[product.layer].input_roles().values()
 
-    def _is_chosen(
-        self,
-        node: Node,
-    ) -> bool:
+    def _is_chosen(self, node: Node) -> bool:
         """Return whether the node's values were chosen among values with sentinels."""
         producer = _producer(self.graph, node)
         among_sentinels = any(self.where.floats.get(name) == MASK for name in producer.refs())
         return among_sentinels and chooses(producer)
 
-    def _is_written_over(
-        self,
-        node: Node,
-    ) -> bool:
+    def _is_written_over(self, node: Node) -> bool:
         """Return whether only joins read the node's values, and all of them overwrite these."""
         names = [name for name, _ in readers(self.graph, node.name)]
         source = maker(self.graph, node.name)
@@ -410,10 +383,7 @@ def _staying_apart(
     return apart
 
 
-def _producer(
-    graph: Graph,
-    node: Node,
-) -> Node:
+def _producer(graph: Graph, node: Node) -> Node:
     """Return the operator with several results (as an LSTM) of which the node is one, or the
     node itself.
     """

@@ -147,10 +147,7 @@ class JoinPlanner:
         """Return the key of a part that consists of channels of a value."""
         return join.group.point, channels_role(first, length)
 
-    def _single_key(
-        self,
-        join: Join,
-    ) -> Key | None:
+    def _single_key(self, join: Join) -> Key | None:
         """Return the key of the tensor at a join, if it is planned."""
         key = (join.group.point, "activation")
         return key if key in self.tensors else None
@@ -199,10 +196,7 @@ class JoinPlanner:
             parts=parts,
         )
 
-    def _whole(
-        self,
-        join: Join,
-    ) -> TensorPlan | None:
+    def _whole(self, join: Join) -> TensorPlan | None:
         """Return the tensor of a whole join, at the join or at a layer that multiplies it."""
         single = self._single_key(join)
         if single is not None:
@@ -224,17 +218,11 @@ class JoinPlanner:
         key = (product.layer, role or "")
         return key if key in self.tensors and key not in self.stated else None
 
-    def _key_at(
-        self,
-        point: str,
-    ) -> Key:
+    def _key_at(self, point: str) -> Key:
         """Return the key of the tensor at a layer's output."""
         return point, output_role(self.graph.by_name[point])
 
-    def _part_key(
-        self,
-        source: str,
-    ) -> Key:
+    def _part_key(self, source: str) -> Key:
         """Return the key of a part, whether it is planned or not."""
         return self._key_at(quantization_point(self.graph, self.where, source) or source)
 

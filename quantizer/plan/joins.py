@@ -89,10 +89,7 @@ def observed_at(
     return join.group.point if is_whole else value
 
 
-def input_role(
-    graph: Graph,
-    product: Multiplication,
-) -> str | None:
+def input_role(graph: Graph, product: Multiplication) -> str | None:
     """Return the role in which a layer reads a value, or None if the value is one of a list."""
     for role, name in graph.by_name[product.layer].input_roles().items():
         if name == product.value:

@@ -12,11 +12,7 @@ FIRST_LAST = "keep_first_last_layer_accuracy"
 ROUTER = "chooses experts, and engines compute it in float"
 
 
-def residual(
-    config: Config,
-    graph: Graph,
-    rules: list[MatchedRule],
-) -> set[str]:
+def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]:
     """Return the layers of the residual stream, which only normalizations read.
 
     Layers that the config selects by type or name are not among them. For the DPU, which stores

@@ -95,11 +95,7 @@ EVERY_JOIN: Container[str] = _Everything()
 """For devices with one scale for all values of a tensor."""
 
 
-def quantization_point(
-    graph: Graph,
-    where: Layout,
-    name: str,
-) -> str | None:
+def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:
     """Return the layer at which a node's values are quantized, or None if its parts have
     different scales or none.
 

@@ -65,10 +65,7 @@ class MatchedRule:
     found: Match
     effects: int = 0
 
-    def speaks_of(
-        self,
-        role: Role,
-    ) -> bool:
+    def speaks_of(self, role: Role) -> bool:
         """Return whether it configures a role."""
         roles = (*(self.rule.roles or ()), *self.rule.adds)
         return role in roles or bool(self.rule.fields.get(role))
@@ -133,10 +130,7 @@ def match(
     return by_name
 
 
-def _attentions(
-    by_name: Match,
-    graph: Graph,
-) -> Match:
+def _attentions(by_name: Match, graph: Graph) -> Match:
     """Return the attentions that are named, or that read the outputs of named layers."""
     named = set(by_name.layers)
     keys: list[Key] = []
@@ -240,10 +234,7 @@ def _scope(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def advice(
-    selector: Selector,
-    original: Graph,
-) -> str:
+def advice(selector: Selector, original: Graph) -> str:
     """Return a remedy for a selector that matches nothing."""
     near = closest_layers(selector, original)
     if near:

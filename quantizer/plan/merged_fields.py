@@ -78,11 +78,7 @@ def merge_fields(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
     return values
 
 
-def _ends_scale_type(
-    scale_type: object,
-    dtype: str | None,
-    new_dtype: str,
-) -> bool:
+def _ends_scale_type(scale_type: object, dtype: str | None, new_dtype: str) -> bool:
     """Return whether a scale type does not apply to the format that replaces its own."""
     if scale_type == "e4m3":
         return is_foreign(dtype, new_dtype)
@@ -93,11 +89,7 @@ def _value(values: Fields, name: str) -> object:
     return values[name].value if name in values else None
 
 
-def merged_spec(
-    rules: Sequence[MatchedRule],
-    role: Role,
-    device: str,
-) -> MergedSpec:
+def merged_spec(rules: Sequence[MatchedRule], role: Role, device: str) -> MergedSpec:
     """Return the effective spec with the origin of each field, taken from the strongest rule
     that sets it. `rules` are sorted weakest first. The spec is None if the last rule about the
     role says float.

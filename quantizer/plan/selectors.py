@@ -82,12 +82,7 @@ def _pattern(path: str) -> str:
     return ".".join(words)
 
 
-def _name(
-    node: Node,
-    path: str,
-    graph: Graph,
-    original: Graph,
-) -> str:
+def _name(node: Node, path: str, graph: Graph, original: Graph) -> str:
     """Return the shortest name that selects no other layer with weights."""
     for text in (path, *_more_names(node)):
         if _matched(text, graph, original) == {node.name}:
@@ -104,11 +99,7 @@ def _more_names(node: Node) -> Iterator[str]:
     yield from node.params.values()
 
 
-def _matched(
-    text: str,
-    graph: Graph,
-    original: Graph,
-) -> set[str]:
+def _matched(text: str, graph: Graph, original: Graph) -> set[str]:
     """Return the layers with weights that a selector matches."""
     found_match = match(Selector("name", text), graph, original)
     layers = set()

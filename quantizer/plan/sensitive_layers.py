@@ -83,10 +83,7 @@ def behind_norms(graph: Graph) -> list[str]:
     return layers
 
 
-def _values_read(
-    graph: Graph,
-    node: Node,
-) -> set[str]:
+def _values_read(graph: Graph, node: Node) -> set[str]:
     """Return the nodes whose floating-point values a node reads, not only their shape."""
     inputs = dict(node.inputs)
     if node.row.shape_of:
@@ -104,10 +101,7 @@ def _may_hold_floats(node: Node) -> bool:
     return node.is_float or has_results
 
 
-def _normalizes(
-    graph: Graph,
-    node: Node,
-) -> bool:
+def _normalizes(graph: Graph, node: Node) -> bool:
     if node.row.normalizes:
         return True
     if node.op != "mul":
@@ -141,18 +135,12 @@ def _makers(graph: Graph) -> dict[str, frozenset[str]]:
     return makers
 
 
-def _union(
-    makers: dict[str, frozenset[str]],
-    names: Iterable[str],
-) -> set[str]:
+def _union(makers: dict[str, frozenset[str]], names: Iterable[str]) -> set[str]:
     layers: set[str] = set()
     for name in names:
         layers |= makers[name]
     return layers
 
 
-def _in_execution_order(
-    graph: Graph,
-    names: Iterable[str],
-) -> tuple[str, ...]:
+def _in_execution_order(graph: Graph, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=graph.index.__getitem__))

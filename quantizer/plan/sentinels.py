@@ -172,11 +172,7 @@ def _ending(graph: Graph) -> set[str]:
     return ending
 
 
-def _ends(
-    reader: Node,
-    value: str,
-    ending: Set[str],
-) -> bool:
+def _ends(reader: Node, value: str, ending: Set[str]) -> bool:
     """Return whether sentinels in a value end at a reader, or further on."""
     if reader.op in _ENDS or value in references(reader.inputs.get("attn_mask")):
         return True
@@ -223,12 +219,7 @@ def _is_mask_input(graph: Graph, node: Node) -> bool:
     return bool(reads)
 
 
-def _adds_to_scores(
-    graph: Graph,
-    reader: Node,
-    name: str,
-    value: Node,
-) -> bool:
+def _adds_to_scores(graph: Graph, reader: Node, name: str, value: Node) -> bool:
     """Return whether a reader adds `value`, which it reads as `name`, to attention scores."""
     if name in references(reader.inputs.get("attn_mask")):
         return True

@@ -62,10 +62,7 @@ def parameter_bytes(
     return code_bytes + scale_bytes(spec.scale_type, scales) + zero_point_bytes
 
 
-def peak_activation_bytes(
-    graph: Graph,
-    batch_size: int,
-) -> int:
+def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
     """Return the most bytes of values alive at once in one pass. Values are freed after their
     last reader.
     """
@@ -98,11 +95,7 @@ def alive_bytes(
     alive: dict[str, tuple[int, int]] = {}
     current = 0
     for index, node in enumerate(graph.nodes):
-        during = current + value_bytes(
-            graph,
-            node.name,
-            batch_size,
-        )
+        during = current + value_bytes(graph, node.name, batch_size)
         current = during - freed_bytes[index]
         alive[node.name] = during, current
     return alive
@@ -119,21 +112,10 @@ def working_bytes(
     if not node.row.spatial:
         return 0
     names = (node.name, *node.refs())
-    return max(
-        value_bytes(
-            graph,
-            name,
-            batch_size,
-        )
-        for name in names
-    )
+    return max(value_bytes(graph, name, batch_size) for name in names)
 
 
-def value_bytes(
-    graph: Graph,
-    name: str,
-    batch_size: int,
-) -> int:
+def value_bytes(graph: Graph, name: str, batch_size: int) -> int:
     """Return the bytes of one value. Views and parameters take none of their own."""
     node = graph.by_name[name]
     has_memory = node.op == "input" or _is_computed(node)
@@ -155,16 +137,8 @@ def _is_view(node: Node) -> bool:
         return False
     operator: Any = torch.ops
     for part in str(node.target).split("."):
-        operator = getattr(
-            operator,
-            part,
-            None,
-        )
-    schema = getattr(
-        operator,
-        "_schema",
-        None,
-    )
+        operator = getattr(operator, part, None)
+    schema = getattr(operator, "_schema", None)
     if schema is None:
         return True
     return any(result.alias_info is not None for result in schema.returns)

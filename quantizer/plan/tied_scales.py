@@ -34,9 +34,7 @@ def tied_layers(
     return tuple(groups)
 
 
-def has_tensor_scale(
-    spec: QuantizationSpec,
-) -> bool:
+def has_tensor_scale(spec: QuantizationSpec) -> bool:
     """Return whether a float format has one scale, or one factor of its scales, for a tensor.
 
     Integers of one scale are stored with a scale for each row, so engines need not share it.

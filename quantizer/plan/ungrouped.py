@@ -8,10 +8,7 @@ from quantizer.plan.floating import derived_layers
 _ENTRIES = ("input", "module_input")
 
 
-def is_apart(
-    graph: Graph,
-    node: Node,
-) -> bool:
+def is_apart(graph: Graph, node: Node) -> bool:
     """Return whether the layer is a convolution whose kernels read one channel each, or an
     embedding of positions.
     """

@@ -12,11 +12,7 @@ Reading = tuple[str, str]
 """A reader, "" for the network's output, and the node that it reads."""
 
 
-def values_readers(
-    graph: Graph,
-    name: str,
-    floats: Mapping[str, str],
-) -> Iterator[Reading]:
+def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[Reading]:
     """Yield what reads a node's values, directly or through moves.
 
     Sentinels end at a choice among values, so there a choice is a reader.

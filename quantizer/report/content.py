@@ -214,10 +214,7 @@ def _stored_bytes(entry: JsonMapping, spec: QuantizationSpec) -> int:
     return parameter_bytes(values, spec, scales)
 
 
-def _statistics_by_value(
-    plan: JsonMapping,
-    statistics: _TensorStatistics,
-) -> _TensorStatistics:
+def _statistics_by_value(plan: JsonMapping, statistics: _TensorStatistics) -> _TensorStatistics:
     """Return the statistics of activations, by the layer that computes the value and the spec.
 
     Several tensors may read the same value with the same spec. Only one of them has statistics.

@@ -240,12 +240,7 @@ def _differing(
     return differing
 
 
-def _is_worse(
-    before: float | None,
-    after: float | None,
-    *,
-    is_lower_better: bool,
-) -> bool:
+def _is_worse(before: float | None, after: float | None, *, is_lower_better: bool) -> bool:
     """Return whether the second value of a figure is worse. A value that is missing now is
     worse, too.
     """

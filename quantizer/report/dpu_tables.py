@@ -37,11 +37,7 @@ def exact_table(comparison: ExactComparison, view: TableView) -> Listing:
     )
 
 
-def support_table(
-    graph: Graph,
-    verdicts: Mapping[str, Verdict],
-    view: TableView,
-) -> Listing:
+def support_table(graph: Graph, verdicts: Mapping[str, Verdict], view: TableView) -> Listing:
     """Return a table with a row for each layer: the device that runs it, and why it is not the
     DPU. If there are too many, the layers that the DPU cannot run are shown.
     """

@@ -12,10 +12,7 @@ _MAX_REASON = 150
 """Characters of a reason; tune.json has all of it."""
 
 
-def ladder_table(
-    climb: Climb,
-    metrics: Sequence[str],
-) -> Listing:
+def ladder_table(climb: Climb, metrics: Sequence[str]) -> Listing:
     """Return a table with a row for each step that was measured.
 
     Args:
@@ -64,9 +61,7 @@ def result_lines(
         yield f"calibrate with --fast_finetune {climb.rung.fast_finetune}, too: it is an option"
 
 
-def _not_tried(
-    rows: Sequence[Row],
-) -> dict[str, list[str]]:
+def _not_tried(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return the steps that were not tried, by their reason."""
     steps_by_reason: dict[str, list[str]] = {}
     for row in rows:
@@ -79,10 +74,7 @@ def _not_tried(
     return steps_by_reason
 
 
-def climb_json(
-    climb: Climb,
-    gates: Sequence[str],
-) -> JsonObject:
+def climb_json(climb: Climb, gates: Sequence[str]) -> JsonObject:
     """Return a climb for programs."""
     return {
         "gates": list(gates),
@@ -94,9 +86,7 @@ def climb_json(
     }
 
 
-def _row_json(
-    row: Row,
-) -> JsonObject:
+def _row_json(row: Row) -> JsonObject:
     content: JsonObject = {
         "step": row.step,
         "cost": row.cost,

@@ -106,11 +106,7 @@ def _add_report(writer: Any, content: JsonMapping) -> None:
         writer.add_text("config", f"```\n{content['config']['text']}\n```")
 
 
-def _add_histogram(
-    writer: Any,
-    name: str,
-    histogram: JsonMapping,
-) -> None:
+def _add_histogram(writer: Any, name: str, histogram: JsonMapping) -> None:
     counts = histogram["counts"]
     low = histogram["low"]
     high = histogram["high"]

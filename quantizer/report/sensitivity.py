@@ -48,11 +48,7 @@ def _sensitivity_table(analysis: Analysis, view: TableView) -> Listing:
     return view.listing(titles, lines, numbers=titles[1:], layouts=layouts)
 
 
-def _choice_table(
-    analysis: Analysis,
-    choice: WidthChoice,
-    view: TableView,
-) -> Listing:
+def _choice_table(analysis: Analysis, choice: WidthChoice, view: TableView) -> Listing:
     """Return the chosen widths and their shares of the predicted noise. The largest shares are
     shown first.
     """
@@ -87,10 +83,7 @@ def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
     return lines
 
 
-def analysis_json(
-    analysis: Analysis,
-    choice: WidthChoice | None = None,
-) -> JsonObject:
+def analysis_json(analysis: Analysis, choice: WidthChoice | None = None) -> JsonObject:
     """Return an analysis as JSON. Noise is relative to the energy of the output."""
     layers = []
     widths = list(map(str, analysis.widths))
@@ -127,11 +120,7 @@ def _size_json(analysis: Analysis, choice: WidthChoice) -> JsonObject:
     }
 
 
-def choice_json(
-    analysis: Analysis,
-    choice: WidthChoice,
-    measured: float,
-) -> JsonObject:
+def choice_json(analysis: Analysis, choice: WidthChoice, measured: float) -> JsonObject:
     """Return the size and the SQNR of a choice as JSON.
 
     Args:

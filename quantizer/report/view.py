@@ -59,11 +59,7 @@ class Listing:
             rows.append(tuple(row[column] for column in columns))
         return rows
 
-    def __rich_console__(
-        self,
-        console: Console,
-        options: ConsoleOptions,
-    ) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows = [tuple(map(one_line, row)) for row in self.rows]
         printable = replace(self, rows=rows, note=one_line(self.note))
         yield from printable._render(options.max_width)
@@ -110,11 +106,7 @@ class Listing:
                 min_width = min(widths[title], _MIN_WRAPPED_WIDTH)
                 widths[title] = max(min_width, widths[title] - excess)
 
-    def _table(
-        self,
-        widths: Mapping[str, int],
-        rows: Iterable[TableRow],
-    ) -> Table:
+    def _table(self, widths: Mapping[str, int], rows: Iterable[TableRow]) -> Table:
         table = Table(
             box=None,
             pad_edge=False,

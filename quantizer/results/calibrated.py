@@ -323,11 +323,7 @@ def _check_input_sizes(calibrated: Graph, now: Graph, solution: Solution) -> Non
         )
 
 
-def _effects_of_sizes(
-    calibrated: Graph,
-    now: Graph,
-    solution: Solution,
-) -> Iterator[str]:
+def _effects_of_sizes(calibrated: Graph, now: Graph, solution: Solution) -> Iterator[str]:
     """Yield sentences about what other input sizes change besides sizes."""
     before = _float_structure(calibrated)
     after = _float_structure(now)

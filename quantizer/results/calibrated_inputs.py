@@ -53,19 +53,11 @@ def example_batch(header: Mapping[str, Any]) -> Batch:
         for key in path[:-1]:
             parent = parent.setdefault(key, {})
         sizes = _with_batch_size(shape, _SAMPLES_OF_EXAMPLE)
-        parent[path[-1]] = torch.zeros(
-            sizes,
-            dtype=getattr(torch, dtype),
-        )
+        parent[path[-1]] = torch.zeros(sizes, dtype=getattr(torch, dtype))
     args = _with_tuples(roots[0])
     # Without keyword arguments, it is an empty tuple
     kwargs = dict(_with_tuples(roots[1]))
-    return Batch(
-        args,
-        kwargs,
-        target=None,
-        raw=None,
-    )
+    return Batch(args, kwargs, target=None, raw=None)
 
 
 def _with_batch_size(

@@ -59,12 +59,7 @@ class Checkpoint:
         key: what must be equal in the run that resumes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        key: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, folder: Path, name: str, key: Mapping[str, Any]) -> None:
         self._info = folder / f"checkpoint.{name}.json"
         self._key = {"format": _FORMAT, **key}
         self._stored: dict[int, _Stored] = {}
@@ -211,11 +206,7 @@ class Checkpoints(Events):
         self._last_save = time.monotonic()
         self._is_unsaved = False
 
-    def restore(
-        self,
-        name: str,
-        key: Mapping[str, Any],
-    ) -> Snapshot | None:
+    def restore(self, name: str, key: Mapping[str, Any]) -> Snapshot | None:
         """Return the snapshot of a stage from which this run continues, or None if it begins
         anew.
 
@@ -259,11 +250,7 @@ class Checkpoints(Events):
         if self._is_unsaved and (stage.at_boundary or is_due):
             self._save(stage)
 
-    def stopped(
-        self,
-        stage: RunStage,
-        error: BaseException | None,
-    ) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Save the work since the last checkpoint, if the run stops with an error that a later
         run may not have.
 

@@ -47,10 +47,7 @@ def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
 
 
-def _differences(
-    first: Mapping[str, Any],
-    other: Mapping[str, Any],
-) -> Iterator[str]:
+def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences about what differs in the models or configs of two calibrations."""
     if first["model"] != other["model"]:
         yield f"it is of {other['model']}, not of {first['model']}"

@@ -274,10 +274,7 @@ def _shared_observers(
     return groups
 
 
-def _require_same_sharing(
-    folder: CalibratedFolder,
-    changed: Mapping[Key, SpecChange],
-) -> None:
+def _require_same_sharing(folder: CalibratedFolder, changed: Mapping[Key, SpecChange]) -> None:
     """Check that the same activations share an observer after a change as before.
 
     Raises:

@@ -230,12 +230,7 @@ class _Run:
                 arguments[name] = tensors[path]
         return call_operator(node.target, arguments)
 
-    def check_sizes(
-        self,
-        node: Node,
-        several: "_Run",
-        fewer: "_Run",
-    ) -> None:
+    def check_sizes(self, node: Node, several: "_Run", fewer: "_Run") -> None:
         """Check that exactly those sizes of a node follow the batch size and the input lengths
         of which the graph says so.
 

@@ -35,11 +35,7 @@ class SmallCalls:
         DifferentError: the batch has other arguments than the graph.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        batch: Batch,
-    ) -> None:
+    def __init__(self, graph: Graph, batch: Batch) -> None:
         keywords = dict(batch.kwargs)
         call = (batch.args, keywords)
         located, self._structure = pytree.tree_flatten_with_path(call)
@@ -88,10 +84,7 @@ class SmallCalls:
         return leaves
 
 
-def _of_samples(
-    tensor: Tensor,
-    samples: int,
-) -> Tensor:
+def _of_samples(tensor: Tensor, samples: int) -> Tensor:
     """Return a copy of the first samples. If there are fewer, they are repeated."""
     copies = math.ceil(samples / len(tensor))
     first = tensor[:samples]
@@ -132,10 +125,7 @@ def of_other_length(
     return torch.cat([tensor, *[last] * length.step], axis)
 
 
-def check_kind(
-    node: Node,
-    value: Tensor,
-) -> None:
+def check_kind(node: Node, value: Tensor) -> None:
     """Check that a tensor has the dtype and the fixed sizes of a node.
 
     Raises:

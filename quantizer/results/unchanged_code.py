@@ -56,11 +56,7 @@ def code_digest(module: nn.Module) -> str:
     return _sha256(text.encode())
 
 
-def bind_unchanged(
-    graph: Graph,
-    module: nn.Module,
-    batch: Batch,
-) -> Graph:
+def bind_unchanged(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
     """Return a stored graph with the output type of the module, without reading a weight.
 
     Args:
@@ -113,10 +109,7 @@ def _sha256(content: bytes) -> str:
     return digest.hexdigest()
 
 
-def _check_input(
-    node: Node,
-    value: Any,
-) -> None:
+def _check_input(node: Node, value: Any) -> None:
     """Check that an argument has the traced kind and value. Dynamic sizes may differ.
 
     Raises:
@@ -133,10 +126,7 @@ def _check_input(
         raise DifferentError(f"{node.name} is another value")
 
 
-def _check_length(
-    length: Length,
-    leaves: list[Any],
-) -> None:
+def _check_length(length: Length, leaves: list[Any]) -> None:
     """Check that all inputs of a dynamic length have the same, and one that the model takes.
 
     Raises:
@@ -153,10 +143,7 @@ def _check_length(
         raise DifferentError(f"the model takes lengths of {length}, not {size}")
 
 
-def _run_without_values(
-    module: nn.Module,
-    call: Call,
-) -> Any:
+def _run_without_values(module: nn.Module, call: Call) -> Any:
     """Return what the module returns, with tensors that have a shape and no values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with without_values(module), mode:
@@ -164,10 +151,7 @@ def _run_without_values(
         return module(*args, **kwargs)
 
 
-def _check_outputs(
-    graph: Graph,
-    outputs: list[Any],
-) -> None:
+def _check_outputs(graph: Graph, outputs: list[Any]) -> None:
     """Check that a module returns the tensors of a graph, with the same dtypes and sizes.
 
     Raises:

@@ -30,9 +30,7 @@ have values such as 0 to 1, -2 to 2 or 0 to 255.
 _SAMPLES_TO_SCALE = 2
 
 
-def trained_batch_norms(
-    module: nn.Module,
-) -> list[_BatchNorm]:
+def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
     """Return the batch norms with statistics that training has changed.
 
     Before training, means are 0 and variances 1.
@@ -54,25 +52,16 @@ class Scaling:
     gain: float
     offset: float
 
-    def of(
-        self,
-        noise: Tensor,
-    ) -> Tensor:
+    def of(self, noise: Tensor) -> Tensor:
         """Return the first inputs, in float32."""
         return (noise.float() + self.offset) * self.gain
 
-    def cast(
-        self,
-        noise: Tensor,
-    ) -> Tensor:
+    def cast(self, noise: Tensor) -> Tensor:
         """Return the first inputs, in the dtype of the noise."""
         return _channels_last(self.of(noise)).to(noise.dtype)
 
 
-def best_scaling(
-    module: nn.Module,
-    noise: Batch,
-) -> Scaling:
+def best_scaling(module: nn.Module, noise: Batch) -> Scaling:
     """Return the scaling of noise that comes nearest to the statistics of batch norms.
 
     Args:
@@ -164,9 +153,7 @@ def match_batch_norms(
     return _filled(noise, values).detached().to("cpu")
 
 
-def _channels_last(
-    images: Tensor,
-) -> Tensor:
+def _channels_last(images: Tensor) -> Tensor:
     """Return images with their channels last, on which convolutions of a CPU are up to three
     times as fast. Other tensors stay as they are.
     """
@@ -175,19 +162,13 @@ def _channels_last(
     return images.contiguous(memory_format=torch.channels_last)
 
 
-def _filled(
-    noise: Batch,
-    values: list[Tensor],
-) -> Batch:
+def _filled(noise: Batch, values: list[Tensor]) -> Batch:
     """Return a batch with these values, in the dtypes of the noise."""
     remaining = iter(values)
     return noise.with_inputs(lambda tensor: next(remaining).to(tensor.dtype))
 
 
-def batch_norm_distance(
-    module: nn.Module,
-    batch: Batch,
-) -> float:
+def batch_norm_distance(module: nn.Module, batch: Batch) -> float:
     """Return the mean distance of a batch from the statistics of batch norms, in nats.
 
     Args:
@@ -201,10 +182,7 @@ def batch_norm_distance(
         return float(_distance_on(module, batch.to(_device_of(module))))
 
 
-def _distance_on(
-    module: nn.Module,
-    batch: Batch,
-) -> Tensor:
+def _distance_on(module: nn.Module, batch: Batch) -> Tensor:
     """Return the mean distance over the batch norms that a call of the module runs.
 
     Raises:
@@ -212,10 +190,7 @@ def _distance_on(
     """
     distances: list[Tensor] = []
 
-    def measure(
-        layer: nn.Module,
-        args: tuple[Tensor, ...],
-    ) -> None:
+    def measure(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         distances.append(_distance(layer, args[0]))
 
     handles = []
@@ -242,10 +217,7 @@ class _Moments(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and the variance, [channels] each."""
         axes = [axis for axis in range(values.dim()) if axis != 1]
         variance, mean = torch.var_mean(values, axes, correction=0)
@@ -267,10 +239,7 @@ class _Moments(torch.autograd.Function):
         return torch.addcmul(constant.view(shape), values, slope.view(shape))
 
 
-def _distance(
-    layer: nn.Module,
-    values: Tensor,
-) -> Tensor:
+def _distance(layer: nn.Module, values: Tensor) -> Tensor:
     """Return the mean divergence of channels from the statistics of a batch norm, in nats.
 
     Args:
@@ -290,16 +259,12 @@ def _distance(
     return divergence.mean()
 
 
-def _cosine(
-    progress: float,
-) -> float:
+def _cosine(progress: float) -> float:
     """Return the share of the learning rate, from 1 at progress 0 to 0 at progress 1."""
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def _device_of(
-    module: nn.Module,
-) -> torch.device:
+def _device_of(module: nn.Module) -> torch.device:
     parameter = next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 

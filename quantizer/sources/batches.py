@@ -349,10 +349,7 @@ def _check_samples(batch: Batch) -> None:
         raise BatchError(f"is empty: {name} has the shape {list(tensor.shape)}")
 
 
-def _named_tensors(
-    name: str,
-    value: Any,
-) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):

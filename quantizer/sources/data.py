@@ -330,12 +330,7 @@ def _image_data(
     return Batches(partial(prefetched, read), label, length=length)
 
 
-def _user_data(
-    source: Any,
-    label: str,
-    arguments: Arguments,
-    seed: int,
-) -> Batches:
+def _user_data(source: Any, label: str, arguments: Arguments, seed: int) -> Batches:
     if isinstance(source, str):
         source = load_python_source(source)
     if callable(source) and not isinstance(source, Iterable):
@@ -379,11 +374,7 @@ def is_synthetic(spec: Any) -> bool:
     return isinstance(spec, str) and spec.partition(":")[0] == SYNTHETIC
 
 
-def _random_data(
-    spec: str,
-    size: int,
-    seed: int,
-) -> Batches:
+def _random_data(spec: str, size: int, seed: int) -> Batches:
     samples, shape = shape_of_spec(spec)
 
     def open_pass() -> Iterator[Batch]:

@@ -22,10 +22,7 @@ _INPUT_NAMES = ("input", "x", "hidden_states")
 """What layers call the tensor that they compute on."""
 
 
-def try_first_batch(
-    module: nn.Module,
-    batch: Batch,
-) -> None:
+def try_first_batch(module: nn.Module, batch: Batch) -> None:
     """Run a model that could not be traced on the batch that was to trace it.
 
     Raises:
@@ -45,21 +42,15 @@ def try_first_batch(
             raise DataError(_first_sentence(message), help=remedies) from cause
 
 
-def _tensors(
-    batch: Batch,
-) -> list[Tensor]:
+def _tensors(batch: Batch) -> list[Tensor]:
     return [tensor for _, tensor in batch.tensors()]
 
 
-def _shown(
-    tensor: Tensor,
-) -> str:
+def _shown(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
-def _first_sentence(
-    message: str,
-) -> str:
+def _first_sentence(message: str) -> str:
     """Return a message without the list of signatures that torch appends to some errors."""
     return message.partition(", but expected one of:")[0]
 
@@ -91,10 +82,7 @@ def _remedies(
     yield from _misfits(layer, tensor)
 
 
-def _unfilled(
-    module: nn.Module,
-    batch: Batch,
-) -> list[str]:
+def _unfilled(module: nn.Module, batch: Batch) -> list[str]:
     """Return the arguments of `forward` that are None by default, and that a batch lacks."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     names: list[str] = []
@@ -119,9 +107,7 @@ def _failed_layer(
     return failed
 
 
-def _input_of(
-    variables: dict[str, Any],
-) -> Tensor | None:
+def _input_of(variables: dict[str, Any]) -> Tensor | None:
     for name in _INPUT_NAMES:
         value = variables.get(name)
         if isinstance(value, Tensor):
@@ -132,19 +118,14 @@ def _input_of(
     return None
 
 
-def _described(
-    layer: nn.Module,
-) -> str:
+def _described(layer: nn.Module) -> str:
     """Return a layer's class, with its settings if it has no layers of its own."""
     if next(layer.children(), None) is not None:
         return type(layer).__name__
     return " ".join(repr(layer).split())
 
 
-def _misfits(
-    layer: nn.Module,
-    tensor: Tensor,
-) -> Iterator[str]:
+def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
     """Yield what a layer takes that the tensor is not."""
     if not isinstance(layer, (nn.Linear, *_CONVOLUTIONS)):
         return

@@ -51,10 +51,7 @@ class _Positions:
     least: int = 1
 
 
-def without_padding(
-    batches: Batches,
-    graph: Graph | None,
-) -> Iterator[Batch]:
+def without_padding(batches: Batches, graph: Graph | None) -> Iterator[Batch]:
     """Yield the batches of a pass without padding. The parts of a batch have its number.
 
     The attention mask is the argument `attention_mask`, [batch, positions], of integers 0 and 1
@@ -85,12 +82,7 @@ class _PaddedCall:
         graph: the trace, if there is one.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        batches: Batches,
-        graph: Graph | None,
-    ) -> None:
+    def __init__(self, batch: Batch, batches: Batches, graph: Graph | None) -> None:
         self._batch = batch
         self._batches = batches
         self._graph = graph
@@ -173,11 +165,7 @@ class _PaddedCall:
                 return None
         return positions
 
-    def _positions_in_graph(
-        self,
-        mask: _Path,
-        graph: Graph,
-    ) -> _Positions | None:
+    def _positions_in_graph(self, mask: _Path, graph: Graph) -> _Positions | None:
         """Return where the positions of a mask are in a trace; None if their number is fixed,
         or other texts share it.
         """
@@ -310,11 +298,7 @@ def _step(key: Any) -> Any:
     return key.idx if hasattr(key, "idx") else getattr(key, "key", None)
 
 
-def _cut_to_span(
-    values: dict[_Path, Any],
-    positions: _Positions,
-    span: _Span,
-) -> None:
+def _cut_to_span(values: dict[_Path, Any], positions: _Positions, span: _Span) -> None:
     """Replace all values that have positions by their parts in a span."""
     first, end = span
     for path, axes in positions.axes.items():
@@ -323,11 +307,7 @@ def _cut_to_span(
         if value.shape[axes[0]] == end - first:
             continue
         for axis in axes:
-            value = value.narrow(
-                axis,
-                first,
-                end - first,
-            )
+            value = value.narrow(axis, first, end - first)
         values[path] = value.contiguous()
 
 

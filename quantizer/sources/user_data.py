@@ -82,11 +82,7 @@ def user_batches(
     yield from batches_of(iterator, label, arguments)
 
 
-def batches_of(
-    items: Iterator[Any],
-    label: str,
-    arguments: Arguments,
-) -> Iterator[Batch]:
+def batches_of(items: Iterator[Any], label: str, arguments: Arguments) -> Iterator[Batch]:
     """Yield the items of the user's iterator as batches.
 
     Args:

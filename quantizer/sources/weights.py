@@ -164,10 +164,7 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
     raise ModelError(f"the weights of {path} do not fit the model", help=lines)
 
 
-def _missing(
-    model_state: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-) -> list[str]:
+def _missing(model_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
     """Return the names that a file lacks. A tied weight needs only one of its names."""
     stored = {model_state[name].data_ptr() for name in state if name in model_state}
     missing: list[str] = []

@@ -54,10 +54,7 @@ def write_shards(
     return digests
 
 
-def tensor_files_and_index(
-    name: str,
-    files: Iterable[str],
-) -> list[str]:
+def tensor_files_and_index(name: str, files: Iterable[str]) -> list[str]:
     """Return the names among `files` that `write_shards` gives to the files of `name`, and the
     name of the index.
     """

@@ -87,10 +87,7 @@ def group_size(spec: QuantizationSpec, depth: int) -> int:
     return int(spec.group_size or depth)
 
 
-def _by_row(
-    layer: nn.Module,
-    values: Tensor,
-) -> Tensor:
+def _by_row(layer: nn.Module, values: Tensor) -> Tensor:
     """Return the scales or zero points of a linear layer, none of which is across rows, as
     [groups, rows, scales of a row].
     """

@@ -71,12 +71,7 @@ def round_experts(
     for expert, (sums, count) in enumerate(zip(products, tokens, strict=True)):
         members = [whole.member(expert) for whole in wholes]
         if count:
-            result = round_layers(
-                members,
-                [sums],
-                count,
-                target,
-            )
+            result = round_layers(members, [sums], count, target)
         else:
             unreached = [Remark(member.name, UNREACHED) for member in members]
             result = RoundedLayers(remarks=unreached)
@@ -125,19 +120,9 @@ class _ExpertWeights:
         if spec.qscheme == "per_tensor":
             spec = replace(spec, group_size=None)
         qparams = self._qparams_of(expert) if self.is_fixed else None
-        return Member.of(
-            f"{self.name}[{expert}]",
-            linear,
-            spec,
-            qparams,
-        )
+        return Member.of(f"{self.name}[{expert}]", linear, spec, qparams)
 
-    def add(
-        self,
-        member: Member,
-        rounded: RoundedWeight | None,
-        gram: Tensor,
-    ) -> None:
+    def add(self, member: Member, rounded: RoundedWeight | None, gram: Tensor) -> None:
         """Take in what became of the next expert, which stays at round-to-nearest if None."""
         gram = gram[None]
         energy = output_error(gram, member.weight)
@@ -160,12 +145,7 @@ class _ExpertWeights:
         qparams = QParams(_joined(self._scales), _joined(self._zero_points))
         energy = self._energy or 1.0
         weight = torch.cat(self._weights)
-        rounded = RoundedWeight(
-            weight,
-            qparams,
-            self._before / energy,
-            self._after / energy,
-        )
+        rounded = RoundedWeight(weight, qparams, self._before / energy, self._after / energy)
         return rounded.stored_like(self.layer.get_parameter("weight"))
 
     def _qparams_of(self, expert: int) -> QParams:

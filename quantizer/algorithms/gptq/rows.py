@@ -163,23 +163,14 @@ class _GroupOpener:
         groups: the groups of columns.
     """
 
-    def __init__(
-        self,
-        W: Tensor,
-        M: Tensor,
-        groups: OpenGroups,
-    ) -> None:
+    def __init__(self, W: Tensor, M: Tensor, groups: OpenGroups) -> None:
         self._W = W
         self._M = M
         self._groups = groups
         self._is_in_order = groups.is_in_order
         if self._is_in_order:
             return
-        one = torch.eye(
-            len(M),
-            dtype=M.dtype,
-            device=M.device,
-        )
+        one = torch.eye(len(M), dtype=M.dtype, device=M.device)
         self._inverse = torch.linalg.solve_triangular(
             M,
             one,
@@ -200,11 +191,7 @@ class _GroupOpener:
             starts.update(of_blocks)
         return sorted(starts)
 
-    def begin(
-        self,
-        start: int,
-        current: Tensor,
-    ) -> bool:
+    def begin(self, start: int, current: Tensor) -> bool:
         """Begin the group whose first column is `start`. Return False if there is none.
 
         Args:
@@ -222,11 +209,7 @@ class _GroupOpener:
         self._groups.begin(group, updated)
         return True
 
-    def _updated_block(
-        self,
-        start: int,
-        current: Tensor,
-    ) -> Tensor:
+    def _updated_block(self, start: int, current: Tensor) -> Tensor:
         """Return the columns of a block as the paper has them before the first is rounded."""
         end = start + len(current)
         W_block = self._W[start:end]
@@ -241,26 +224,13 @@ class _GroupOpener:
         )
         return update + W_block
 
-    def _updated_columns(
-        self,
-        start: int,
-        columns: Tensor,
-    ) -> Tensor:
+    def _updated_columns(self, start: int, columns: Tensor) -> Tensor:
         """Return some columns as the paper has them before column `start` is rounded."""
         inverse = self._inverse[:start, columns]
         changes = self._changes[:start]
-        return torch.addmm(
-            self._W[columns],
-            inverse.T,
-            changes,
-            alpha=-1,
-        )
+        return torch.addmm(self._W[columns], inverse.T, changes, alpha=-1)
 
-    def record(
-        self,
-        start: int,
-        changes: Tensor,
-    ) -> None:
+    def record(self, start: int, changes: Tensor) -> None:
         """Keep what rounding has changed in the columns of a block, [columns, rows]."""
         if not self._is_in_order:
             end = start + len(changes)

@@ -99,11 +99,7 @@ def to_hierarchical(config: Config) -> ConvertedDocument:
     document |= {key: value for key, value in optional.items() if value}
     for index, place in enumerate(excluded.values()):
         origins[pointer_to("exclude", index)] = place
-    return ConvertedDocument(
-        document,
-        one_per_reason(_findings(file)),
-        origins,
-    )
+    return ConvertedDocument(document, one_per_reason(_findings(file)), origins)
 
 
 class _Layered:

@@ -18,10 +18,7 @@ _UNIT = "  "
 """The indentation of files that show none."""
 
 
-def edited_text(
-    document: Document,
-    value: Any,
-) -> str:
+def edited_text(document: Document, value: Any) -> str:
     r"""Return the text of a document in which some values are others.
 
     >>> from quantizer.config.document.document import Text
@@ -50,20 +47,13 @@ class _Member:
 class _Editor:
     """Writes values of one document again, each as far as it changed."""
 
-    def __init__(
-        self,
-        document: Document,
-    ) -> None:
+    def __init__(self, document: Document) -> None:
         self.document = document
         self.text = document.source.text
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         self.unit = self._indentation_unit()
 
-    def edited(
-        self,
-        path: JsonPath,
-        value: Any,
-    ) -> str:
+    def edited(self, path: JsonPath, value: Any) -> str:
         """Return the text of the value at a path, with the changes that `value` has."""
         before = self.document.at(*path)
         start, end = self.document.values[pointer_to(*path)]
@@ -145,11 +135,7 @@ class _Editor:
             return written
         return f"{json.dumps(name, ensure_ascii=False)}: {written}"
 
-    def _written(
-        self,
-        value: Any,
-        indent: str | None,
-    ) -> str:
+    def _written(self, value: Any, indent: str | None) -> str:
         """Return a new value: on one line if it is short, or if `indent` is None."""
         line = _dumped(value)
         is_nested = isinstance(value, dict | list) and bool(value)
@@ -166,10 +152,7 @@ class _Editor:
         lines = f",{self.newline}{inner}".join(parts)
         return f"{line[0]}{self.newline}{inner}{lines}{self.newline}{indent}{line[-1]}"
 
-    def _indent_at(
-        self,
-        position: int,
-    ) -> str:
+    def _indent_at(self, position: int) -> str:
         """Return the spaces that begin the line of a position."""
         line = self.text[self.text.rfind("\n", 0, position) + 1 : position]
         return line[: len(line) - len(line.lstrip())]
@@ -240,8 +223,6 @@ def _pairs(
     return pairs
 
 
-def _dumped(
-    value: Any,
-) -> str:
+def _dumped(value: Any) -> str:
     """Return a value on one line. Equal lines have equal values in the same order."""
     return json.dumps(value, ensure_ascii=False)

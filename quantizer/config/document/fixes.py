@@ -115,10 +115,7 @@ def _count_errors(
     return count
 
 
-def _is_uncovered(
-    finding: Diagnostic,
-    members: Collection[str],
-) -> bool:
+def _is_uncovered(finding: Diagnostic, members: Collection[str]) -> bool:
     """Return whether an error is inside a member that a fix made readable, or is its value."""
     places = [finding.place, *(place for place, _ in finding.related)]
     pointers = [place.pointer for place in places if place]

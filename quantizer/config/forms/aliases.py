@@ -85,12 +85,7 @@ class _CanonicalCopy:
         self._old_pointers: dict[str, str] = {}
         self.notes: list[Diagnostic] = []
 
-    def value(
-        self,
-        value: Any,
-        old: JsonPath,
-        new: JsonPath,
-    ) -> Any:
+    def value(self, value: Any, old: JsonPath, new: JsonPath) -> Any:
         """Return a copy of the value at the path `old`; its path in the copy is `new`."""
         self._old_pointers[pointer_to(*new)] = pointer_to(*old)
         if isinstance(value, dict):

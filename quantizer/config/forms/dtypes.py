@@ -53,34 +53,13 @@ class BlockFormat:
 
 BLOCK_FORMATS = {
     "mx": BlockFormat(32),
-    "bfp16": BlockFormat(
-        8,
-        scale_mode="even",
-    ),
-    "mx6": BlockFormat(
-        16,
-        "microexponent",
-    ),
-    "mx9": BlockFormat(
-        16,
-        "microexponent",
-    ),
-    "q4_k": BlockFormat(
-        32,
-        "superblock",
-    ),
-    "q5_k": BlockFormat(
-        32,
-        "superblock",
-    ),
-    "q6_k": BlockFormat(
-        16,
-        "superblock",
-    ),
-    "iq4_nl": BlockFormat(
-        32,
-        "float",
-    ),
+    "bfp16": BlockFormat(8, scale_mode="even"),
+    "mx6": BlockFormat(16, "microexponent"),
+    "mx9": BlockFormat(16, "microexponent"),
+    "q4_k": BlockFormat(32, "superblock"),
+    "q5_k": BlockFormat(32, "superblock"),
+    "q6_k": BlockFormat(16, "superblock"),
+    "iq4_nl": BlockFormat(32, "float"),
 }
 """The dtypes that always are block formats. Source of 32: OCP Microscaling Formats v1.0,
 section 5; of 16: "With Shared Microexponents, A Little Shifting Goes a Long Way" (arXiv

@@ -154,13 +154,7 @@ def translate_hierarchical(document: Document, ignored: Collection[str] = ()) ->
         algorithms=read_algorithms(file, *ALGORITHM_LISTS),
         text=document.source.text,
     )
-    return Hierarchical(
-        document,
-        config,
-        levels,
-        listed,
-        file.ignored,
-    )
+    return Hierarchical(document, config, levels, listed, file.ignored)
 
 
 class _Translator(ValidDocument):
@@ -189,13 +183,7 @@ class _Translator(ValidDocument):
         name = "global_quant_config"
         everywhere = self._specs(name)
         selector = Selector("weighted", place=self.place(name, key=True))
-        yield HierarchicalLevel(
-            selector,
-            name,
-            (name,),
-            everywhere,
-            {},
-        )
+        yield HierarchicalLevel(selector, name, (name,), everywhere, {})
         for block, kind in _LEVEL_KINDS.items():
             members = self.get(block)
             for text in members if isinstance(members, dict) else ():
@@ -213,10 +201,7 @@ class _Translator(ValidDocument):
                 )
         yield from self._cache_levels(everywhere)
 
-    def _cache_levels(
-        self,
-        everywhere: Mapping[Role, Fields],
-    ) -> Iterator[HierarchicalLevel]:
+    def _cache_levels(self, everywhere: Mapping[Role, Fields]) -> Iterator[HierarchicalLevel]:
         """Yield a level for the cache of each entry, and before it one for the layers' other
         tensors, if the entry states any.
         """

@@ -50,9 +50,7 @@ def with_method(
     return changed
 
 
-def with_channels(
-    document: JsonMapping,
-) -> JsonObject:
+def with_channels(document: JsonMapping) -> JsonObject:
     """Return the document in which weights have a scale per output channel, if all their values
     shared one.
     """
@@ -69,9 +67,7 @@ def with_channels(
     return changed
 
 
-def group_sizes(
-    document: JsonMapping,
-) -> list[int]:
+def group_sizes(document: JsonMapping) -> list[int]:
     """Return the sizes of groups of weights that a document states, the largest first."""
     if form_of(document) == "layered":
         return []
@@ -83,10 +79,7 @@ def group_sizes(
     return sorted(sizes, reverse=True)
 
 
-def with_group_size(
-    document: JsonMapping,
-    largest: int,
-) -> JsonObject:
+def with_group_size(document: JsonMapping, largest: int) -> JsonObject:
     """Return the document in which no group of weights is larger than `largest`."""
     changed = copy.deepcopy(dict(document))
     for spec in _stated_specs(changed, _WEIGHTS):
@@ -96,9 +89,7 @@ def with_group_size(
     return changed
 
 
-def with_bias_correction(
-    document: JsonMapping,
-) -> JsonObject:
+def with_bias_correction(document: JsonMapping) -> JsonObject:
     """Return the document with corrected biases.
 
     Raises:
@@ -109,9 +100,7 @@ def with_bias_correction(
     return {**copy.deepcopy(dict(document)), "include_bias_corr": True}
 
 
-def with_equalization(
-    document: JsonMapping,
-) -> JsonObject:
+def with_equalization(document: JsonMapping) -> JsonObject:
     """Return the document with cross-layer equalization."""
     changed = copy.deepcopy(dict(document))
     if form_of(changed) == "layered":
@@ -124,10 +113,7 @@ def with_equalization(
     return changed
 
 
-def with_algorithm(
-    document: JsonMapping,
-    entry: JsonMapping,
-) -> JsonObject:
+def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
     """Return the document with an algorithm, in the place of another one of its name. Of the
     algorithms that round weights there is one only.
     """
@@ -153,10 +139,7 @@ def with_algorithm(
     return changed
 
 
-def _entries(
-    document: JsonMapping,
-    key: str,
-) -> list[JsonObject]:
+def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
     """Return the algorithms of a list, which may be a single one."""
     entries: Any = document.get(key) or []
     return [entries] if isinstance(entries, dict) else list(entries)
@@ -188,23 +171,14 @@ def _layered_blocks(
                 yield level, role
 
 
-def _layered_value(
-    level: JsonMapping,
-    role: Role,
-    word: str,
-) -> Any:
+def _layered_value(level: JsonMapping, role: Role, word: str) -> Any:
     """Return what a level states of a role, in its own block or in the overall one."""
     tensors = level.get("tensor_quantize_config") or {}
     overall = level.get("overall_quantize_config") or {}
     return (tensors.get(role) or {}).get(word, overall.get(word))
 
 
-def _set_layered(
-    level: JsonObject,
-    role: Role,
-    word: str,
-    value: Any,
-) -> bool:
+def _set_layered(level: JsonObject, role: Role, word: str, value: Any) -> bool:
     """Set a word of a role, and return whether it had another value before."""
     if _layered_value(level, role, word) == value:
         return False
@@ -236,9 +210,7 @@ def _hierarchical_levels(
             yield level or {}
 
 
-def _scheme(
-    spec: JsonMapping,
-) -> str | None:
+def _scheme(spec: JsonMapping) -> str | None:
     """Return the granularity that a spec states or its observer implies; None if neither
     does, or if its ranges are not calibrated.
     """
@@ -253,10 +225,7 @@ def _scheme(
     return scheme
 
 
-def _observer(
-    method: str,
-    scheme: str | None,
-) -> str | None:
+def _observer(method: str, scheme: str | None) -> str | None:
     """Return the observer of a method for a granularity; None if there is none."""
     for name, (other, schemes) in OBSERVER_METHODS.items():
         if other == method and scheme in schemes:

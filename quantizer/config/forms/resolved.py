@@ -105,11 +105,7 @@ def _cache(document: JsonObject) -> JsonObject:
     return {CACHE_BLOCK: resolved, "kv_cache_post_rope": is_after_rotation}
 
 
-def _level(
-    level: JsonMapping,
-    *,
-    is_global: bool,
-) -> JsonObject:
+def _level(level: JsonMapping, *, is_global: bool) -> JsonObject:
     specs: JsonObject = {}
     for key in ROLE_OF:
         spec = level.get(key)

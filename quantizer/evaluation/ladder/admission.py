@@ -71,9 +71,7 @@ class Admission:
                 raise UsageError(reason)
 
 
-def reason_of(
-    error: QuantizerError,
-) -> str:
+def reason_of(error: QuantizerError) -> str:
     """Return the message of an error, without the place in a config."""
     if isinstance(error, ConfigError):
         for finding in error.diagnostics:
@@ -82,10 +80,7 @@ def reason_of(
     return error.message
 
 
-def _plan(
-    ground: Ground,
-    config: Config,
-) -> Plan:
+def _plan(ground: Ground, config: Config) -> Plan:
     """Return the plan of a config for the model, before algorithms."""
     graph = run_passes(ground.original, config.settings)
     return resolve_plan(config, graph, ground.original)

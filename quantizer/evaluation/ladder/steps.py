@@ -51,10 +51,7 @@ class LadderStep:
     trials: Callable[[Standing], Iterator[Trial]]
 
 
-def _edited(
-    edit: Callable[[JsonMapping], JsonObject],
-    rung: Rung,
-) -> Rung:
+def _edited(edit: Callable[[JsonMapping], JsonObject], rung: Rung) -> Rung:
     """Return the rung with an edited document."""
     return replace(rung, document=edit(rung.document))
 
@@ -68,9 +65,7 @@ def _trial(
     return Trial(change, partial(_edited, partial(edit, **arguments)))
 
 
-def _activation_ranges(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _activation_ranges(standing: Standing) -> Iterator[Trial]:
     """Yield each range method for inputs and activations.
 
     Raises:
@@ -83,42 +78,30 @@ def _activation_ranges(
         yield _trial(change, with_method, roles=_ACTIVATIONS, method=method)
 
 
-def _has_activations(
-    standing: Standing,
-) -> bool:
+def _has_activations(standing: Standing) -> bool:
     """Return whether an activation is quantized."""
     return any(base_role(role) in _ACTIVATIONS for _, role in standing.plan.tensors)
 
 
-def _weight_ranges(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _weight_ranges(standing: Standing) -> Iterator[Trial]:
     for method in _WEIGHT_METHODS:
         change = f"weights: method {method}"
         yield _trial(change, with_method, roles=("weights",), method=method)
 
 
-def _channels(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _channels(standing: Standing) -> Iterator[Trial]:
     yield _trial("weights: a scale per output channel", with_channels)
 
 
-def _bias_correction(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _bias_correction(standing: Standing) -> Iterator[Trial]:
     yield _trial("biases corrected", with_bias_correction)
 
 
-def _equalization(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _equalization(standing: Standing) -> Iterator[Trial]:
     yield _trial("neighbouring layers equalized", with_equalization)
 
 
-def _smoothing(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _smoothing(standing: Standing) -> Iterator[Trial]:
     """Yield SmoothQuant where activations are quantized, and AWQ where weights alone are."""
     if not _has_activations(standing):
         awq: JsonObject = {"name": "awq", "online": False}
@@ -130,16 +113,12 @@ def _smoothing(
     yield _trial("SmoothQuant, alpha auto", with_algorithm, entry=searched)
 
 
-def _finetuning(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _finetuning(standing: Standing) -> Iterator[Trial]:
     for mode in ("adaround", "adaquant"):
         yield Trial(f"--fast_finetune {mode}", partial(replace, fast_finetune=mode))
 
 
-def _rounding(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _rounding(standing: Standing) -> Iterator[Trial]:
     """Yield the algorithms that round weights one column after another."""
     for name in ("gptq", "qronos"):
         yield Trial(name, partial(_rounded_by, {"name": name}), undoes=_FINETUNING)
@@ -149,18 +128,13 @@ def _rounding(
         yield Trial(change, partial(_rounded_by, entry), undoes=_FINETUNING)
 
 
-def _rounded_by(
-    entry: JsonMapping,
-    rung: Rung,
-) -> Rung:
+def _rounded_by(entry: JsonMapping, rung: Rung) -> Rung:
     """Return the rung with an algorithm that rounds weights."""
     # Finetuning rounds weights too, so this rung has none
     return Rung(with_algorithm(rung.document, entry))
 
 
-def _least_bits(
-    standing: Standing,
-) -> int:
+def _least_bits(standing: Standing) -> int:
     """Return the bits of the narrowest weights; 32 if none are quantized."""
     widths = []
     for (_, role), tensor in standing.plan.tensors.items():
@@ -169,9 +143,7 @@ def _least_bits(
     return min(widths, default=32)
 
 
-def _smaller_groups(
-    standing: Standing,
-) -> Iterator[Trial]:
+def _smaller_groups(standing: Standing) -> Iterator[Trial]:
     """Yield groups of weights of half their size, a quarter and so on.
 
     Raises:

@@ -60,10 +60,7 @@ class CompressedCache:
         return (_INT8_REMARK,) if self.spec.dtype == "int" else ()
 
 
-def cached_keys(
-    graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
-) -> dict[Key, CachedValue]:
+def cached_keys(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> dict[Key, CachedValue]:
     """Return the keys and values of attentions that are quantized, by layer and role."""
     keys: dict[Key, CachedValue] = {}
     for cached in cached_values(graph):
@@ -73,10 +70,7 @@ def cached_keys(
     return keys
 
 
-def cache_refusals(
-    graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
-) -> Iterator[Refusal]:
+def cache_refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Iterator[Refusal]:
     """Yield a refusal for each quantized tensor of the cache that readers cannot quantize as
     test mode does, and for each other one that they would quantize.
     """
@@ -123,10 +117,7 @@ def compressed_cache(
     return None if spec is None else CompressedCache(spec, scales)
 
 
-def _is_alike(
-    spec: QuantizationSpec,
-    other: QuantizationSpec,
-) -> bool:
+def _is_alike(spec: QuantizationSpec, other: QuantizationSpec) -> bool:
     """Return whether one scheme describes both specs."""
     words = (spec.dtype, spec.qscheme, spec.is_dynamic)
     return words == (other.dtype, other.qscheme, other.is_dynamic)
@@ -153,10 +144,7 @@ def _spec_refusal(spec: QuantizationSpec) -> Reason | None:
     return difference, 'set its symmetric_scale to "half_range", or is_dynamic to false'
 
 
-def _module_refusal(
-    graph: Graph,
-    cached: CachedValue,
-) -> Reason | None:
+def _module_refusal(graph: Graph, cached: CachedValue) -> Reason | None:
     """Return why readers do not find the attention that a value belongs to."""
     node = graph.by_name[cached.layer]
     names = {path.rpartition(".")[2] for path in _children(graph, node)}
@@ -172,21 +160,14 @@ def _module_refusal(
     )
 
 
-def _children(
-    graph: Graph,
-    attention: Node,
-) -> Iterator[str]:
+def _children(graph: Graph, attention: Node) -> Iterator[str]:
     """Yield the paths of the modules inside that of an attention."""
     for node in graph.nodes:
         if node.scope.rpartition(".")[0] == attention.scope:
             yield node.scope
 
 
-def _stored_scale(
-    tensor: QuantizedTensor,
-    model: nn.Module,
-    path: str,
-) -> Tensor:
+def _stored_scale(tensor: QuantizedTensor, model: nn.Module, path: str) -> Tensor:
     """Return the scale in the shape of files: [1], or [heads, 1, 1].
 
     Attentions of grouped queries read each head several times, and files have it once.

@@ -176,12 +176,7 @@ def checkpoint_of_network(
         path = node.params["weight"].partition("@")[0]
         stacks[path] = solution.tensors[name, "weights"]
     coded = {*placement.linears, *placement.experts}
-    tensors = parameter_values(
-        deployment,
-        network,
-        coded,
-        target,
-    )
+    tensors = parameter_values(deployment, network, coded, target)
     remarks = list(float_remarks(solution.specs, placement))
     remarks += token_remarks(solution.specs, placement)
     cache = compressed_cache(deployment.graph, solution.tensors, model)
@@ -333,10 +328,7 @@ def head_of(model: nn.Module) -> str:
     return paths.get(id(head), "")
 
 
-def _is_equal(
-    first: CompressedLayer,
-    second: CompressedLayer,
-) -> bool:
+def _is_equal(first: CompressedLayer, second: CompressedLayer) -> bool:
     """Return whether two calls of a module are quantized alike."""
     if first.scheme != second.scheme:
         return False

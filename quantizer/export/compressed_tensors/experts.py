@@ -33,10 +33,7 @@ class Mixture:
 
     model: nn.Module
 
-    def stored(
-        self,
-        tensors: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
+    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the model's state with the names and shapes that files have."""
         # The module needs the extra.
         from transformers.core_model_loading import revert_weight_conversion

@@ -179,11 +179,7 @@ def _microscaled_refusal(
     return None
 
 
-def _nvfp4_refusal(
-    spec: QuantizationSpec,
-    rank: int,
-    features: int,
-) -> Reason | None:
+def _nvfp4_refusal(spec: QuantizationSpec, rank: int, features: int) -> Reason | None:
     """Return why a reader cannot quantize the input of a weight in nvfp4."""
     is_along_features = spec.ch_axis in (-1, rank - 1) and spec.group_size == _NVFP4_GROUP
     is_alike = spec.dtype == "fp4" and spec.scale_type == "e4m3" and is_along_features

@@ -54,10 +54,7 @@ class CodePlacement:
     refusals: tuple[Refusal, ...]
 
 
-def place_codes(
-    graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
-) -> CodePlacement:
+def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlacement:
     """Return the place of each quantized tensor."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
     linears: dict[str, Node] = {}

@@ -121,10 +121,7 @@ def is_symmetric(spec: QuantizationSpec) -> bool:
     return spec.dtype != "int" or (spec.signed and spec.symmetric)
 
 
-def _weight_scheme(
-    spec: QuantizationSpec,
-    scale: Tensor,
-) -> dict[str, Any]:
+def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
     has_groups = spec.qscheme == "per_group" and scale.shape[-1] > 1
     if spec.scale_type == "e8m0":
         has_groups = True
@@ -205,10 +202,7 @@ def _int8_layout(
     return tensors
 
 
-def _fp8_layout(
-    weight: QuantizedTensor,
-    codes: Tensor,
-) -> dict[str, Tensor]:
+def _fp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     if weight.spec.qscheme == "per_tensor":
         scale = weight.scale.reshape(1)
     elif weight.spec.qscheme == "per_block":

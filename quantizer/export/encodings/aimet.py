@@ -66,11 +66,7 @@ def aimet_check(
     return check
 
 
-def _outputs(
-    content: bytes,
-    text: str,
-    deployment: Deployment,
-) -> list[Tensor]:
+def _outputs(content: bytes, text: str, deployment: Deployment) -> list[Tensor]:
     """Return what aimet-onnx gives for the call.
 
     Raises:
@@ -99,11 +95,7 @@ def _outputs(
             return [torch.from_numpy(arrays[value.name]) for value in model.graph.output]
 
 
-def _compared(
-    engine: str,
-    outputs: list[Tensor],
-    deployment: Deployment,
-) -> EngineCheck:
+def _compared(engine: str, outputs: list[Tensor], deployment: Deployment) -> EngineCheck:
     agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
     recorder = agreement.recorder()
     network = deployment.network()

@@ -21,16 +21,9 @@ def main() -> None:
     model = onnx.load("model.onnx")
     names = [value.name for value in model.graph.output]
     config = Path(str(configs.__file__)).with_name(_CONFIG)
-    simulation = QuantizationSimModel(
-        model,
-        config_file=str(config),
-    )
+    simulation = QuantizationSimModel(model, config_file=str(config))
     # Tensors without encodings stay float.
-    load_encodings_to_sim(
-        simulation,
-        "model.encodings",
-        strict=False,
-    )
+    load_encodings_to_sim(simulation, "model.encodings", strict=False)
     with np.load("inputs.npz") as inputs:
         feed = dict(inputs)
     results = simulation.session.run(None, feed)

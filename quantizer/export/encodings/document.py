@@ -59,20 +59,14 @@ class TensorEncoding:
         """Return the largest code."""
         return self.lowest + (1 << self.bits) - 1
 
-    def has_same_codes(
-        self,
-        other: TensorEncoding,
-    ) -> bool:
+    def has_same_codes(self, other: TensorEncoding) -> bool:
         """Return whether both give a tensor the same codes with the same values."""
         same_range = (self.bits, self.is_signed) == (other.bits, other.is_signed)
         same_scale = np.array_equal(self.scale, other.scale)
         return same_range and same_scale and np.array_equal(self.zero_point, other.zero_point)
 
 
-def encodings_document(
-    encodings: Sequence[TensorEncoding],
-    version: str,
-) -> dict[str, Any]:
+def encodings_document(encodings: Sequence[TensorEncoding], version: str) -> dict[str, Any]:
     """Return the content of the file.
 
     Args:
@@ -94,9 +88,7 @@ def encodings_document(
     return document
 
 
-def _with_axis(
-    encoding: TensorEncoding,
-) -> dict[str, Any]:
+def _with_axis(encoding: TensorEncoding) -> dict[str, Any]:
     """Return an entry of version 2.0.0."""
     word = "int" if encoding.is_signed else "uint"
     entry: dict[str, Any] = {
@@ -113,9 +105,7 @@ def _with_axis(
     return entry
 
 
-def _with_offset(
-    encoding: TensorEncoding,
-) -> dict[str, Any]:
+def _with_offset(encoding: TensorEncoding) -> dict[str, Any]:
     """Return an entry of version 1.0.0.
 
     Its offset is that of unsigned codes, with the opposite sign of a zero point. Channels and
@@ -170,10 +160,7 @@ def read_document(
     return encodings
 
 
-def _read_with_axis(
-    entry: JsonMapping,
-    shapes: dict[str, tuple[int, ...]],
-) -> TensorEncoding:
+def _read_with_axis(entry: JsonMapping, shapes: dict[str, tuple[int, ...]]) -> TensorEncoding:
     word, _, bits = entry["output_dtype"].partition("int")
     scale = np.array(entry["y_scale"], np.float64)
     zero_point = np.array(entry.get("y_zero_point", np.zeros(scale.shape)), np.int64)

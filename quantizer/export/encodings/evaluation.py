@@ -18,10 +18,7 @@ _READ = ".quantized"
 _MADE = ".float"
 
 
-def evaluated_model(
-    model: ModelProto,
-    text: str,
-) -> ModelProto:
+def evaluated_model(model: ModelProto, text: str) -> ModelProto:
     """Return the model with each tensor quantized as its encoding says.
 
     Codes are those of aimet-onnx: x / scale is rounded to the nearest integer, ties up.
@@ -63,10 +60,7 @@ def evaluated_model(
     return evaluated
 
 
-def _rename_readers(
-    graph: GraphProto,
-    name: str,
-) -> None:
+def _rename_readers(graph: GraphProto, name: str) -> None:
     """Make all nodes read the quantized value of an input."""
     for node in graph.node:
         for index, read in enumerate(node.input):

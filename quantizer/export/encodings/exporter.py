@@ -53,10 +53,7 @@ class EncodingsExporter(Exporter[EncodedFile]):
         yield from graph_refusals(graph, opset)
         yield from encoding_refusals(graph, specs)
 
-    def files(
-        self,
-        path: Path,
-    ) -> tuple[Path, ...]:
+    def files(self, path: Path) -> tuple[Path, ...]:
         """Return the file of encodings, that of the network, and the latter's tensors."""
         network = _network_path(path)
         return path, network, network.with_name(f"{network.name}.data")
@@ -116,9 +113,7 @@ class EncodingsExporter(Exporter[EncodedFile]):
         return replace(verification, remarks=written.remarks, engines=engines)
 
 
-def _remarks(
-    lowered: EncodedNetwork,
-) -> tuple[str, ...]:
+def _remarks(lowered: EncodedNetwork) -> tuple[str, ...]:
     """Return a sentence on weights without encodings, if there are any."""
     if not lowered.unencoded:
         return ()
@@ -129,7 +124,5 @@ def _remarks(
     )
 
 
-def _network_path(
-    path: Path,
-) -> Path:
+def _network_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.onnx")

@@ -72,10 +72,7 @@ class EncodedNetwork:
     unencoded: tuple[str, ...]
 
 
-def lower_to_encodings(
-    model: ir.Model,
-    lowering: Lowering,
-) -> EncodedNetwork:
+def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     """Remove all marks and return the encodings, parameters after activations.
 
     Tensors with encodings are called after their layers, and initializers after parameters.
@@ -135,19 +132,13 @@ def _parameter_encodings(
     return {value: each for value, each in encodings.items() if _fits(value, each)}
 
 
-def _fits(
-    weight: ir.Value,
-    encoding: TensorEncoding,
-) -> bool:
+def _fits(weight: ir.Value, encoding: TensorEncoding) -> bool:
     """Return whether all operators that read a weight have the axis of its scales."""
     readers = weight.consumers()
     return encoding.axis is None or all(reader.op_type in MULTIPLYING for reader in readers)
 
 
-def _transposed(
-    node: ir.Node,
-    weight: ir.Value,
-) -> tuple[ir.Value, tuple[int, ...]]:
+def _transposed(node: ir.Node, weight: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
     """Return the initializer that a Transpose makes of a weight, and the order of its axes."""
     values = array_of(weight)
     assert values is not None and node.graph is not None
@@ -160,10 +151,7 @@ def _transposed(
     return moved, axes
 
 
-def _moved(
-    encoding: TensorEncoding,
-    axes: tuple[int, ...],
-) -> TensorEncoding:
+def _moved(encoding: TensorEncoding, axes: tuple[int, ...]) -> TensorEncoding:
     """Return the encoding of a weight with its axes in another order."""
     if encoding.axis is None:
         return encoding
@@ -176,9 +164,7 @@ def _moved(
     )
 
 
-def _encoding_of_weight(
-    tensor: QuantizedTensor,
-) -> TensorEncoding:
+def _encoding_of_weight(tensor: QuantizedTensor) -> TensorEncoding:
     """Return the encoding of a weight, without its name."""
     spec = tensor.spec
     scale, zero_point = _arrays(tensor)
@@ -201,17 +187,13 @@ def _encoding_of_weight(
     )
 
 
-def _arrays(
-    tensor: QuantizedTensor,
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _arrays(tensor: QuantizedTensor) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return scale and zero point as the JSON has them."""
     scale = tensor.scale.double().numpy()
     return scale, tensor.zero_point.numpy().astype(np.int64)
 
 
-def _encoding_of_activation(
-    tensor: QuantizedTensor,
-) -> TensorEncoding:
+def _encoding_of_activation(tensor: QuantizedTensor) -> TensorEncoding:
     """Return the encoding of an activation, without its name.
 
     Its codes are unsigned, as aimet-onnx writes those of activations.
@@ -258,10 +240,7 @@ def _place_activation(
         source.name = path if role == "activation" else f"{path}.{role}"
 
 
-def _quantize_parts(
-    graph: ir.Graph,
-    activations: dict[ir.Value, TensorEncoding],
-) -> None:
+def _quantize_parts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
     """Give values that only a concatenation reads the encoding of what it makes.
 
     Codes are the same before and after it, and readers quantize both.
@@ -276,10 +255,7 @@ def _quantize_parts(
                 activations[source] = encoding
 
 
-def _quantize_before_cuts(
-    graph: ir.Graph,
-    activations: dict[ir.Value, TensorEncoding],
-) -> None:
+def _quantize_before_cuts(graph: ir.Graph, activations: dict[ir.Value, TensorEncoding]) -> None:
     """Give values before Relu and Clip the encoding of the value behind it, where readers
     quantize both.
 
@@ -296,10 +272,7 @@ def _quantize_before_cuts(
             activations[source] = encoding
 
 
-def _is_fused(
-    node: ir.Node,
-    cut: ir.Node,
-) -> bool:
+def _is_fused(node: ir.Node, cut: ir.Node) -> bool:
     """Return whether readers take an operator and the Relu or Clip behind it for one.
 
     Source: aimet-onnx 2.42, the supergroups of its configs. Depthwise and 3-D convolutions are
@@ -334,10 +307,7 @@ def _clip_bounds(
     return bounds
 
 
-def _exact_encoding(
-    value: float,
-    bits: int,
-) -> TensorEncoding:
+def _exact_encoding(value: float, bits: int) -> TensorEncoding:
     """Return an encoding with a code for exactly this value."""
     middle = 1 << (bits - 1)
     # A power of two divides a float without rounding.
@@ -346,11 +316,7 @@ def _exact_encoding(
     return TensorEncoding("", bits, False, np.array(scale), np.array(zero_point, np.int64))
 
 
-def _has_other_readers(
-    source: ir.Value,
-    encoding: TensorEncoding,
-    lowering: Lowering,
-) -> bool:
+def _has_other_readers(source: ir.Value, encoding: TensorEncoding, lowering: Lowering) -> bool:
     """Return whether a value is read by anything but marks with the same encoding."""
     if source.is_graph_output():
         return True
@@ -380,17 +346,12 @@ def _is_repeated_value(
     return False
 
 
-def _is_nearest(
-    node: ir.Node,
-) -> bool:
+def _is_nearest(node: ir.Node) -> bool:
     """Return whether a node resizes by copying values."""
     return node.op_type == "Resize" and node.attributes.get_string("mode", "") == "nearest"
 
 
-def _rename_initializers(
-    graph: ir.Graph,
-    lowering: Lowering,
-) -> None:
+def _rename_initializers(graph: ir.Graph, lowering: Lowering) -> None:
     """Call initializers after the parameters of the user's model."""
     paths: dict[str, str] = {}
     network = lowering.network
@@ -408,9 +369,7 @@ def _rename_initializers(
             graph.register_initializer(value)
 
 
-def _separate_names(
-    graph: ir.Graph,
-) -> None:
+def _separate_names(graph: ir.Graph) -> None:
     """Number values that have the name of another one."""
     taken = set(graph.initializers)
     for value in (*graph.inputs, *graph.outputs):

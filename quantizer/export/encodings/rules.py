@@ -25,10 +25,7 @@ _TARGET_HELP = "or use --deploy onnx or pt2"
 _LINEAR_DIMENSIONS = 2
 
 
-def encoding_refusals(
-    graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
-) -> Iterator[Refusal]:
+def encoding_refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Iterator[Refusal]:
     """Yield what encodings cannot hold. Biases stay floats and always fit."""
     for (layer, role), spec in specs.items():
         node = graph.by_name[layer]
@@ -41,9 +38,7 @@ def encoding_refusals(
             yield Refusal(*reason, layer, role)
 
 
-def encoded_bits(
-    spec: QuantizationSpec,
-) -> int:
+def encoded_bits(spec: QuantizationSpec) -> int:
     """Return the width of the encoding that holds a weight's codes.
 
     >>> encoded_bits(QuantizationSpec(bit_width=3)), encoded_bits(QuantizationSpec(bit_width=7))
@@ -52,9 +47,7 @@ def encoded_bits(
     return next(bits for bits in ENCODED_BITS if spec.bit_width <= bits)
 
 
-def _activation_reason(
-    spec: QuantizationSpec,
-) -> Reason | None:
+def _activation_reason(spec: QuantizationSpec) -> Reason | None:
     if spec.is_dynamic:
         return (
             "has a dynamic range, and encodings have fixed ones",
@@ -119,10 +112,7 @@ def _weight_reason(
     return None
 
 
-def _group_reason(
-    spec: QuantizationSpec,
-    shape: tuple[int, ...],
-) -> Reason | None:
+def _group_reason(spec: QuantizationSpec, shape: tuple[int, ...]) -> Reason | None:
     """Return why the blocks of encodings are not the groups of a weight."""
     remedy = f"set its qscheme to per_channel, {_TARGET_HELP}"
     if len(shape) != _LINEAR_DIMENSIONS or spec.ch_axis is None:
@@ -139,18 +129,12 @@ def _group_reason(
     return None
 
 
-def _along(
-    spec: QuantizationSpec,
-) -> str:
+def _along(spec: QuantizationSpec) -> str:
     words = {"per_channel": "per channel", "per_group": "per group", "per_token": "per token"}
     return words[spec.qscheme]
 
 
-def require_axes(
-    encodings: Iterable[TensorEncoding],
-    model: ModelProto,
-    version: str,
-) -> None:
+def require_axes(encodings: Iterable[TensorEncoding], model: ModelProto, version: str) -> None:
     """Check that channels are along the axis that readers of version 1.0.0 assume.
 
     Raises:
@@ -174,9 +158,7 @@ def require_axes(
             )
 
 
-def channel_axes(
-    model: ModelProto,
-) -> dict[str, int]:
+def channel_axes(model: ModelProto) -> dict[str, int]:
     """Return the axis of output channels of each weight that a multiplication reads.
 
     Source: aimet-onnx 2.42, `QuantizationSimModel._get_quantization_axes`.

@@ -47,19 +47,13 @@ class Arrangement:
     heads: int = 0
     added: float = 0.0
 
-    def rows(
-        self,
-        x: Tensor,
-    ) -> Tensor:
+    def rows(self, x: Tensor) -> Tensor:
         """Return the rows, of values or of bytes, in the file's order."""
         if not self.heads:
             return x
         return x.reshape(self.heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
-    def values(
-        self,
-        x: Tensor,
-    ) -> Tensor:
+    def values(self, x: Tensor) -> Tensor:
         """Return the values as the file has them."""
         if self.added:
             x = x + self.added

@@ -34,17 +34,9 @@ def packed_super_blocks(tensor: QuantizedTensor) -> Tensor:
         raise ValueError("Only a weight that was encoded can be stored in blocks.")
     by_block = codes.reshape(-1, SUPERBLOCK)
     layout = SUPERBLOCKS[tensor.spec.dtype]
-    scales, factor = _split(
-        tensor.scale,
-        layout.scales,
-        layout.groups,
-    )
+    scales, factor = _split(tensor.scale, layout.scales, layout.groups)
     if layout.minima is None:
-        parts = _with_signed_scales(
-            by_block,
-            scales,
-            factor,
-        )
+        parts = _with_signed_scales(by_block, scales, factor)
     else:
         minima, minimum_factor = _split(
             tensor.zero_point,
@@ -67,33 +59,18 @@ def _split(
     Raises:
         ValueError: no codes give the scales back.
     """
-    stored, factor = split_superblocks(
-        numbers,
-        codes,
-        groups,
-    )
+    stored, factor = split_superblocks(numbers, codes, groups)
     if not torch.equal((stored * factor).float(), numbers.reshape(stored.shape)):
         raise ValueError("The scales are not multiples of a float16 of their super-block.")
     return stored, factor
 
 
-def _six_bits(
-    scales: Tensor,
-    minima: Tensor,
-) -> Tensor:
+def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
     """Return 8 scales and 8 minima of 6 bits as 12 bytes. The last four of each are divided
     over two bytes.
     """
-    first_scales, last_scales = torch.split(
-        scales,
-        4,
-        1,
-    )
-    first_minima, last_minima = torch.split(
-        minima,
-        4,
-        1,
-    )
+    first_scales, last_scales = torch.split(scales, 4, 1)
+    first_minima, last_minima = torch.split(minima, 4, 1)
     return torch.cat(
         [
             first_scales | last_scales >> 4 << 6,
@@ -104,20 +81,13 @@ def _six_bits(
     )
 
 
-def _with_minimum(
-    codes: Tensor,
-    bits: int,
-) -> list[Tensor]:
+def _with_minimum(codes: Tensor, bits: int) -> list[Tensor]:
     """Return the bytes of codes from 0 on: the fifth bits of 5-bit codes, and the other four.
 
     The bits of a byte are of the codes at one place in all runs; a byte of the other four bits
     has those of two runs.
     """
-    runs = codes.view(
-        len(codes),
-        -1,
-        _RUN,
-    )
+    runs = codes.view(len(codes), -1, _RUN)
     parts = []
     if bits > _NIBBLE:
         high = torch.zeros_like(runs[:, 0])
@@ -174,11 +144,7 @@ def packed_levels(tensor: QuantizedTensor) -> Tensor:
         out_int32=True,
     ).to(torch.uint8)
     by_block = numbers.reshape(-1, _RUN)
-    low, high = torch.split(
-        by_block,
-        _HALF_BLOCK,
-        1,
-    )
+    low, high = torch.split(by_block, _HALF_BLOCK, 1)
     pairs = torch.stack([low, high], -1)
     parts = [_half_bytes(tensor.scale.reshape(-1, 1)), pack_bits(pairs, _NIBBLE).flatten(1)]
     return torch.cat(parts, 1).reshape(len(codes), -1)

@@ -63,10 +63,7 @@ class LitertExporter(MobileExporter):
             )
         yield from super().refusals(graph, specs, opset)
 
-    def most_samples(
-        self,
-        deployment: Deployment,
-    ) -> int | None:
+    def most_samples(self, deployment: Deployment) -> int | None:
         """Return one sample: the converter loses a batch dimension that is open."""
         size = batch_size(deployment.graph, (deployment.args, deployment.kwargs))
         return None if size is None else 1
@@ -102,10 +99,7 @@ class LitertExporter(MobileExporter):
         content = file.content()
         return MobileFile(name, content, deployment, kernels, tuple(remarks), most_samples)
 
-    def runner(
-        self,
-        written: MobileFile,
-    ) -> Outputs:
+    def runner(self, written: MobileFile) -> Outputs:
         """Return a call of the file in LiteRT's interpreter, with XNNPACK."""
         run = _signature(written.content)
         deployment = written.tested
@@ -123,9 +117,7 @@ class LitertExporter(MobileExporter):
         return outputs
 
 
-def _converted(
-    source: MobileProgram,
-) -> bytes:
+def _converted(source: MobileProgram) -> bytes:
     """Return the file that litert-torch makes of a program."""
     import litert_torch
     from litert_torch.quantize import pt2e_quantizer, quant_config
@@ -166,9 +158,7 @@ def _keep_layout_of_padding() -> None:
         layout_rewrite.rewriters.register(_PAD)(_pad_channels_last)
 
 
-def _pad_channels_last(
-    node: Node,
-) -> None:
+def _pad_channels_last(node: Node) -> None:
     """Rewrite the padding of an image whose channels have become the last axis."""
     value, sizes, *fill = node.args
     assert isinstance(sizes, list | tuple)
@@ -177,10 +167,7 @@ def _pad_channels_last(
     node.args = (value, [*channels, *width, *height, *by_axis[6:]], *fill)
 
 
-def _kernels_of_file(
-    source: MobileProgram,
-    file: TfliteFile,
-) -> Kernels:
+def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
     """Return the layers that a file multiplies in int8, of those that should be.
 
     The converter keeps no names of layers, so weights are found by their scales.
@@ -198,9 +185,7 @@ def _kernels_of_file(
     return Kernels(tuple(integer), floating)
 
 
-def _signature(
-    content: bytes,
-) -> Any:
+def _signature(content: bytes) -> Any:
     """Return a function that runs a file, with inputs and outputs by name."""
     from ai_edge_litert.interpreter import Interpreter
 
@@ -256,10 +241,7 @@ def _run(
     return outputs
 
 
-def _as_input(
-    tensor: Tensor,
-    details: Mapping[str, Any],
-) -> Any:
+def _as_input(tensor: Tensor, details: Mapping[str, Any]) -> Any:
     """Return a tensor in the type of an input: quantized if that is int8."""
     wanted = details["dtype"]
     if wanted == np.int8 and tensor.is_floating_point():
@@ -269,11 +251,7 @@ def _as_input(
     return tensor.numpy().astype(wanted)
 
 
-def _from_output(
-    values: Any,
-    run: Any,
-    name: str,
-) -> Tensor:
+def _from_output(values: Any, run: Any, name: str) -> Tensor:
     """Return an output as floats: with the values of its codes if it is int8."""
     tensor = torch.from_numpy(values)
     index = dict(run._outputs)[name]

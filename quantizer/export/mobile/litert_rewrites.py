@@ -115,11 +115,7 @@ def _times(value: Node, factor: float) -> Node:
     return product
 
 
-def _clamp_before_codes(
-    node: Node,
-    clamp: Any,
-    bounds: tuple[float, ...],
-) -> None:
+def _clamp_before_codes(node: Node, clamp: Any, bounds: tuple[float, ...]) -> None:
     """Insert a clamp between a value and its quantization."""
     graph = node.graph
     for reader in list(node.users):

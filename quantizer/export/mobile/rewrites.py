@@ -152,9 +152,7 @@ def fold_padding(
     program.graph_module.recompile()
 
 
-def _padding_before(
-    node: Node,
-) -> Node | None:
+def _padding_before(node: Node) -> Node | None:
     """Return the padding that only this convolution reads, perhaps as codes."""
     source = node.args[0]
     while isinstance(source, Node) and len(source.users) == 1:
@@ -246,9 +244,7 @@ def slice_parts(
     program.graph_module.recompile()
 
 
-def add_axes(
-    program: ExportedProgram,
-) -> None:
+def add_axes(program: ExportedProgram) -> None:
     """Give convolutions with one axis and weights in float a second axis.
 
     ExecuTorch does so itself, but takes those between quantized values for int8.

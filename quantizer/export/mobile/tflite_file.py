@@ -64,10 +64,7 @@ class TfliteFile:
 
         return bytes(flatbuffer_utils.convert_object_to_bytearray(self.model))
 
-    def count(
-        self,
-        operator: str,
-    ) -> int:
+    def count(self, operator: str) -> int:
         """Return how many operators of a kind the file has."""
         return sum(self._name(row) == operator for row in self._graph.operators)
 
@@ -147,10 +144,7 @@ class TfliteFile:
     def _graph(self) -> Any:
         return self.model.subgraphs[0]
 
-    def _name(
-        self,
-        row: Any,
-    ) -> str:
+    def _name(self, row: Any) -> str:
         """Return the name of an operator."""
         code = self.model.operatorCodes[row.opcodeIndex]
         return self.operators[max(code.builtinCode, code.deprecatedBuiltinCode)]
@@ -163,10 +157,7 @@ class TfliteFile:
         data = self.model.buffers[tensor.buffer].data
         return data is not None and len(data) > 0
 
-    def _copied(
-        self,
-        tensor: Any,
-    ) -> Any:
+    def _copied(self, tensor: Any) -> Any:
         """Return another tensor of the same name, type and shape."""
         copy = self.schema.TensorT()
         copy.name = tensor.name
@@ -209,10 +200,7 @@ class TfliteFile:
             graph.outputs[index] = self._float_of(place)
             graph.operators.append(self._operator("DEQUANTIZE", place, graph.outputs[index]))
 
-    def _float_of(
-        self,
-        place: int,
-    ) -> int:
+    def _float_of(self, place: int) -> int:
         """Add a float tensor of the same shape, and return its place."""
         tensor = self._copied(self._graph.tensors[place])
         tensor.type = self.schema.TensorType.FLOAT32

@@ -193,11 +193,7 @@ def quantize_activation(
     return builder.add("DequantizeLinear", codes, scale, zero)
 
 
-def _clip(
-    builder: NodeBuilder,
-    x: ir.Value,
-    ends: Tensor,
-) -> ir.Value:
+def _clip(builder: NodeBuilder, x: ir.Value, ends: Tensor) -> ir.Value:
     low = builder.constant("low", ends[0])
     high = builder.constant("high", ends[1])
     return builder.add("Clip", x, low, high)
@@ -223,11 +219,7 @@ def _quantize_float8(
     return builder.add("DequantizeLinear", codes, scale, zero)
 
 
-def _cast(
-    builder: NodeBuilder,
-    dtype: str,
-    x: ir.Value,
-) -> ir.Value:
+def _cast(builder: NodeBuilder, dtype: str, x: ir.Value) -> ir.Value:
     if dtype == "float32":
         return builder.add("Identity", x)
     largest = FLOAT_FORMATS[dtype].largest

@@ -200,11 +200,7 @@ def operator_set(
     return max(opsets)
 
 
-def _first_opset(
-    role: str,
-    spec: QuantizationSpec,
-    conventions: Conventions,
-) -> int:
+def _first_opset(role: str, spec: QuantizationSpec, conventions: Conventions) -> int:
     """Return the first operator set with the type of a tensor's codes; biases stay floats."""
     if base_role(role) == "bias":
         return 0

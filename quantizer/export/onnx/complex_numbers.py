@@ -107,11 +107,7 @@ def _select(x: Tensor, dim: int, index: int) -> Any:
     return torch.view_as_complex(selected)
 
 
-def _split(
-    x: Tensor,
-    split_size: int,
-    dim: int = 0,
-) -> Any:
+def _split(x: Tensor, split_size: int, dim: int = 0) -> Any:
     if not x.is_complex():
         return NotImplemented
     axis = dim % x.dim()
@@ -120,22 +116,14 @@ def _split(
     return [torch.view_as_complex(part) for part in parts]
 
 
-def _expand(
-    x: Tensor,
-    size: Sequence[int],
-    implicit: bool = False,
-) -> Any:
+def _expand(x: Tensor, size: Sequence[int], implicit: bool = False) -> Any:
     if not x.is_complex():
         return NotImplemented
     expanded = _reals(x).expand(*size, 2)
     return torch.view_as_complex(expanded)
 
 
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Any:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not x.is_complex():
         return NotImplemented
     product = torch.matmul(x, weight.mT)

@@ -93,11 +93,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         if conventions.limits is not None:
             yield from limit_refusals(conventions.limits, graph, specs)
 
-    def as_run(
-        self,
-        graph: Graph,
-        solution: Solution,
-    ) -> Solution:
+    def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with biases rounded as the file's engine does."""
         return with_runtime_biases(graph, solution, self.conventions.biases)
 
@@ -122,11 +118,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         return LayerChoice(without_activations(solution, left_out), content)
 
     @contextmanager
-    def write(
-        self,
-        deployment: Deployment,
-        path: Path,
-    ) -> Iterator[OnnxModel]:
+    def write(self, deployment: Deployment, path: Path) -> Iterator[OnnxModel]:
         """Write the model; it is verified before it is published.
 
         Raises:
@@ -142,11 +134,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         if deployment.layer_choice is not None:
             write_json(path.with_name(DEPLOY_FILE), deployment.layer_choice.content)
 
-    def verify(
-        self,
-        deployment: Deployment,
-        written: OnnxModel,
-    ) -> Verification:
+    def verify(self, deployment: Deployment, written: OnnxModel) -> Verification:
         """Run the model in ONNX Runtime, without optimizations and as users do.
 
         OpenVINO runs a file for kernels, too, if it is installed. It refuses nothing, but a
@@ -172,10 +160,7 @@ class OnnxExporter(Exporter[OnnxModel]):
         )
 
 
-def _with_reasons(
-    verification: Verification,
-    choice: LayerChoice,
-) -> Verification:
+def _with_reasons(verification: Verification, choice: LayerChoice) -> Verification:
     """Return the verification with the reason for layers that a choice leaves in float."""
     session = verification.default_session
     if session is None or session.kernels is None:
@@ -206,10 +191,7 @@ def _pools_any_size(graph: Graph, node: Node) -> bool:
     return False
 
 
-def graph_refusals(
-    graph: Graph,
-    opset: int,
-) -> Iterator[Refusal]:
+def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:
     """Yield what ONNX cannot express of a network in float."""
     if opset not in OPSETS:
         why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"

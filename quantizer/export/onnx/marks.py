@@ -56,19 +56,12 @@ class Lowering:
                 specs[key] = tensor.spec
         return specs
 
-    def has_float_input(
-        self,
-        layer: str,
-    ) -> bool:
+    def has_float_input(self, layer: str) -> bool:
         """Return whether the input of a layer is not quantized."""
         graph = self.network.graph
         return layer_input_spec(layer, graph, self.specs) is None
 
-    def decodes_ahead(
-        self,
-        layer: str,
-        weights: QuantizedTensor,
-    ) -> bool:
+    def decodes_ahead(self, layer: str, weights: QuantizedTensor) -> bool:
         """Return whether the weights of a product become floats when the file is loaded.
 
         Weights in groups do not: ONNX Runtime has kernels for them.

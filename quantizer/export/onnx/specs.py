@@ -33,11 +33,7 @@ PACKED_BLOCK_SIZES = (256, 128, 64, 32, 16)
 _FASTEST_BLOCK_SIZE = 128
 
 
-def input_key(
-    layer: str,
-    graph: Graph,
-    specs: SpecsByKey,
-) -> Key | None:
+def input_key(layer: str, graph: Graph, specs: SpecsByKey) -> Key | None:
     """Return where a layer's input is quantized: by the layer itself, or where it was made."""
     for key in ((layer, "input"), *_source_keys(layer, graph)):
         if key in specs:
@@ -308,10 +304,7 @@ def _source_keys(layer: str, graph: Graph) -> Iterator[Key]:
             node = None
 
 
-def _quantization_points(
-    layer: str,
-    where: Layout,
-) -> Iterator[str]:
+def _quantization_points(layer: str, where: Layout) -> Iterator[str]:
     """Yield the layers at which a layer's output may be quantized.
 
     That is with what follows it, or once joined.

@@ -32,9 +32,7 @@ _MAX_RUNS = 100
 _FASTER = 1.1
 
 
-def float_model(
-    model: ir.Model,
-) -> bytes | None:
+def float_model(model: ir.Model) -> bytes | None:
     """Return a translated network with marks without quantization; None if it is large."""
     size = 0
     for value in model.graph.initializers.values():
@@ -124,10 +122,7 @@ def speeds_in_turns(
     return [Speed.of(rounds, floats) for rounds in (ours, *others)]
 
 
-def _runs_at_once(
-    timer: Timer,
-    shortest: float,
-) -> int:
+def _runs_at_once(timer: Timer, shortest: float) -> int:
     """Return how many runs make a measurement long enough for the clock and the scheduler."""
     # The first run prepares memory.
     timer(1)

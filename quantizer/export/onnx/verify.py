@@ -121,12 +121,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     speed = _speed(file, sessions[DEFAULT], first_feed)
     if speed is not None and speed.high < 1 and deployment.layer_choice is None:
         speed = replace(speed, remedy=_NEVER_SLOWER)
-    default = replace(
-        verified[DEFAULT],
-        kernels=multiplications,
-        layers=rows,
-        speed=speed,
-    )
+    default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=speed)
     return replace(verified[UNOPTIMIZED], default_session=default)
 
 
@@ -222,11 +217,7 @@ class SessionOfFile:
     file: OnnxFile
     deployment: Deployment
 
-    def outputs(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> list[Tensor]:
+    def outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return what the session gives for a call."""
         feed = named_inputs(self.file.model, self.deployment, args, kwargs)
         return _outputs(self.session, feed)

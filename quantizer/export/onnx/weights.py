@@ -92,11 +92,7 @@ def _is_restored(
     distances = (codes - tensor.zero_point.reshape(-1, 1)).to(torch.float32)
     restored = distances * tensor.scale.reshape(-1, 1)
     return torch.equal(
-        from_rows(
-            restored,
-            tuple(values.shape),
-            spec.cut,
-        ),
+        from_rows(restored, tuple(values.shape), spec.cut),
         values,
     )
 

@@ -53,27 +53,16 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
                 remedy = "set ch_axis to 1, or use --deploy onnx or pt2"
                 yield Refusal(why, remedy, layer, role)
 
-    def as_run(
-        self,
-        graph: Graph,
-        solution: Solution,
-    ) -> Solution:
+    def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with biases rounded as integer kernels do."""
         return with_runtime_biases(graph, solution)
 
-    def files(
-        self,
-        path: Path,
-    ) -> tuple[Path, ...]:
+    def files(self, path: Path) -> tuple[Path, ...]:
         """Return the file of the network and that of its weights."""
         return path, path.with_suffix(".bin")
 
     @contextmanager
-    def write(
-        self,
-        deployment: Deployment,
-        path: Path,
-    ) -> Iterator[OpenVinoIr]:
+    def write(self, deployment: Deployment, path: Path) -> Iterator[OpenVinoIr]:
         """Write both files; OpenVINO runs them before they are published.
 
         Raises:

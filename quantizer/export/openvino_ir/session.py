@@ -61,11 +61,7 @@ class IrSession:
         """Return whether the network without quantization can be timed."""
         return self.built.floating is not None
 
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> list[list[Tensor]]:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
         """Return what the model gives for a call with each of the settings.
 
         Raises:
@@ -85,25 +81,15 @@ class IrSession:
         results.unlink()
         return outputs
 
-    def outputs(
-        self,
-        setting: int,
-    ) -> Outputs:
+    def outputs(self, setting: int) -> Outputs:
         """Return a function that gives the outputs of a call with one of the settings."""
 
-        def call(
-            args: tuple[Any, ...],
-            kwargs: Mapping[str, Any],
-        ) -> list[Tensor]:
+        def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             return self.run(args, kwargs)[setting]
 
         return call
 
-    def _tensors(
-        self,
-        arrays: Mapping[str, NDArray[Any]],
-        index: int,
-    ) -> list[Tensor]:
+    def _tensors(self, arrays: Mapping[str, NDArray[Any]], index: int) -> list[Tensor]:
         """Return the outputs of one of the settings, in order."""
         tensors: list[Tensor] = []
         for value in self.model.graph.output:
@@ -122,11 +108,7 @@ class IrSession:
         begun = f",{begun}"
         return [node.name for node in self.model.graph.node if f",{node.name}/" in begun]
 
-    def seconds(
-        self,
-        which: str,
-        runs: int,
-    ) -> float:
+    def seconds(self, which: str, runs: int) -> float:
         """Return the seconds of one run of the last call, "model" or "float"."""
         return float(self.ask("time", which, runs))
 
@@ -192,10 +174,7 @@ def ir_session(
             process.kill()
 
 
-def _save(
-    model: ModelProto,
-    path: Path,
-) -> None:
+def _save(model: ModelProto, path: Path) -> None:
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if size <= LARGEST_MESSAGE:
         path.write_bytes(model.SerializeToString())

@@ -29,10 +29,7 @@ _REMEDY = (
 )
 
 
-def verify_ir(
-    session: IrSession,
-    deployment: Deployment,
-) -> Verification:
+def verify_ir(session: IrSession, deployment: Deployment) -> Verification:
     """Compare the outputs of a model with test mode's over all calls.
 
     Raises:
@@ -85,10 +82,7 @@ def _accepted(
         raise VerificationError(text, help=error.help) from error
 
 
-def _kernels(
-    session: IrSession,
-    deployment: Deployment,
-) -> Kernels:
+def _kernels(session: IrSession, deployment: Deployment) -> Kernels:
     """Return which multiplications are in integers by the default settings."""
     integer_nodes = session.integer_nodes()
     integer: list[str] = []
@@ -99,9 +93,7 @@ def _kernels(
     return kernels_of_engine(session.model, integer, graph, solution, engine="OpenVINO")
 
 
-def _speed(
-    session: IrSession,
-) -> Speed | None:
+def _speed(session: IrSession) -> Speed | None:
     """Measure the speed against the float network, both by the default settings."""
     if not session.has_float:
         return None

@@ -157,10 +157,7 @@ def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None
     return graph.by_name[node.input_roles()[role]].dtype
 
 
-def _moved_inputs(
-    graph: Graph,
-    solution: Solution,
-) -> dict[str, QuantizedTensor]:
+def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
     """Return how inputs were quantized that reach their layer through data movement, or through
     a join of values that one layer made.
 

@@ -125,10 +125,7 @@ def _with_open_sizes(
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
 
 
-def _torch_error(
-    what: str,
-    error: Exception,
-) -> ModelError:
+def _torch_error(what: str, error: Exception) -> ModelError:
     first_line = str(error).strip().partition("\n")[0]
     return ModelError(
         f"{what}: {type(error).__name__}: {first_line}",

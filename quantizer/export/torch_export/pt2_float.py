@@ -18,10 +18,7 @@ class Pt2FloatExporter(ProgramExporter):
 
     remedy = "--deploy safetensors writes the tensors alone"
 
-    def program(
-        self,
-        deployment: Deployment,
-    ) -> ExportedProgram:
+    def program(self, deployment: Deployment) -> ExportedProgram:
         """Return the quantized network as it is."""
         graph = deployment.graph.replaced(rebuild=None)
         network = dataclasses.replace(deployment, graph=graph).network()

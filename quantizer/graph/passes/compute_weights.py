@@ -78,11 +78,7 @@ def _value(
         else:
             inputs = map_refs(
                 node.inputs,
-                lambda read: _value(
-                    graph,
-                    read,
-                    values,
-                ),
+                lambda read: _value(graph, read, values),
             )
             with torch.no_grad():
                 values[name] = call(node.target, {**node.attrs, **inputs})

@@ -49,10 +49,7 @@ def layer_name(content: JsonMapping, layer: str) -> str:
     return str(paths.get(layer, layer))
 
 
-def tensor_name(
-    content: JsonMapping,
-    row: JsonMapping,
-) -> str:
+def tensor_name(content: JsonMapping, row: JsonMapping) -> str:
     """Return the name of a tensor with that of its layer."""
     layer = layer_name(content, row["layer"])
     return f"{row['tensor']} of {layer}"

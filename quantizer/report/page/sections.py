@@ -110,10 +110,7 @@ def still_changes(row: JsonMapping) -> bool:
     return bool(batches["total"] > 1 and batches["stable_after"] == batches["total"])
 
 
-def stable_after(
-    content: JsonMapping,
-    rows: list[JsonObject],
-) -> list[str]:
+def stable_after(content: JsonMapping, rows: list[JsonObject]) -> list[str]:
     """Return a line for each tensor: its name, and after how many batches it is stable."""
     lines = []
     for row in rows:

@@ -29,11 +29,7 @@ class AwqReader:
     Codes are packed along the outputs, eight in an int32.
     """
 
-    def __init__(
-        self,
-        settings: MethodSettings,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
         """Check the settings, and read weights in `dtype`.
 
         Raises:
@@ -73,11 +69,7 @@ class AwqReader:
         weight = DeferredTensor((outputs, inputs), self._dtype, load)
         return DequantizedLayer({"weight": weight}, ("qweight", "qzeros", "scales"))
 
-    def _values(
-        self,
-        layer: StoredLayer,
-        groups: Tensor,
-    ) -> Tensor:
+    def _values(self, layer: StoredLayer, groups: Tensor) -> Tensor:
         """Return the values of a layer's weight."""
         codes = _columns(layer.load("qweight"))
         scale = layer.load("scales").float()
@@ -94,11 +86,7 @@ class AwqReader:
 def _columns(words: Tensor) -> Tensor:
     """Return the codes of words in the order of the columns."""
     rows, count = words.shape
-    by_place = unpack_words(
-        words,
-        _BITS,
-        count * _PER_WORD,
-    )
+    by_place = unpack_words(words, _BITS, count * _PER_WORD)
     by_word = by_place.view(rows, count, _PER_WORD)
     ordered = by_word[..., _PLACES]
     return ordered.reshape(rows, -1)

@@ -63,11 +63,7 @@ class CompressedTensorsReader:
     `weight_zero_point`, `weight_global_scale`, `weight_shape` and `weight_g_idx`.
     """
 
-    def __init__(
-        self,
-        settings: MethodSettings,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
         """Read the schemes, and weights in `dtype`.
 
         Raises:
@@ -183,17 +179,10 @@ class _CompressedWeight:
 
     def _by_row(self, values: Tensor) -> Tensor:
         """Return values of blocks with a row for each row of the weight."""
-        return spread_blocks(
-            values,
-            self.block_size,
-            self.shape,
-        )
+        return spread_blocks(values, self.block_size, self.shape)
 
 
-def _checked(
-    layer: StoredLayer,
-    scheme: WeightScheme,
-) -> _CompressedWeight:
+def _checked(layer: StoredLayer, scheme: WeightScheme) -> _CompressedWeight:
     """Return the weight of a layer.
 
     Raises:
@@ -218,19 +207,8 @@ def _checked(
     elif scheme.group_size is not None and is_matrix:
         block_size = (1, scheme.group_size)
     else:
-        block_size = row_blocks(
-            layer,
-            _SCALE,
-            scale_shape,
-            shape,
-        )
-    weight = _CompressedWeight(
-        layer,
-        shape,
-        block_size,
-        bits,
-        not scheme.symmetric,
-    )
+        block_size = row_blocks(layer, _SCALE, scale_shape, shape)
+    weight = _CompressedWeight(layer, shape, block_size, bits, not scheme.symmetric)
     if scale_shape != weight.scale_shape:
         layer.require_shape(_SCALE, weight.scale_shape)
     if weight.has_zero_point:
@@ -239,10 +217,7 @@ def _checked(
     return weight
 
 
-def _packed_shape(
-    layer: StoredLayer,
-    bits: int,
-) -> tuple[int, int]:
+def _packed_shape(layer: StoredLayer, bits: int) -> tuple[int, int]:
     """Return the shape of a weight whose integers are packed into words.
 
     Raises:
@@ -265,10 +240,7 @@ def _packed_shape(
     return (rows, columns)
 
 
-def _fp4_shape(
-    layer: StoredLayer,
-    bits: int,
-) -> tuple[int, int]:
+def _fp4_shape(layer: StoredLayer, bits: int) -> tuple[int, int]:
     """Return the shape of a weight in fp4.
 
     Raises:
@@ -281,10 +253,7 @@ def _fp4_shape(
     return (rows, 2 * pairs)
 
 
-def _unpacked_shape(
-    layer: StoredLayer,
-    is_integer: bool,
-) -> tuple[int, int]:
+def _unpacked_shape(layer: StoredLayer, is_integer: bool) -> tuple[int, int]:
     """Return the shape of a weight with a byte for each code.
 
     Raises:
@@ -316,10 +285,7 @@ def _require_zero_points(weight: _CompressedWeight) -> None:
         layer.require_shape(_ZERO_POINT, weight.scale_shape)
 
 
-def _require_extras(
-    layer: StoredLayer,
-    columns: int,
-) -> None:
+def _require_extras(layer: StoredLayer, columns: int) -> None:
     """Check the global scale and the list of groups of a layer, if it has them.
 
     Raises:

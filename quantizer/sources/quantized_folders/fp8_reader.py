@@ -32,11 +32,7 @@ class Fp8Reader:
     Values are codes times scales, although the name says the inverse.
     """
 
-    def __init__(
-        self,
-        settings: MethodSettings,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
         """Check the settings, and read weights in `dtype`.
 
         Raises:
@@ -60,48 +56,26 @@ class Fp8Reader:
         scale_shape = scale_shape_of(layer, scale_name, BLOCK_SCALE_DTYPES)
         block_size = self._block_size
         if block_size is None:
-            block_size = row_blocks(
-                layer,
-                scale_name,
-                scale_shape,
-                weight.shape,
-            )
+            block_size = row_blocks(layer, scale_name, scale_shape, weight.shape)
         expected = block_counts(weight.shape, block_size)
         if scale_shape != expected:
             layer.require_shape(scale_name, expected)
-        load = partial(
-            self._values,
-            layer,
-            scale_name,
-            block_size,
-        )
+        load = partial(self._values, layer, scale_name, block_size)
         values = DeferredTensor(weight.shape, self._dtype, load)
         return DequantizedLayer({_WEIGHT: values}, (_WEIGHT, scale_name))
 
-    def _values(
-        self,
-        layer: StoredLayer,
-        scale_name: str,
-        block_size: BlockSize,
-    ) -> Tensor:
+    def _values(self, layer: StoredLayer, scale_name: str, block_size: BlockSize) -> Tensor:
         """Return the values of a layer's weight."""
         codes = layer.load(_WEIGHT)
         stored = layer.load(scale_name)
-        scale = spread_blocks(
-            float_scales(stored),
-            block_size,
-            codes.shape,
-        )
+        scale = spread_blocks(float_scales(stored), block_size, codes.shape)
         columns = codes.shape[1]
         groups = column_groups(columns, block_size[1])
         grouped = GroupedCodes(codes, scale, groups)
         return grouped.values(self._dtype)
 
 
-def read_block_size(
-    settings: MethodSettings,
-    name: str,
-) -> BlockSize | None:
+def read_block_size(settings: MethodSettings, name: str) -> BlockSize | None:
     """Return the size of blocks that a setting gives, or None if it is null or missing.
 
     Raises:
@@ -115,11 +89,7 @@ def read_block_size(
         is_valid = type(rows) is int and type(columns) is int
         if is_valid and min(rows, columns) > 0:
             return (rows, columns)
-    raise settings.refusal(
-        name,
-        value,
-        "two integers above zero",
-    )
+    raise settings.refusal(name, value, "two integers above zero")
 
 
 def scale_shape_of(
@@ -171,11 +141,7 @@ def row_blocks(
     raise layer.damage(name, f"has the shape {stored}, which does not fit {expected} codes")
 
 
-def spread_blocks(
-    values: Tensor,
-    block_size: BlockSize,
-    shape: Sequence[int],
-) -> Tensor:
+def spread_blocks(values: Tensor, block_size: BlockSize, shape: Sequence[int]) -> Tensor:
     """Return values of blocks with a row for each row of the weight.
 
     Args:

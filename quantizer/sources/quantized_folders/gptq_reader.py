@@ -38,11 +38,7 @@ class GptqReader:
     outputs. The format gptq stores zero points minus one, gptq_v2 as they are.
     """
 
-    def __init__(
-        self,
-        settings: MethodSettings,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
         """Check the settings, and read weights in `dtype`.
 
         Raises:
@@ -85,19 +81,11 @@ class GptqReader:
             group_size = self._group_size or inputs
             expected = -(-inputs // group_size)
             layer.require_shape("scales", [expected, outputs])
-        load = partial(
-            self._values,
-            layer,
-            bits,
-        )
+        load = partial(self._values, layer, bits)
         weight = DeferredTensor((outputs, inputs), self._dtype, load)
         return DequantizedLayer({"weight": weight}, used)
 
-    def _bits_of(
-        self,
-        layer: StoredLayer,
-        words: int,
-    ) -> int:
+    def _bits_of(self, layer: StoredLayer, words: int) -> int:
         """Return the width of a layer's codes. With rules, it follows from the shapes."""
         bits: int = self._bits
         if self._has_rules and _GROUPS in layer.parts:
@@ -108,11 +96,7 @@ class GptqReader:
             raise layer.damage("qweight", f"has codes of {bits} bits, not of {widths}")
         return bits
 
-    def _values(
-        self,
-        layer: StoredLayer,
-        bits: int,
-    ) -> Tensor:
+    def _values(self, layer: StoredLayer, bits: int) -> Tensor:
         """Return the values of a layer's weight."""
         words = layer.load("qweight").t()
         outputs, word_count = words.shape

@@ -47,11 +47,7 @@ class GroupedCodes:
         return values
 
 
-def unpack_words(
-    words: Tensor,
-    bits: int,
-    columns: int,
-) -> Tensor:
+def unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
     """Return uint8 codes [rows, columns] of rows of int32 words. Each row is a stream of bits,
     the first code in the lowest bits.
 
@@ -59,17 +55,10 @@ def unpack_words(
     [[1, 2, 0]]
     """
     stream = words.contiguous().view(torch.uint8)
-    return unpack_bits(
-        stream,
-        bits,
-        columns,
-    )
+    return unpack_bits(stream, bits, columns)
 
 
-def words_of(
-    codes: int,
-    bits: int,
-) -> int:
+def words_of(codes: int, bits: int) -> int:
     """Return the number of words that hold so many codes.
 
     >>> words_of(9, 4)
@@ -84,11 +73,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
     """
     rows, pairs = packed.shape
     flat = packed.reshape(-1)
-    return unpack(
-        flat,
-        _FP4,
-        (rows, 2 * pairs),
-    )
+    return unpack(flat, _FP4, (rows, 2 * pairs))
 
 
 def float_scales(

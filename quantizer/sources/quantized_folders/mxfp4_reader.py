@@ -32,11 +32,7 @@ class Mxfp4Reader:
     inputs, outputs].
     """
 
-    def __init__(
-        self,
-        settings: MethodSettings,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, settings: MethodSettings, dtype: torch.dtype) -> None:
         """Read weights in `dtype`. The method has no settings that change what is stored."""
         self._dtype = dtype
 
@@ -58,11 +54,7 @@ class Mxfp4Reader:
             layer.require_shape(name, [experts, outputs, groups, _BLOCK // 2])
             layer.part(scale_name, [torch.uint8], rank=3)
             layer.require_shape(scale_name, [experts, outputs, groups])
-            load = partial(
-                self._values,
-                layer,
-                weight,
-            )
+            load = partial(self._values, layer, weight)
             shape = (experts, groups * _BLOCK, outputs)
             weights[weight] = DeferredTensor(shape, self._dtype, load)
             used += [name, scale_name]
@@ -70,11 +62,7 @@ class Mxfp4Reader:
             return None
         return DequantizedLayer(weights, used)
 
-    def _values(
-        self,
-        layer: StoredLayer,
-        weight: str,
-    ) -> Tensor:
+    def _values(self, layer: StoredLayer, weight: str) -> Tensor:
         """Return the values of a stack, one expert after the other."""
         blocks = layer.load(weight + _BLOCKS)
         scales = layer.load(weight + _SCALES)

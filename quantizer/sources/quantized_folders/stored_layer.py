@@ -76,11 +76,7 @@ class StoredLayer:
             raise self.damage(name, "has no values")
         return tensor
 
-    def require_shape(
-        self,
-        name: str,
-        shape: Sequence[int],
-    ) -> None:
+    def require_shape(self, name: str, shape: Sequence[int]) -> None:
         """Check the shape of a tensor that `part` has returned.
 
         Raises:
@@ -91,11 +87,7 @@ class StoredLayer:
         if stored != expected:
             raise self.damage(name, f"has the shape {stored}, not {expected}")
 
-    def damage(
-        self,
-        name: str,
-        why: str,
-    ) -> ModelError:
+    def damage(self, name: str, why: str) -> ModelError:
         """Return the error for a tensor that does not fit the others.
 
         Args:
@@ -150,10 +142,7 @@ def split_into_layers(stored: Mapping[str, DeferredTensor]) -> list[StoredLayer]
     return layers
 
 
-def column_groups(
-    columns: int,
-    group_size: int,
-) -> Tensor:
+def column_groups(columns: int, group_size: int) -> Tensor:
     """Return the group of each column, where groups are runs of columns.
 
     >>> column_groups(5, 2).tolist()
@@ -164,11 +153,7 @@ def column_groups(
     return torch.arange(columns) // size
 
 
-def listed_groups(
-    layer: StoredLayer,
-    name: str,
-    groups: int,
-) -> Tensor:
+def listed_groups(layer: StoredLayer, name: str, groups: int) -> Tensor:
     """Return the group of each column as a tensor of the layer lists it.
 
     Raises:

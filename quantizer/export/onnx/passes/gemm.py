@@ -33,10 +33,7 @@ class _Product:
         return sizes
 
 
-def write_gemms(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def write_gemms(model: ir.Model, lowering: Lowering) -> None:
     """Replace MatMul and Add of a marked weight [outputs, inputs] by Gemm."""
     for mark in marks_of(model.graph):
         weight = mark.outputs[0]
@@ -54,10 +51,7 @@ def _swaps_two_axes(node: ir.Node) -> bool:
     return list(node.attributes.get_ints("perm", ())) == [1, 0]
 
 
-def _replace_products(
-    transpose: ir.Node,
-    weight: ir.Value,
-) -> None:
+def _replace_products(transpose: ir.Node, weight: ir.Value) -> None:
     transposed = transpose.outputs[0]
     for node in list(transposed.consumers()):
         x = node.inputs[0]
@@ -85,10 +79,7 @@ def _bias_after(product: ir.Node) -> tuple[ir.Node | None, ir.Value | None]:
     return None, None
 
 
-def _replace_product(
-    product: _Product,
-    weight: ir.Value,
-) -> None:
+def _replace_product(product: _Product, weight: ir.Value) -> None:
     """Replace a product by a Gemm of rows, between two Reshapes if there are more axes."""
     last = product.add or product.node
     builder = NodeBuilder(f"{last.outputs[0].name}.rows", last)
@@ -129,16 +120,6 @@ def _shape(
     if leading.count(None) <= 1:
         sizes = [-1 if size is None else size for size in leading]
         return builder.indices("shape", [*sizes, outputs])
-    open_sizes = builder.add(
-        "Shape",
-        product.x,
-        start=0,
-        end=len(leading),
-    )
+    open_sizes = builder.add("Shape", product.x, start=0, end=len(leading))
     last = builder.indices("outputs", [outputs])
-    return builder.add(
-        "Concat",
-        open_sizes,
-        last,
-        axis=0,
-    )
+    return builder.add("Concat", open_sizes, last, axis=0)

@@ -68,10 +68,7 @@ def _only_transposes(
     return is_transposed and not is_scaled and not is_bias_scaled
 
 
-def _use_as_stored(
-    node: ir.Node,
-    weight: ir.Value,
-) -> None:
+def _use_as_stored(node: ir.Node, weight: ir.Value) -> None:
     """Remove a Transpose of a weight, or turn a Gemm into MatMul and Add."""
     if node.op_type == "Transpose":
         for reader, index in list(node.outputs[0].uses()):

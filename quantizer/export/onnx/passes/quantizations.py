@@ -147,18 +147,10 @@ class _Replacement:
         by_output = spec.qscheme == "per_tensor" or spec.ch_axis == 0
         return spec.dtype == "int" and spec.bit_width == 8 and by_output
 
-    def _is_packed_weight(
-        self,
-        result: ir.Value,
-        tensor: QuantizedTensor,
-    ) -> bool:
+    def _is_packed_weight(self, result: ir.Value, tensor: QuantizedTensor) -> bool:
         return TRANSPOSED_KEY in result.meta and self._is_packed(tensor, result)
 
-    def _is_packed(
-        self,
-        tensor: QuantizedTensor,
-        weight: ir.Value,
-    ) -> bool:
+    def _is_packed(self, tensor: QuantizedTensor, weight: ir.Value) -> bool:
         """Return whether a weight is in groups of a size that MatMulNBits has."""
         if (
             not self.lowering.conventions.is_packed

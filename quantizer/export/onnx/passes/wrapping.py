@@ -19,20 +19,14 @@ _CUTTING = ("Relu", "Clip")
 _SIGNED = (ir.DataType.INT8, ir.DataType.INT16)
 
 
-def requantize_rectified(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def requantize_rectified(model: ir.Model, lowering: Lowering) -> None:
     """Quantize what a ReLU makes of dequantized values, which has their codes."""
     for node in list(model.graph):
         if node.op_type == "Relu":
             _quantize_after(node)
 
 
-def wrap_operators(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def wrap_operators(model: ir.Model, lowering: Lowering) -> None:
     """Quantize the inputs and the outputs of moves, and the inputs of what cuts off."""
     if not lowering.conventions.wraps_operators:
         return
@@ -63,10 +57,7 @@ def _quantize_before(quantize: ir.Node) -> None:
         value = source
 
 
-def _wrapped_before(
-    value: ir.Value,
-    quantize: ir.Node,
-) -> ir.Node | None:
+def _wrapped_before(value: ir.Value, quantize: ir.Node) -> ir.Node | None:
     """Return the operator that makes a value, if its input can be quantized as `quantize` does.
 
     Nothing else may read the two, and the input must be a float that an operator has made.
@@ -89,10 +80,7 @@ def _is_read_once(value: ir.Value) -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def _is_cut_apart(
-    operator: ir.Node,
-    quantize: ir.Node,
-) -> bool:
+def _is_cut_apart(operator: ir.Node, quantize: ir.Node) -> bool:
     """Return whether an operator only cuts values off, and runs on its own.
 
     The DPU, whose codes are signed, runs ReLU with the convolution before it.

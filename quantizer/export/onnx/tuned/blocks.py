@@ -62,10 +62,7 @@ class BlockMap:
         names: of all blocks, in order of computation.
     """
 
-    def __init__(
-        self,
-        model: ModelProto,
-    ) -> None:
+    def __init__(self, model: ModelProto) -> None:
         self.nodes = list(model.graph.node)
         self.names = [START]
         self._position_of_block = {START: 0}
@@ -96,10 +93,7 @@ class BlockMap:
                 block = self._block_of_node[reader.name]
             self._put(node, block)
 
-    def _block_before(
-        self,
-        node: NodeProto,
-    ) -> str | None:
+    def _block_before(self, node: NodeProto) -> str | None:
         """Return the last of the blocks that a node reads from; None if it reads constants
         alone.
         """
@@ -112,30 +106,20 @@ class BlockMap:
             return None
         return self.names[last]
 
-    def _put(
-        self,
-        node: NodeProto,
-        block: str,
-    ) -> None:
+    def _put(self, node: NodeProto, block: str) -> None:
         """Assign a node and its outputs to a block."""
         self._block_of_node[node.name] = block
         for name in node.output:
             self._block_of_value[name] = block
 
-    def _readers_of(
-        self,
-        node: NodeProto,
-    ) -> list[NodeProto]:
+    def _readers_of(self, node: NodeProto) -> list[NodeProto]:
         """Return the nodes that read an output of a node."""
         readers: list[NodeProto] = []
         for name in node.output:
             readers += self._readers.get(name, [])
         return readers
 
-    def points(
-        self,
-        keys: Iterable[Key],
-    ) -> list[QuantizationPoint]:
+    def points(self, keys: Iterable[Key]) -> list[QuantizationPoint]:
         """Return the places where the file quantizes these activations.
 
         An activation that it does not quantize has none.
@@ -157,10 +141,7 @@ class BlockMap:
             points.append(QuantizationPoint(key, names, block, readers))
         return points
 
-    def _final_readers(
-        self,
-        nodes: Iterable[NodeProto],
-    ) -> tuple[str, ...]:
+    def _final_readers(self, nodes: Iterable[NodeProto]) -> tuple[str, ...]:
         """Return the names of the nodes that read outputs of `nodes`.
 
         After a node that only hands a value on, its readers follow.
@@ -176,10 +157,7 @@ class BlockMap:
                     waiting.append(reader)
         return tuple(readers)
 
-    def block_of_node(
-        self,
-        name: str,
-    ) -> str:
+    def block_of_node(self, name: str) -> str:
         """Return the block of the node of the file that has this name."""
         return self._block_of_node[name]
 
@@ -203,10 +181,7 @@ class BlockMap:
                 seconds[block] = seconds.get(block, 0.0) + kernel.seconds
         return seconds
 
-    def _blocks_of_optimized(
-        self,
-        profile: Profile,
-    ) -> dict[str, str]:
+    def _blocks_of_optimized(self, profile: Profile) -> dict[str, str]:
         """Return the block of each node of the optimized graph, by the node's name.
 
         The optimizer merges and adds nodes. A merged node keeps the name of a node or of a
@@ -236,10 +211,7 @@ class BlockMap:
                 block_of_reader[name] = blocks[node.name]
         return blocks
 
-    def _kept_block(
-        self,
-        node: NodeProto,
-    ) -> str | None:
+    def _kept_block(self, node: NodeProto) -> str | None:
         """Return the block of an optimized node; None if the file has neither its name nor the
         names of its outputs.
         """

@@ -210,10 +210,7 @@ def block_milliseconds(
     return times
 
 
-def _quantizing_kernels(
-    profile: Profile,
-    points: Iterable[QuantizationPoint],
-) -> list[Kernel]:
+def _quantizing_kernels(profile: Profile, points: Iterable[QuantizationPoint]) -> list[Kernel]:
     """Return the kernels of QuantizeLinear at `points`."""
     names: set[str] = set()
     for point in points:

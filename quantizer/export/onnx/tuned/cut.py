@@ -55,12 +55,7 @@ class TwoSides:
         self.cost_apart(_FIRST, name, on_second)
         self.cost_apart(name, _SECOND, on_first)
 
-    def cost_apart(
-        self,
-        first: str,
-        second: str,
-        cost: float,
-    ) -> None:
+    def cost_apart(self, first: str, second: str, cost: float) -> None:
         """Add what it costs if `first` is on the first side and `second` on the second.
 
         The other way round, they cost nothing.
@@ -69,20 +64,12 @@ class TwoSides:
         capacities[second] += cost
         self._total += cost
 
-    def forbid(
-        self,
-        first: str,
-        second: str,
-    ) -> None:
+    def forbid(self, first: str, second: str) -> None:
         """Refuse that `first` is on the first side and `second` on the second."""
         capacities = self._capacities_from(first, second)
         capacities[second] = math.inf
 
-    def _capacities_from(
-        self,
-        start: str,
-        end: str,
-    ) -> dict[str, float]:
+    def _capacities_from(self, start: str, end: str) -> dict[str, float]:
         """Return the capacities of the edges that begin at `start`, by their ends.
 
         The edge to `end` and the one back are among the edges afterwards.
@@ -109,10 +96,7 @@ class TwoSides:
         return predecessors.keys() - {_FIRST}
 
 
-def _reached(
-    residual: _Capacities,
-    tolerance: float,
-) -> dict[str, str]:
+def _reached(residual: _Capacities, tolerance: float) -> dict[str, str]:
     """Return the names that more flow can reach from `_FIRST`, each with the name before it on
     a shortest path.
     """
@@ -128,10 +112,7 @@ def _reached(
     return predecessors
 
 
-def _send(
-    residual: _Capacities,
-    predecessors: dict[str, str],
-) -> None:
+def _send(residual: _Capacities, predecessors: dict[str, str]) -> None:
     """Send as much flow as fits along the path to `_SECOND`, and update what is left."""
     edges: list[tuple[str, str]] = []
     amount = math.inf

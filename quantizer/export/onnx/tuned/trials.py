@@ -22,10 +22,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 
 
-def without_activations(
-    solution: Solution,
-    left_out: Collection[Key],
-) -> Solution:
+def without_activations(solution: Solution, left_out: Collection[Key]) -> Solution:
     """Return the solution without the activations `left_out`, rounded as kernels of integers
     round: half to even.
     """
@@ -36,9 +33,7 @@ def without_activations(
     return rounded_half_even(reduced)
 
 
-def activation_keys(
-    solution: Solution,
-) -> tuple[Key, ...]:
+def activation_keys(solution: Solution) -> tuple[Key, ...]:
     """Return the layer and role of each quantized activation."""
     keys: list[Key] = []
     for layer, role in solution.tensors:
@@ -76,10 +71,7 @@ class TrialFiles:
         self.floating = float_model(model)
         self._translated = ir.to_proto(model)
 
-    def file(
-        self,
-        left_out: Collection[Key],
-    ) -> ModelProto:
+    def file(self, left_out: Collection[Key]) -> ModelProto:
         """Return the file that leaves the activations `left_out` in float.
 
         Its biases are those of the network with all quantizations. Their values do not change

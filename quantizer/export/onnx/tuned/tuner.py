@@ -106,11 +106,7 @@ class _Tuner:
             pair = ProfiledPair(in_integers, in_float, elements)
             self.pairs.append(pair)
 
-    def _profile(
-        self,
-        model: ModelProto,
-        feed: Feed,
-    ) -> Profile:
+    def _profile(self, model: ModelProto, feed: Feed) -> Profile:
         content = model.SerializeToString()
         with failures_named(DEFAULT, self.name):
             return self.meter.profile(content, feed)
@@ -178,11 +174,7 @@ class _Tuner:
                 measured[index] = replace(trial, speeds=(*trial.speeds, speed))
         return measured
 
-    def _clear_speeds(
-        self,
-        models: Sequence[bytes],
-        feed: Feed,
-    ) -> list[Speed]:
+    def _clear_speeds(self, models: Sequence[bytes], feed: Feed) -> list[Speed]:
         """Return the speeds of files whose rounds agree.
 
         Raises:
@@ -249,11 +241,7 @@ def _feeds(
     return sizes, feeds
 
 
-def _elements(
-    graph: Graph,
-    samples: int,
-    key: Key,
-) -> int:
+def _elements(graph: Graph, samples: int, key: Key) -> int:
     """Return the size of an activation for a number of samples."""
     layer, role = key
     node = graph.by_name[layer]
