@@ -33,10 +33,10 @@ from quantizer.export import (
     EXPORTERS,
     FOLDER,
     checked_target,
-    exporter_of,
     planned_refusals,
     refuse,
     require_extras,
+    require_model,
 )
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
@@ -200,7 +200,7 @@ def _trace(
     """Return the graph of a model that the target can hold, after a check of the names chosen
     for its tensors.
     """
-    exporter_of(target, choices).require_model(model)
+    require_model(target, choices, model)
     graph = trace_compared(model, batches, dynamic)
     require_fitting_names(choices, model, graph)
     return graph

@@ -52,7 +52,7 @@ from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
-from quantizer.export import exporter_of, require_extras
+from quantizer.export import require_extras, require_model
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -243,7 +243,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         return _on_modules(options, opened, gates, name=name, error=error)
     require_known_parts(gates, output_parts(graph))
     require_fitting_names(options.target_choices, model, graph)
-    exporter_of(target, choices).require_model(model)
+    require_model(target, choices, model)
     has_file = options.config_file is not None
     config_file = options.config_file
     if config_file is None:

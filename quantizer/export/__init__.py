@@ -20,6 +20,8 @@ from quantizer.export.targets import checked_target as checked_target
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from quantizer.calibration.solution import Solution
     from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
@@ -63,6 +65,20 @@ def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
                 "have",
                 help=pip_line(EXPORTERS[target].extra),
             )
+
+
+def require_model(target: str, choices: Mapping[str, str], model: nn.Module) -> None:
+    """Check that a target's files can hold a model, as far as that is known before its trace.
+
+    Raises:
+        UsageError: why they cannot.
+    """
+    exporter = exporter_of(target, choices)
+    try:
+        exporter.require_model(model)
+    except UsageError as error:
+        message = f"--deploy {target}: {error.message}"
+        raise UsageError(message, help=error.help) from error
 
 
 def planned_refusals(checked: CheckedTarget, plan: Plan) -> list[Refusal]:

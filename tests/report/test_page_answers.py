@@ -128,7 +128,7 @@ def test_the_next_step_is_that_of_the_terminal(content: dict[str, Any]) -> None:
     facts = VerdictFacts(
         model="Net",
         formats="",
-        path=None,
+        path="a/export/Net.onnx",
         size=0,
         float_size=0,
         tested=content,
