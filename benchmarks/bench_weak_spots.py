@@ -72,6 +72,34 @@ def gemma() -> Shaped:
     return Tokens(transformers.GemmaForCausalLM(config)), (32,)
 
 
+class Codec(nn.Module):
+    """An audio codec, from a waveform to the decoded one."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x).audio_values  # type: ignore[no-any-return]
+
+
+def dac() -> Shaped:
+    """Convolutions with sines between them, and residual vector quantization (arXiv
+    2306.06546).
+    """
+    transformers = importlib.import_module("transformers")
+    config = transformers.DacConfig(
+        encoder_hidden_size=16,
+        downsampling_ratios=[2, 4, 4],
+        decoder_hidden_size=128,
+        upsampling_ratios=[4, 4, 2],
+        n_codebooks=4,
+        codebook_size=64,
+        codebook_dim=8,
+    )
+    return Codec(transformers.DacModel(config)), (1, 1024)
+
+
 RANDOM = {
     make.__name__: make
     for make in (
@@ -80,6 +108,7 @@ RANDOM = {
         mobilevit,
         mobilenet_v4,
         gemma,
+        dac,
     )
 }
 
