@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from quantizer.graph.ir import Graph, Node
 
-_EXPERT_PATH = re.compile(r"(.*?)\.?experts\.(\d+)\.")
-"""The path of a layer of a single expert, as modules without a common tensor have it."""
+_EXPERT_PATH = re.compile(r"(.*?)\.?experts\.(?:expert_?)?(\d+)\.")
+"""The path of a layer of a single expert, as modules without a common tensor have it. Switch
+Transformers and NLLB call them `experts.expert_0`.
+"""
 _ONE_OUTPUT = 1
 """The outputs of the gate of a shared expert."""
 

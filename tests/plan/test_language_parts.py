@@ -80,6 +80,28 @@ def test_routers_stay_float_in_place() -> None:
     assert layers.isdisjoint(GATES)
 
 
+def test_routers_of_experts_that_are_numbered_in_words_stay_float_in_place() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+        num_heads=4,
+        num_experts=4,
+    )
+    model = transformers.SwitchTransformersForConditionalGeneration(config).eval()
+    routers = {path for path, _ in model.named_modules() if path.endswith("router.classifier")}
+    model = ModelQuantizer(WEIGHT_INT8).quantize_model(model)
+    layers = {path for path, module in model.named_modules() if isinstance(module, InPlace)}
+    assert any("experts.expert_3.wi" in path for path in layers)
+    assert routers and layers.isdisjoint(routers)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_head_stays_float_with_the_embedding_that_has_its_weight(is_tied: bool) -> None:
     model = llama(tie_word_embeddings=is_tied, use_cache=False)
