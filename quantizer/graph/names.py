@@ -16,6 +16,15 @@ _IMPORTED = ("quantizer", "torch")
 """What the generated code imports."""
 
 
+def is_operator_name(text: str) -> bool:
+    """Return whether a text names an operator of a graph, and not a tensor of the model.
+
+    >>> is_operator_name("Net::Net/Linear[fc]/linear"), is_operator_name("fc.weight")
+    (True, False)
+    """
+    return "::" in text
+
+
 def check_names(module: nn.Module) -> None:
     """Refuse module, parameter and class names that are not plain words.
 

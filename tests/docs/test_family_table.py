@@ -47,14 +47,8 @@ def test_a_consumer_has_a_row_for_each_family_and_scheme(name: str) -> None:
     assert [*stored_rows(consumer)] == pairs_of(consumer), f"families/run.py --consumer {name}"
 
 
-KNOWN_FAILURES = {
-    ("vllm", "mixtral", "w4_16"),
-    ("transformers", "mamba2", "w8"),
-    ("transformers", "mamba2", "mxfp4"),
-}
-"""The CPU build of vLLM cannot multiply experts. Mamba-2 reads the weight of its convolution in
-another shape, for which an export finds no place.
-"""
+KNOWN_FAILURES = {("vllm", "mixtral", "w4_16")}
+"""The CPU build of vLLM cannot multiply experts."""
 
 
 @ALL_CONSUMERS

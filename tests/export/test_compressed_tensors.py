@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.extended import extended, extended_except
 from support.llamas import llama, saved, tokens
+from torch.nn.utils.parametrizations import weight_norm
 
 import quantizer
 from quantizer.api.result import Result
@@ -497,6 +498,17 @@ def test_what_a_checkpoint_cannot_say_is_refused_by_layer_and_key(
     with pytest.raises(UsageError, match=why) as refused:
         calibrated(given, llama(**settings)).export(TARGET, tmp_path / "out")
     assert remedy in str(refused.value.help)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rounded_weight_that_the_model_computes_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    weight_norm(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(
+        UsageError, match=r"up_proj.* is computed from other tensors"
+    ) as refused:
+        calibrated(config(INT8), model).export(TARGET, tmp_path / "out")
+    assert "exclude it" in str(refused.value.help)
     assert not list(tmp_path.iterdir())
 
 

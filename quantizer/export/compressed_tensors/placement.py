@@ -16,6 +16,7 @@ from quantizer.export.compressed_tensors.schemes import Reason, is_symmetric
 from quantizer.export.exporter import Refusal
 from quantizer.export.model_tensors import family_of
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.names import is_operator_name
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
 from quantizer.plan.model import Key
 
@@ -37,6 +38,10 @@ _EXCLUDE = "use --deploy pt2, or exclude it"
 _NO_LAYER = "finds no linear layer with a quantized weight"
 _NO_LAYER_HELP = "quantize weights, or use --deploy safetensors"
 _OTHER_CLASS_HELP = "use --deploy onnx, pt2 or safetensors"
+_COMPUTED = (
+    "is computed from other tensors of the model, which has no place for a rounded one",
+    _EXCLUDE,
+)
 _SHARING_HELP = "quantize both alike, or neither: kind:head and kind:embedding name them"
 
 
@@ -81,7 +86,7 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
             elif role == "weights" and layer in linears:
                 reason = layer_weight_refusal(spec, graph.weight(linears[layer]).shape[-1])
             else:
-                reason = sharing_refusal(graph, specs, layer, role)
+                reason = value_refusal(graph, specs, layer, role)
         elif (layer, role) not in cached:
             reason = _place_activation(graph, linears, inputs, (layer, role))
         if reason is not None:
@@ -183,11 +188,16 @@ def is_linear_class(node: Node) -> bool:
     return bool(node.classes) and node.classes[0].endswith(_LINEAR_NAME)
 
 
-def sharing_refusal(
+def value_refusal(
     graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str
 ) -> Reason | None:
-    """Return why a weight cannot be values if another layer quantizes it otherwise."""
-    path = graph.by_name[layer].params.get("weight")
+    """Return why a rounded weight cannot be stored as values: the model computes it from other
+    tensors, or another layer quantizes it otherwise.
+    """
+    path = graph.by_name[layer].params.get("weight", "")
+    # A weight that is computed has the name of the operator that computes it
+    if role == "weights" and is_operator_name(path):
+        return _COMPUTED
     for node in graph.nodes:
         if path not in node.params.values() or node.name == layer:
             continue

@@ -11,7 +11,7 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.placement import (
     LINEAR_CLASS,
     insertion_refusals,
-    sharing_refusal,
+    value_refusal,
 )
 from quantizer.export.compressed_tensors.schemes import Reason
 from quantizer.export.exporter import Refusal
@@ -71,10 +71,10 @@ def _tensor_refusals(
         elif role == "weights" and layer in layers:
             inputs = graph.tensors[layers[layer].params["weight"]].shape[-1]
             reason = block_refusal(spec, inputs)
-            reason = reason or sharing_refusal(graph, specs, layer, role)
+            reason = reason or value_refusal(graph, specs, layer, role)
             reason = reason or _other_use_refusal(graph, layers, layer)
         else:
-            reason = sharing_refusal(graph, specs, layer, role)
+            reason = value_refusal(graph, specs, layer, role)
         if reason is not None:
             why, remedy = reason
             yield Refusal(why, remedy, layer, role)
