@@ -50,6 +50,7 @@ GIVE_TO_THE_CPU = {
     "algorithms/bias_correction.py:observe",
     "algorithms/fast_finetune.py:solve",
     "algorithms/gptq/block_rounder.py:_index",
+    "algorithms/gptq/rows.py:by_first",
     "comparison/output_comparison.py:see",
     "comparison/output_figures.py:_ends_along",
     "graph/passes/equalization.py:__init__",

@@ -67,9 +67,14 @@ class File:
         return node if node is not None and node.op_type == "DequantizeLinear" else None
 
     def weight(self, product: NodeProto) -> NodeProto | None:
-        """Return the DequantizeLinear of a product's stored weight."""
+        """Return the DequantizeLinear of a product's stored weight.
+
+        A constant activation, such as rows divided by their norm, has the type of activations.
+        """
         node = self.dequantize(product.input[1])
-        return node if node is not None and node.input[0] in self.constants else None
+        if node is None or ".activation." in node.input[1]:
+            return None
+        return node if node.input[0] in self.constants else None
 
     def zero_point(self, node: NodeProto) -> TensorProto:
         return self.constants[node.input[2]]

@@ -64,7 +64,13 @@ def _compute(
             needed.add(value)
             if is_constant(value):
                 initializers[value] = None
-    tensors = [ir.to_proto(value.const_value) for value in initializers if value.const_value]
+    tensors: list[onnx.TensorProto] = []
+    for value in initializers:
+        if value.const_value is not None:
+            tensor = ir.to_proto(value.const_value)
+            # The tensor's own name may be empty
+            tensor.name = str(value.name)
+            tensors.append(tensor)
     outputs = [onnx.helper.make_empty_tensor_value_info(str(value.name)) for value in values]
     protos = [ir.to_proto(node) for node in reversed(nodes)]
     graph = onnx.helper.make_graph(protos, "constants", [], outputs, tensors)
