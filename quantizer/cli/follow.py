@@ -89,24 +89,31 @@ class Messages(Events):
 
 
 class OneBar(Events):
-    """Shows several stages as one bar.
+    """Counts the units of several stages as those of one, for one bar."""
 
-    Args:
-        whole: the stage of the bar.
-        is_counted: whether each unit of the stages is one of `whole`. Otherwise the caller
-            counts, and they say what is being done.
-    """
-
-    def __init__(self, whole: RunStage, *, is_counted: bool = True) -> None:
+    def __init__(self, whole: RunStage) -> None:
         self._whole = whole
-        self._step = 1 if is_counted else 0
 
     def advanced(self, stage: RunStage) -> None:
-        """Count one unit, or say what is being done."""
-        if not self._step:
-            total = f"/{stage.total}" if stage.total else ""
-            self._whole.doing = f"{stage.name} {stage.done}{total} {stage.unit}"
-        self._whole.advance(self._whole.done + self._step)
+        """Count one unit."""
+        self._whole.advance()
+
+
+class BarOfLongUnits(Events):
+    """Counts the units of a stage that consist of stages, and says which of these runs."""
+
+    def __init__(self, whole: RunStage) -> None:
+        self._whole = whole
+
+    def advanced(self, stage: RunStage) -> None:
+        """Say how far the stage is that runs."""
+        total = f"/{stage.total}" if stage.total else ""
+        self._whole.doing = f"{stage.name} {stage.done}{total} {stage.unit}"
+        self._whole.advance(self._whole.done)
+
+    def count(self) -> None:
+        """Count one unit."""
+        self._whole.advance()
 
 
 class Durations(Events):

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from quantizer.calibration.events import Events, RunStage
+from quantizer.calibration.events import RunStage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject
 from quantizer.cli.analyzed_data import on_device
 from quantizer.cli.divided_data import DividedData
 from quantizer.cli.float_mode import evaluator_of
-from quantizer.cli.follow import OneBar, progress
+from quantizer.cli.follow import BarOfLongUnits, progress
 from quantizer.cli.gates import Gate, about_all, names_in_test, require_known
 from quantizer.cli.render import say_note
 from quantizer.cli.screen import without_notes
@@ -61,8 +61,7 @@ class GateJudge:
             opened.graph,
         )
         self._float_metrics: Mapping[str, float] | None = None
-        self._events: Events | None = None
-        self._whole: RunStage | None = None
+        self._bar: BarOfLongUnits | None = None
 
     @property
     def start_config(self) -> ReadConfig:
@@ -95,8 +94,7 @@ class GateJudge:
         climber = Climber(ground, 60 * minutes, after_row=self._print_step)
         display = progress(quiet=self._options.json)
         with RunStage(display, "tune", unit="tests") as whole:
-            self._whole = whole
-            self._events = OneBar(whole, is_counted=False)
+            self._bar = BarOfLongUnits(whole)
             return climber.climb(start, judged)
 
     def judge(self, rung: Rung) -> Judged:
@@ -110,8 +108,8 @@ class GateJudge:
                 self._options.target_choices,
             )
             scores = self._scores(calibrated.with_solution(run_as))
-        if self._whole is not None:
-            self._whole.advance()
+        if self._bar is not None:
+            self._bar.count()
         return self.judged_by_metrics(scores.gated, plan, is_valid=scores.fault is None)
 
     def judged_by_metrics(
@@ -133,7 +131,7 @@ class GateJudge:
     def _calibrate(self, rung: Rung) -> tuple[Calibrated, Plan]:
         """Calibrate a rung in memory, from the seed of the run."""
         seed_everything(self._options.seed)
-        return self._subject.calibrated(rung.config, self._events, rung.fast_finetune)
+        return self._subject.calibrated(rung.config, self._bar, rung.fast_finetune)
 
     def _scores(self, calibrated: Calibrated) -> Scores:
         """Return the metrics of a calibrated rung, from the seed of the run."""
@@ -142,7 +140,7 @@ class GateJudge:
             calibrated,
             self._subject.loaded.module,
             self.data.evaluation,
-            self._events or progress(quiet=True),
+            self._bar or progress(quiet=True),
             function=self._evaluator,
             check=self._require_metrics,
             before=self._float_metrics,

@@ -17,7 +17,7 @@ from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.language_parts import language_head, router_layers
 from quantizer.graph.module_names import call_paths, module_of
-from quantizer.graph.names import around
+from quantizer.graph.names import around, is_operator_name
 from quantizer.plan.model import Key, RuleMatch
 
 # Weakest first: a rule of a higher rank overrides others, field by field
@@ -256,7 +256,7 @@ def _by_name(
         return _survivors([text], "name", graph)
     if text in SELECTED_KINDS:
         return Match(tuple(SELECTED_KINDS[text](graph)), RANKS.index("pattern"))
-    if "::" in text:
+    if is_operator_name(text):
         siblings = [name for name in original.by_name if _scope(name) == _scope(text)]
         if len(siblings) == 1:
             note = f"{text!r} is read as {siblings[0]!r}, the only layer of that module"

@@ -304,7 +304,7 @@ def token_remarks(
     if not layers:
         return ()
     return (
-        f"the inputs of {first_names(layers)} have not {_AXES_OF_TOKENS} axes: transformers "
+        f"the inputs of {first_names(layers)} do not have {_AXES_OF_TOKENS} axes: transformers "
         "finds one scale for several tokens there, and engines one for each",
     )
 
