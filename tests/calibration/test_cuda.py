@@ -39,7 +39,10 @@ def near(config: Any, model: str, finetune: str | None = None) -> None:
     assert ours.found.keys() == theirs.found.keys()
     for key, wanted in theirs.found.items():
         value = ours.found[key].cpu()
-        if wanted.is_floating_point():
+        if wanted.element_size() == 1:
+            different = value.float() != wanted.float()
+            assert different.count_nonzero() <= max(1, TIES * wanted.numel()), key
+        elif wanted.is_floating_point():
             torch.testing.assert_close(value, wanted, rtol=TOLERANCE, atol=TOLERANCE)
         else:
             steps = (value.long() - wanted.long()).abs()
@@ -52,7 +55,10 @@ def test_observers_and_passes(name: str) -> None:
     near(LAYERED[name], "network")
 
 
-@pytest.mark.parametrize("name", ["dynamic", "smoothquant"])
+SEARCHED_NOWHERE = ["dynamic", "smoothquant", "key_value_cache", "fp8_blocks", "nvfp4", "mxfp4"]
+
+
+@pytest.mark.parametrize("name", SEARCHED_NOWHERE)
 def test_scales_without_a_search(name: str) -> None:
     near(HIERARCHICAL[name], "language_model")
 
@@ -96,5 +102,7 @@ def test_activations_beyond_the_budget_change_nothing() -> None:
 def test_bfloat16_runs(name: str) -> None:
     found = run("language_model", torch.bfloat16, CUDA, HIERARCHICAL[name])
     assert all(
-        value.isfinite().all() for value in found.found.values() if value.is_floating_point()
+        value.float().isfinite().all()
+        for value in found.found.values()
+        if value.is_floating_point()
     )

@@ -163,6 +163,10 @@ def algorithm(**settings: Any) -> dict[str, Any]:
     }
 
 
+CACHE = {
+    "*.k_proj": {"output_tensors": {"dtype": "fp8_e4m3"}},
+    "*.v_proj": {"output_tensors": {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 1}},
+}
 POWERS = {"scale_type": "poweroftwo"}
 LAYERED: dict[str, Any] = {
     "maxmin": document(overall={"symmetry": False}),
@@ -183,4 +187,12 @@ HIERARCHICAL: dict[str, Any] = {
     "qronos": algorithm(name="qronos"),
     "awq": algorithm(name="awq"),
     "rotation": algorithm(name="rotation"),
+    "key_value_cache": {
+        "global_quant_config": {"weight": {"dtype": "int8"}},
+        "kv_cache_quant_config": CACHE,
+        "kv_cache_group": list(CACHE),
+    },
+    "fp8_blocks": "configs/fp8_blocks.json",
+    "nvfp4": "configs/nvfp4.json",
+    "mxfp4": "configs/mxfp4.json",
 }
