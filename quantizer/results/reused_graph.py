@@ -120,7 +120,8 @@ def _alike(
     """Return a run of the graph and the structure of what the module returns for that call;
     raise an error if both return something else.
     """
-    run = GraphRun(graph, calls.of(samples, at_other_lengths=at_other_lengths))
+    call = calls.of(samples, at_other_lengths=at_other_lengths)
+    run = GraphRun(_with_copied_buffers(graph, module), call)
     args, kwargs = calls.of(samples, at_other_lengths=at_other_lengths)
     if graph.device.type != "cpu":
         # Both would draw from one generator of the device in turns
@@ -132,6 +133,18 @@ def _alike(
     expected, structure = pytree.tree_flatten(returned)
     _check_outputs(expected, run.leaves)
     return run, structure
+
+
+def _with_copied_buffers(graph: Graph, module: nn.Module) -> Graph:
+    """Return the graph with copies of all tensors except parameters. The module may change its
+    own in place while the graph runs along with it.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    tensors = dict(graph.tensors)
+    for path, tensor in graph.tensors.items():
+        if path not in parameters:
+            tensors[path] = tensor.clone()
+    return graph.replaced(tensors=tensors)
 
 
 def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:

@@ -209,6 +209,29 @@ def test_the_products_of_the_module_are_those_of_the_graph(noise: float) -> None
     assert products.count == 2 * 4 + 1
 
 
+class Shifting(nn.Module):
+    """A model that changes a buffer in place before it adds it."""
+
+    def __init__(self, step: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.step = nn.Linear(3, 2), step
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        if self.step:
+            self.shift.add_(self.step)
+        return y + self.shift
+
+
+def test_the_graph_does_not_read_what_the_module_has_changed() -> None:
+    x = torch.ones(2, 3)
+    graph = trace(Shifting(), (x,))
+    assert reused(graph, Shifting(), x) is not None
+    assert reused(graph, Shifting(step=1.0), x) is None
+
+
 class Literal(nn.Module):
     """A tensor that only the code holds, and numbers that are drawn."""
 
