@@ -391,6 +391,7 @@ class _Search:
             raise _ObstacleError(node)
 
     def operands(self, node: Node) -> list[Node]:
+        """Return the nodes that a node reads."""
         return [self.graph.by_name[name] for name in node.refs()]
 
     def has_channels(

@@ -132,6 +132,7 @@ class TracedTarget(Target):
             yield logging.INFO, text
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
+        """Return the planned graph, with all structures that algorithms find in it."""
         specs = {}
         for key, tensor in plan.tensors.items():
             specs[key] = tensor.spec

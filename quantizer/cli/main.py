@@ -141,9 +141,11 @@ class LazyCommands(GroupedCommand, click.Group):
     """A group that imports a subcommand when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all subcommands."""
         return list(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a subcommand and return it; return None if there is none of this name."""
         if cmd_name not in SUBCOMMANDS:
             return None
         command: click.Command = _load(SUBCOMMANDS[cmd_name][0])
@@ -152,6 +154,11 @@ class LazyCommands(GroupedCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the subcommand that the words begin with, and the words after it.
+
+        Raises:
+            UsageError: there is no such command; the nearest one is named.
+        """
         if args[0] not in SUBCOMMANDS:
             near = closest_word(args[0], [*SUBCOMMANDS, *QUANT_MODES])
             if near in QUANT_MODES:
@@ -170,6 +177,7 @@ class LazyCommands(GroupedCommand, click.Group):
             raise click.Abort from error
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the subcommands and options that begin with a word. None is imported."""
         items = []
         for name, (_, text) in SUBCOMMANDS.items():
             if name.startswith(incomplete):
@@ -177,12 +185,14 @@ class LazyCommands(GroupedCommand, click.Group):
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the lines of usage: one for modes, one for commands."""
         formatter.write_usage(
             "quantizer", f"--quant_mode {'|'.join(QUANT_MODES)} --model MODEL [OPTIONS]"
         )
         formatter.write_usage("quantizer", "COMMAND [ARGS]...", prefix="       ")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands before that of options. No command is imported."""
         rows = []
         for name, (_, text) in SUBCOMMANDS.items():
             rows.append((name.ljust(NAMES_WIDTH), text))

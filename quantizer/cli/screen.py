@@ -112,6 +112,7 @@ class _OneLine(logging.Formatter):
     """Formats a record as one line with escaped control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the message of a record as one line."""
         return one_line(record.getMessage())
 
 
@@ -119,6 +120,7 @@ class _Detailed(_OneLine):
     """Formats a record with its part of the package, to distinguish details from notes."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the message. A detail begins with "debug:" and the part of the package."""
         text = super().format(record)
         if record.levelno > logging.DEBUG:
             return text

@@ -109,6 +109,7 @@ class ProcessGroup(Ranks):
         return values
 
     def broadcast(self, value: _T, place: str, source: int = 0) -> _T:
+        """Return on each rank the value of rank `source`; see `Ranks`."""
         is_source = self.rank == source
         content = torch.empty(0, dtype=torch.uint8)
         if is_source:

@@ -6,6 +6,7 @@ This file knows torch's schemas, but not the graph.
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -142,6 +143,16 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     ):
         arguments["input" if name == "self" else name] = value
     return arguments
+
+
+@cache
+def argument_defaults(target: str) -> Mapping[str, Any]:
+    """Return the arguments of an operator of torch in their order, with the default of each."""
+    operator_function: Any = resolve_target(target)
+    defaults: dict[str, Any] = {}
+    for argument in operator_function._schema.arguments:
+        defaults[argument.name] = argument.default_value
+    return defaults
 
 
 def convolution(arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -42,6 +42,7 @@ class DpuAvgPool2d(Layer):
         self,
         input: Tensor,  # noqa: A002
     ) -> Any:
+        """Return the means of the windows, [N, C, H, W], or [N, C] without `keepdim`."""
         sums = self.sums(self.quantize_input(input))
         means = sums * (self.multiplier * 2.0**-self.shift)
         if not self.keepdim:
@@ -57,6 +58,7 @@ class DpuAvgPool2d(Layer):
         return F.avg_pool2d(x, self.kernel_size, self.stride, self.padding, divisor_override=1)
 
     def extra_repr(self) -> str:
+        """Return the settings that `print` shows."""
         return (
             f"kernel_size={self.kernel_size}, stride={self.stride}, "
             f"factor={self.multiplier}/2^{self.shift}"
@@ -70,6 +72,7 @@ class DpuHardsigmoid(Layer):
         self,
         input: Tensor,  # noqa: A002
     ) -> Any:
+        """Return the hardsigmoid of each value."""
         return self.finish(_hardsigmoid(self.quantize_input(input)))
 
 
@@ -82,6 +85,7 @@ class DpuHardswish(Layer):
         self,
         input: Tensor,  # noqa: A002
     ) -> Any:
+        """Return each value times its rounded hardsigmoid."""
         x = self.quantize_input(input)
         steps = 2.0**HARDSWISH_POSITION
         codes = round_half_up(_hardsigmoid(x).mul_(steps)).clamp_(max=steps - 1)

@@ -104,6 +104,7 @@ class Function(Layer):
         *args: Any,
         **inputs: Any,
     ) -> Any:
+        """Call the operator with its constants and parameters, between quantizers."""
         if not self._any_layout:
             args = channels_first(args)
             inputs = channels_first(inputs)
@@ -123,6 +124,7 @@ class Function(Layer):
         return self.finish(self._call(**values))
 
     def extra_repr(self) -> str:
+        """Return the constants, which `print` shows."""
         return ", ".join(f"{key}={value!r}" for key, value in self._constants.items())
 
 
@@ -130,6 +132,7 @@ class Input(Layer):
     """A layer that returns one of the network's inputs, quantized."""
 
     def forward(self, input: Any) -> Any:  # noqa: A002 - the seed's spelling of the call
+        """Return the quantized input."""
         return self.quantize_input(input)
 
 
@@ -141,6 +144,7 @@ class DeQuantStub(Layer):
     """A marker of the place where the quantized part of a model ends."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch.ao.quantization names it
+        """Return the input."""
         return input
 
 
@@ -161,6 +165,7 @@ class Constant(Layer):
         self.register_parameter("weight", nn.Parameter(value, requires_grad=False))
 
     def forward(self) -> Tensor:
+        """Return the tensor."""
         return self.weight
 
 

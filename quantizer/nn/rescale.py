@@ -26,10 +26,12 @@ class InputScale(Layer):
         self,
         input: Tensor,  # noqa: A002
     ) -> Any:
+        """Return the scaled input."""
         weight = along_axis(self.weight.to(input.dtype), input, self.axis)
         return self.finish(input * weight)
 
     def extra_repr(self) -> str:
+        """Return the number of channels and the axis, which `print` shows."""
         return f"{len(self.weight)}, axis={self.axis}"
 
 
@@ -55,10 +57,12 @@ class InputRotation(Layer):
         self,
         input: Tensor,  # noqa: A002
     ) -> Any:
+        """Return the input with its channels rotated."""
         signs = self.weight.to(input.dtype)
         left = self.left.to(input.dtype)
         right = self.right.to(input.dtype)
         return self.finish(rotate_rows(input, signs, left, right))
 
     def extra_repr(self) -> str:
+        """Return the number of channels, which `print` shows."""
         return f"{len(self.weight)}"

@@ -136,6 +136,7 @@ class ExpertLinear(_Filled):
         return [slice(start, end) for start, end in pairwise([0, *ends.tolist()])]
 
     def extra_repr(self) -> str:
+        """Return the sizes that `print` shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"experts={self.groups}"
@@ -168,6 +169,7 @@ class ChannelScale(Layer):
         self.bias = nn.Parameter(torch.empty(num_features))
 
     def forward(self, input: Tensor) -> Any:  # noqa: A002 - as torch.nn names it
+        """Return the scaled and shifted channels of an input [N, C, ...]."""
         input = self.quantize_input(input)  # noqa: A001
         shape = [-1] + [1] * (input.dim() - 2)
         scaled = input * self.weight.reshape(shape)

@@ -145,6 +145,7 @@ class RangeMemory(Memory):
         return not self._count
 
     def add(self, x: Tensor, batch: ObservedBatch) -> None:
+        """Store the range and the extremes of a batch. Those of few rows are computed later."""
         compute_pending_ranges([self])
         rows = len(batch.low)
         if self._count == len(self._buffer):
@@ -213,6 +214,7 @@ class RangeMemory(Memory):
             self._pending = None
 
     def merge(self, *others: Memory) -> None:
+        """Add the batches of other memories, one of each memory in turn."""
         columns = []
         for other in others:
             assert isinstance(other, RangeMemory)
@@ -278,6 +280,7 @@ class RangeMemory(Memory):
         return {"batches": self._batches().clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace what was seen by the tensor "batches" of `state_dict`."""
         batches = state.get("batches", torch.empty(0))
         if set(state) != {"batches"} or batches.ndim != 3 or batches.shape[1] != 4:
             raise ValueError(
@@ -337,6 +340,7 @@ class PooledMemory(Memory):
         x: Tensor,
         batch: ObservedBatch,
     ) -> None:
+        """Make a histogram of a batch, and merge the one before into the pool."""
         # In a sample, each value counts for `weight` values
         rows, weight = batch.rows, 1
         if self.spec.has_one_scale:
@@ -384,6 +388,7 @@ class PooledMemory(Memory):
         other: Memory,
         companion: Memory | None,
     ) -> None:
+        """Take over the histogram of `other`, or that of its companion."""
         source = other if isinstance(other, PooledMemory) else companion
         are_per_tensor = other.spec.qscheme == self.spec.qscheme == "per_tensor"
         if not isinstance(source, PooledMemory) or not are_per_tensor:
@@ -413,6 +418,7 @@ class PooledMemory(Memory):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace what was seen by a histogram and a number of batches."""
         tensors = dict(state)
         batches = tensors.pop("batches", None)
         if batches is None or batches.ndim:

@@ -7,10 +7,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.calibration.faithful import output_distance
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.lengths import Length
 from quantizer.sources.batches import Batch
 
+_ROUNDINGS = 8
+"""By how many roundings to their dtype the outputs of module and graph may differ. Both add the
+same numbers, perhaps in another order.
+"""
 _SHORTER = 32
 """Sequences of another length than the batch are so many times shorter."""
 
@@ -140,3 +145,19 @@ def check_kind(node: Node, value: Tensor) -> None:
         is_open = size is None or axis in node.open_axes
         if not is_open and size != value.shape[axis]:
             raise DifferentError(f"{node.name} gives another shape")
+
+
+def are_nearly_equal(one: Any, other: Any) -> bool:
+    """Return whether two outputs are equal, or differ only as if numbers were added in another
+    order.
+    """
+    are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    if not are_tensors:
+        # In contrast to ==, this holds for two numbers that are NaN
+        return repr(one) == repr(other)
+    if one.dtype != other.dtype:
+        return False
+    tolerance = 0.0
+    if one.is_floating_point():
+        tolerance = _ROUNDINGS * torch.finfo(one.dtype).eps
+    return output_distance([one], [other]) <= tolerance

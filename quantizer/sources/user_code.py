@@ -23,6 +23,7 @@ from typing import Any
 
 from quantizer.config.wording import counted
 from quantizer.errors import GateError, QuantizerError
+from quantizer.storage import process_memory
 
 _logger = logging.getLogger(__name__)
 
@@ -300,13 +301,19 @@ def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
     sys.modules[name] = module
     try:
         remedy = "it has to be a text file in Python"
-        with user_errors(str(path), error, remedy=remedy), _importable(folder):
+        with (
+            user_errors(str(path), error, remedy=remedy),
+            _importable(folder),
+            process_memory.pause_garbage_collection(),
+        ):
             spec.loader.exec_module(module)
     except QuantizerError:
         del sys.modules[name]
         raise
     if imported is not None:
         imported[place] = module
+        # Building the model is then not slowed by searches of what the file imports
+        process_memory.skip_existing_objects()
     return UserModule(module, folder, str(path), error)
 
 

@@ -75,16 +75,22 @@ def pause_garbage_collection() -> Iterator[None]:
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
     """Suspend garbage collection inside the `with` block. If the block imports `module` for the
-    first time, later collections skip all objects that exist at its end.
-
-    For the command line only. In a process of the user's, garbage that exists at this moment
-    would stay in memory as well.
+    first time, `skip_existing_objects` at its end.
     """
     is_new = module not in sys.modules
     with pause_garbage_collection():
         yield
         if is_new:
-            gc.freeze()
+            skip_existing_objects()
+
+
+def skip_existing_objects() -> None:
+    """Make later garbage collections skip all objects that exist now.
+
+    For the command line only. In a process of the user's, garbage that exists at this moment
+    would stay in memory as well.
+    """
+    gc.freeze()
 
 
 def stop_collecting() -> None:

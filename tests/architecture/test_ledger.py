@@ -53,6 +53,16 @@ def test_variables_say_what_they_hold() -> None:
     assert len(faults) <= MAX_VAGUE, faults
 
 
+def test_public_functions_say_what_they_do() -> None:
+    documented = ledger.documented_methods()
+    faults: list[str] = []
+    for path in MODULES:
+        nodes = source(path).nodes
+        missing = ledger.without_docstring(nodes, documented)
+        faults += [f"{shown(path)}: {fault}" for fault in missing]
+    assert not faults
+
+
 def test_docstrings_begin_with_a_verb() -> None:
     faults: list[str] = []
     for path in MODULES:

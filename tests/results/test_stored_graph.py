@@ -17,6 +17,7 @@ from support.llamas import llama, tokens
 from support.llamas import saved as saved_llama
 from support.toys import TOYS, built
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantizer
 from quantizer.errors import ModelError, ResultError
@@ -161,6 +162,74 @@ def test_sizes_that_a_graph_states_wrongly_are_seen() -> None:
         edited: dict[str, Any] = {"shape": node.shape, "open_axes": node.open_axes, **changes}
         wrong = graph.replaced(nodes=(*graph.nodes[:-1], replace(node, **edited)))
         assert reused(wrong, Tokens(), TOKENS) is None, changes
+
+
+class Chain(nn.Module):
+    """Products whose values are changed in place, whose inputs are drawn, and whose weight is
+    used twice.
+    """
+
+    def __init__(self, inside: float = 1.0, order: str = "ab", noise: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.Linear(4, 4)
+        self.inside, self.order, self.noise = inside, order, noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = {name: getattr(self, name)(x) for name in self.order}
+        y = (parts["a"] - parts["b"] * self.inside).relu_()
+        y = self.c(y + self.noise * torch.rand_like(y)).add_(1)
+        return self.c(y + self.noise * torch.rand_like(y))
+
+
+class Products(TorchDispatchMode):
+    """Counts the products inside the `with` block."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func.__name__.startswith(("convolution", "addmm"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_products_of_the_module_are_those_of_the_graph(noise: float) -> None:
+    x = torch.randn(2, 3, 4, 4)
+    graph = trace(Chain(noise=noise), (x,))
+    with Products() as products:
+        assert reused(graph, Chain(noise=noise), x) is not None
+    # Of the module, and of the graph on one sample
+    assert products.count == 2 * 4
+    # A change between two products, one of which has the same weight
+    assert reused(graph, Chain(inside=1.001, noise=noise), x) is None
+    with Products() as products:
+        assert reused(graph, Chain(order="ba", noise=noise), x) is not None
+    assert products.count == 2 * 4 + 1
+
+
+class Shifting(nn.Module):
+    """A model that changes a buffer in place before it adds it."""
+
+    def __init__(self, step: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.step = nn.Linear(3, 2), step
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        if self.step:
+            self.shift.add_(self.step)
+        return y + self.shift
+
+
+def test_the_graph_does_not_read_what_the_module_has_changed() -> None:
+    x = torch.ones(2, 3)
+    graph = trace(Shifting(), (x,))
+    assert reused(graph, Shifting(), x) is not None
+    assert reused(graph, Shifting(step=1.0), x) is None
 
 
 class Literal(nn.Module):

@@ -16,6 +16,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 VAGUE = {"found", "said", "made", "own", "each", "held", "given", "at", "rest", "kept"}
 """Names that do not say what a variable holds."""
 MAX_POSITIONAL = 4
+MAX_UNDOCUMENTED = 5
+"""The lines of a method that a base class documents, and that needs no docstring itself."""
 _TOKEN = re.compile(
     r"""
     (?P<comment> \#[^\n]* )
@@ -143,6 +145,48 @@ def without_verb(nodes: Iterable[ast.AST], verbs: set[str]) -> Iterator[str]:
         words = (ast.get_docstring(node) or "").split()
         if words and words[0].rstrip(",:.") not in verbs:
             yield f"line {node.lineno}: {node.name}: {' '.join(words[:6])}"
+
+
+def without_docstring(
+    nodes: Iterable[ast.AST], documented: set[tuple[str, str]]
+) -> Iterator[str]:
+    """Yield the public functions and methods without a docstring.
+
+    A method needs none if it is short and a base class documents it, or if it is declared and
+    not defined. Functions inside functions need none either.
+
+    Args:
+        nodes: of a file.
+        documented: the (class, method) pairs that have a docstring.
+    """
+    for node in nodes:
+        bases: list[str] = []
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base) for base in node.bases]
+        elif not isinstance(node, ast.Module):
+            continue
+        for function in node.body:
+            if not isinstance(function, _FUNCTIONS) or function.name.startswith("_"):
+                continue
+            first, last = function.body[0], function.body[-1]
+            is_declared = ast.unparse(first) == "..."
+            is_short = (last.end_lineno or 0) - first.lineno < MAX_UNDOCUMENTED
+            is_override = any((base, function.name) in documented for base in bases)
+            if not (ast.get_docstring(function) or is_declared or (is_short and is_override)):
+                yield f"line {function.lineno}: {function.name}"
+
+
+def documented_methods() -> set[tuple[str, str]]:
+    """Return the (class, method) pairs of the package that have a docstring."""
+    pairs: set[tuple[str, str]] = set()
+    for path in MODULES:
+        for node in source(path).nodes:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for method in node.body:
+                if isinstance(method, _FUNCTIONS) and ast.get_docstring(method):
+                    pairs.add((node.name, method.name))
+    return pairs
 
 
 def top_level_names(path: Path) -> set[str]:

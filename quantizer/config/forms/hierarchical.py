@@ -161,6 +161,11 @@ class _Translator(ValidDocument):
     """A document whose parts are read by one method each."""
 
     def settings(self, listed: Sequence[tuple[str, Place | None]]) -> Settings:
+        """Return the global settings, with the place of each.
+
+        Args:
+            listed: the names of algorithms that are listed, with their places.
+        """
         stated: JsonObject = {}
         places: dict[str, Place] = {}
         path = ("global_quant_config", "target_device")
@@ -180,6 +185,7 @@ class _Translator(ValidDocument):
         return Settings(**stated, places=places)
 
     def levels(self) -> Iterator[HierarchicalLevel]:
+        """Yield the levels of the file, widest first."""
         name = "global_quant_config"
         everywhere = self._specs(name)
         selector = Selector("weighted", place=self.place(name, key=True))
@@ -237,6 +243,7 @@ class _Translator(ValidDocument):
                 )
 
     def excludes(self) -> Iterator[ConfigRule]:
+        """Yield a rule for each entry of `exclude`."""
         for number, index in enumerate(self.items("exclude")):
             place = self.place("exclude", index)
             selector = Selector("exclude", self.get("exclude", index), place)

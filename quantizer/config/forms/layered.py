@@ -129,6 +129,7 @@ class _Translator(ValidDocument):
     """A document whose parts are read by one method each."""
 
     def settings(self) -> Settings:
+        """Return the global settings, with the place of each."""
         stated: JsonObject = {}
         places: dict[str, Place] = {}
         for name in _SETTINGS:
@@ -142,6 +143,7 @@ class _Translator(ValidDocument):
         return Settings(**stated, places=places)
 
     def entries(self) -> Iterator[LayeredLevel]:
+        """Yield the levels of `layer_quantize_config`."""
         block = "layer_quantize_config"
         for index in self.items(block):
             path = (block, index)
@@ -156,6 +158,7 @@ class _Translator(ValidDocument):
         return Selector("name", required=False)
 
     def level(self, selector: Selector, label: str, path: JsonPath) -> LayeredLevel:
+        """Return what the file states at one path for the layers of a selector."""
         weights = self._block(*path, "overall_quantize_config")
         # Other roles have one scale per tensor
         others = dict(weights)

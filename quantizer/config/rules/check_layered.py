@@ -52,6 +52,7 @@ class _Scope:
 
     @cached_property
     def merged(self) -> dict[str, Sourced]:
+        """Return the fields that apply. Those of narrower blocks replace others."""
         merged: dict[str, Sourced] = {}
         for block in self.blocks:
             merged |= block
@@ -59,6 +60,7 @@ class _Scope:
 
     @cached_property
     def spec(self) -> QuantizationSpec:
+        """Return the spec that the fields make."""
         return QuantizationSpec.of(self.merged)
 
     def reads(self, name: str) -> bool:

@@ -28,6 +28,7 @@ class _Mark(nn.Module):
         self.index = index
 
     def forward(self, x: Any) -> Any:
+        """Return a float tensor behind an operator that marks it; return other values as is."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return torch.onnx.ops.symbolic(
@@ -65,6 +66,7 @@ class _MarkedNetwork(nn.Module):
                 network.layers[layer].attach(role, mark)  # type: ignore[arg-type]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """Run the network on the tensors of a call, and return the tensors of its output."""
         remaining = iter(tensors)
         leaves: list[Any] = []
         for leaf in self.leaves:

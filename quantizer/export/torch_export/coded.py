@@ -142,6 +142,7 @@ class _CodedNetwork(nn.Module):
             network.layers[name].quantizers["input"] = Activation(tensor, code_type)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the network with weights that are decoded from their codes."""
         weights: dict[str, Tensor] = {name: weight() for name, weight in self.weights.items()}
         return torch.func.functional_call(self.network, weights, args, kwargs)
 

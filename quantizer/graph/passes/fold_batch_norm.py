@@ -84,6 +84,7 @@ class _Norm:
 
     @property
     def factor(self) -> Tensor:
+        """Return what the norm multiplies each channel by."""
         return self.gamma / self.deviation
 
     def shifted(
@@ -128,6 +129,7 @@ class _NormSources:
 
     @cached_property
     def labels(self) -> ChannelLabels:
+        """Return where channels go in the graph, computed on demand."""
         return ChannelLabels(self.graph)
 
     def layers(
