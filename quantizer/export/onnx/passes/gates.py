@@ -1,15 +1,18 @@
 """For `--onnx_profile fast` and `tuned`: quantizes the gates of hard-swish and SiLU to 8 bits.
 
 x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats. A
-hard-sigmoid, clamp(a x + b, 0, 1), becomes an Add: x + b / a with codes from 0 to 1 / a. Their
-ends clamp it. Read with a scale a times as large, the codes are those of the gate. So it runs
-as QLinearAdd.
+hard-sigmoid is clamp(a x + b, 0, 1). If the codes of x reach the value at which it is 0, it is a
+Clip of these codes, read with another scale and zero point.
+
+Otherwise it is an Add: x + b / a with codes from 0 to 1 / a. Their ends clamp it. Read with a
+scale a times as large, the codes are those of the gate. So it runs as QLinearAdd.
 """
 
 import onnx_ir as ir
 
 from quantizer.export.onnx.builder import (
     NodeBuilder,
+    array_of,
     is_quantized,
     producer_of,
     replace_node,
@@ -25,14 +28,20 @@ def quantize_gates(
     model: ir.Model,
     lowering: Lowering,
 ) -> None:
-    """Quantize each gate whose product with its own quantized input is quantized."""
+    """Quantize each gate whose product with its own quantized input is quantized.
+
+    A hard-sigmoid that is quantized itself becomes an Add without other codes.
+    """
     if not lowering.conventions.quantizes_gates:
         return
     for node in list(model.graph):
-        if node.op_type not in ("HardSwish", "Mul") or not is_quantized(node.outputs[0]):
+        x = node.inputs[0] if node.inputs else None
+        has_codes = producer_of(x, "DequantizeLinear") is not None
+        if not has_codes or not is_quantized(node.outputs[0]):
             continue
-        x = node.inputs[0]
-        if producer_of(x, "DequantizeLinear") is None:
+        if node.op_type == "HardSigmoid":
+            _add_in_integers(node)
+        if node.op_type not in ("HardSwish", "Mul"):
             continue
         builder = NodeBuilder(str(node.outputs[0].name), node)
         gate = _gate(builder, node)
@@ -54,12 +63,41 @@ def _gate(
     if value is None or operator is None or operator.inputs[0] is not x:
         return None
     if operator.op_type == "HardSigmoid":
-        alpha = operator.attributes.get_float("alpha", 0.2)
-        beta = operator.attributes.get_float("beta", 0.5)
+        alpha, beta = _slope(operator)
         return _hard_sigmoid(builder, x, alpha=alpha, beta=beta)
     if operator.op_type == "Sigmoid":
         return _dequantized(builder, value, step=_GATE_STEP)
     return None
+
+
+def _slope(hard_sigmoid: ir.Node) -> tuple[float, float]:
+    """Return alpha and beta of a HardSigmoid."""
+    attributes = hard_sigmoid.attributes
+    return attributes.get_float("alpha", 0.2), attributes.get_float("beta", 0.5)
+
+
+def _add_in_integers(hard_sigmoid: ir.Node) -> None:
+    """Replace a HardSigmoid between codes by an Add, if the ends of its codes clamp it.
+
+    Codes of x + beta / alpha, with a step 1 / alpha times as large, are the same.
+    """
+    x = hard_sigmoid.inputs[0]
+    readers = hard_sigmoid.outputs[0].consumers()
+    if x is None or len(readers) != 1:
+        return
+    quantize = readers[0]
+    step = array_of(quantize.inputs[1])
+    zero = array_of(quantize.inputs[2])
+    if step is None or zero is None or zero.dtype != "uint8" or zero.any():
+        return
+    if round(1 / float(step)) < UINT8.high:
+        # Its largest value has a smaller code than the type ends with
+        return
+    alpha, beta = _slope(hard_sigmoid)
+    builder = NodeBuilder(str(hard_sigmoid.outputs[0].name), hard_sigmoid)
+    shifted = _shifted(builder, x, beta / alpha)
+    quantize.replace_input_with(1, builder.constant("gate.step", step / alpha))
+    replace_node(hard_sigmoid, shifted)
 
 
 def _hard_sigmoid(
@@ -69,15 +107,55 @@ def _hard_sigmoid(
     alpha: float,
     beta: float,
 ) -> ir.Value:
-    """Return clamp(alpha x + beta, 0, 1) in codes of `_GATE_STEP`, dequantized."""
+    """Return clamp(alpha x + beta, 0, 1), dequantized from codes."""
+    clipped = _clipped_codes(builder, x, alpha=alpha, beta=beta)
+    if clipped is not None:
+        return clipped
+    shifted = _shifted(builder, x, beta / alpha)
+    return _dequantized(builder, shifted, step=_GATE_STEP / alpha)
+
+
+def _shifted(builder: NodeBuilder, x: ir.Value, constant: float) -> ir.Value:
+    """Return `x` plus a constant."""
     # QLinearAdd takes codes for both of its inputs: the largest stands for the constant.
-    constant = beta / alpha
     codes = builder.constant("gate.offset", UINT8.high, UINT8.data_type)
     scale = builder.constant("gate.offset.scale", constant / UINT8.high)
     zero_point = builder.constant("gate.offset.zero_point", 0, UINT8.data_type)
     offset = builder.add("DequantizeLinear", codes, scale, zero_point)
-    shifted = builder.add("Add", x, offset)
-    return _dequantized(builder, shifted, step=_GATE_STEP / alpha)
+    return builder.add("Add", x, offset)
+
+
+def _clipped_codes(
+    builder: NodeBuilder,
+    x: ir.Value,
+    *,
+    alpha: float,
+    beta: float,
+) -> ir.Value | None:
+    """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`; None if these do not reach
+    the value at which it is 0.
+
+    The places where it becomes 0 and 1 move to the nearest codes.
+    """
+    dequantize = producer_of(x, "DequantizeLinear")
+    assert dequantize is not None
+    codes, scale, zero_point = dequantize.inputs
+    step = array_of(scale)
+    zero = array_of(zero_point)
+    if step is None or zero is None or zero.dtype != "uint8":
+        return None
+    first = round(int(zero) - beta / alpha / float(step))
+    last = round(int(zero) + (1 - beta) / alpha / float(step))
+    if first < UINT8.low or first == last:
+        return None
+    if first > UINT8.low or last < UINT8.high:
+        low = builder.constant("gate.low", first, UINT8.data_type)
+        high = builder.constant("gate.high", min(last, UINT8.high), UINT8.data_type)
+        assert codes is not None
+        codes = builder.add("Clip", codes, low, high)
+    gate_scale = builder.constant("gate.scale", 1 / (last - first))
+    gate_zero = builder.constant("gate.zero_point", first, UINT8.data_type)
+    return builder.add("DequantizeLinear", codes, gate_scale, gate_zero)
 
 
 def _dequantized(builder: NodeBuilder, value: ir.Value, *, step: float) -> ir.Value:
