@@ -8,6 +8,7 @@ Otherwise it is an Add: x + b / a with codes from 0 to 1 / a. Their ends clamp i
 scale a times as large, the codes are those of the gate. So it runs as QLinearAdd.
 """
 
+import numpy as np
 import onnx_ir as ir
 
 from quantizer.export.onnx.builder import (
@@ -22,6 +23,8 @@ from quantizer.export.onnx.tensors import UINT8
 
 # Gates are between 0 and 1.
 _GATE_STEP = 1 / 255
+# Sums in float32 are right to this share
+_ROUNDING = 2**-20
 
 
 def quantize_gates(
@@ -95,7 +98,10 @@ def _add_in_integers(hard_sigmoid: ir.Node) -> None:
         return
     alpha, beta = _slope(hard_sigmoid)
     builder = NodeBuilder(str(hard_sigmoid.outputs[0].name), hard_sigmoid)
-    shifted = _shifted(builder, x, beta / alpha)
+    # 0 becomes 127.5 steps of 1 / 255. The sum falls to the side that test mode rounds it to
+    code = round(float(np.float32(beta) / step))
+    share = _ROUNDING if code * float(step) > beta else -_ROUNDING
+    shifted = _shifted(builder, x, beta / alpha * (1 + share))
     quantize.replace_input_with(1, builder.constant("gate.step", step / alpha))
     replace_node(hard_sigmoid, shifted)
 
