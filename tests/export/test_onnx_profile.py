@@ -125,15 +125,17 @@ class Pooled(nn.Module):
         return self.second(self.act(self.first(x)).mean((-1, 2), keepdim=True))
 
 
-@pytest.mark.parametrize(("size", "gate"), [(1, "QLinearAdd"), (8, "Clip")])
+@pytest.mark.parametrize(("scales", "gate"), [("float", "QLinearAdd"), ("poweroftwo", "Clip")])
 def test_hard_swish_and_means_over_all_positions_run_in_integers(
-    size: int, gate: str, tmp_path: Path
+    scales: str, gate: str, tmp_path: Path
 ) -> None:
-    """The codes of large inputs reach both ends of the gate, so it is a Clip."""
+    """A power of two divides 3, where the gate ends, so it is a Clip of codes."""
     torch.manual_seed(0)
-    x = size * torch.randn(4, 3, 12, 12)
+    x = 8 * torch.randn(4, 3, 12, 12)
+    config = layered("half_even")
+    config["tensor_quantize_config"]["activation"]["scale_type"] = scales
     path = tmp_path / "fast.onnx"
-    verified, _ = written(Pooled().eval(), layered("half_even"), "fast", x, path)
+    verified, _ = written(Pooled().eval(), config, "fast", x, path)
     operators = in_session(path, tmp_path)
     for op_type in (gate, "QLinearMul", "QLinearGlobalAveragePool"):
         assert operators[op_type] == 1, operators

@@ -25,7 +25,7 @@ def pad_channels(
     model: ir.Model,
     lowering: Lowering,
 ) -> None:
-    """Pad the codes and the int8 weights of convolutions in integers with few input channels."""
+    """Pad the codes and int8 weights of convolutions with few input channels."""
     for node in list(model.graph):
         if node.op_type != "Conv" or not is_quantized(node.outputs[0]):
             continue

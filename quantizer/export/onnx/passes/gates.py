@@ -1,8 +1,8 @@
 """For `--onnx_profile fast` and `tuned`: quantizes the gates of hard-swish and SiLU to 8 bits.
 
 x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats. A
-hard-sigmoid is clamp(a x + b, 0, 1). If the codes of x reach the value at which it is 0, it is a
-Clip of these codes, read with another scale and zero point.
+hard-sigmoid is clamp(a x + b, 0, 1). If x has codes where it is 0 and 1, it is a Clip of these
+codes, read with another scale and zero point.
 
 Otherwise it is an Add: x + b / a with codes from 0 to 1 / a. Their ends clamp it. Read with a
 scale a times as large, the codes are those of the gate. So it runs as QLinearAdd.
@@ -23,6 +23,8 @@ from quantizer.export.onnx.tensors import UINT8
 
 # Gates are between 0 and 1.
 _GATE_STEP = 1 / 255
+# Of a step
+_TINY_SHARE = 1e-3
 # Sums in float32 are right to this share
 _ROUNDING = 2**-20
 
@@ -102,7 +104,7 @@ def _add_in_integers(hard_sigmoid: ir.Node) -> None:
     code = round(float(np.float32(beta) / step))
     share = _ROUNDING if code * float(step) > beta else -_ROUNDING
     shifted = _shifted(builder, x, beta / alpha * (1 + share))
-    quantize.replace_input_with(1, builder.constant("gate.step", step / alpha))
+    quantize.replace_input_with(1, builder.constant("gate.step", float(step) / alpha))
     replace_node(hard_sigmoid, shifted)
 
 
@@ -138,10 +140,8 @@ def _clipped_codes(
     alpha: float,
     beta: float,
 ) -> ir.Value | None:
-    """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`; None if these do not reach
-    the value at which it is 0.
-
-    The places where it becomes 0 and 1 move to the nearest codes.
+    """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`; None if no code is where it
+    becomes 0, or the steps from 0 to one of its ends are not whole.
     """
     dequantize = producer_of(x, "DequantizeLinear")
     assert dequantize is not None
@@ -150,9 +150,11 @@ def _clipped_codes(
     zero = array_of(zero_point)
     if step is None or zero is None or zero.dtype != "uint8":
         return None
-    first = round(int(zero) - beta / alpha / float(step))
-    last = round(int(zero) + (1 - beta) / alpha / float(step))
-    if first < UINT8.low or first == last:
+    to_first = beta / alpha / float(step)
+    to_last = (1 - beta) / alpha / float(step)
+    first = int(zero) - round(to_first)
+    last = int(zero) + round(to_last)
+    if first < UINT8.low or not (_is_whole(to_first) and _is_whole(to_last)):
         return None
     if first > UINT8.low or last < UINT8.high:
         low = builder.constant("gate.low", first, UINT8.data_type)
@@ -162,6 +164,11 @@ def _clipped_codes(
     gate_scale = builder.constant("gate.scale", 1 / (last - first))
     gate_zero = builder.constant("gate.zero_point", first, UINT8.data_type)
     return builder.add("DequantizeLinear", codes, gate_scale, gate_zero)
+
+
+def _is_whole(count: float) -> bool:
+    """Return whether a number of steps is whole and not 0."""
+    return round(count) > 0 and abs(count - round(count)) < _TINY_SHARE
 
 
 def _dequantized(builder: NodeBuilder, value: ir.Value, *, step: float) -> ir.Value:
