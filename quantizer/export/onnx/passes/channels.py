@@ -7,6 +7,8 @@ change no sum.
 Source: ONNX Runtime 1.31, onnxruntime/core/mlas/lib/convsym.cpp, MlasConvSymPackWSize.
 """
 
+from typing import Any
+
 import onnx_ir as ir
 import torch
 
@@ -27,33 +29,81 @@ def pad_channels(
 ) -> None:
     """Pad the codes and int8 weights of convolutions with few input channels."""
     for node in list(model.graph):
-        if node.op_type != "Conv" or not is_quantized(node.outputs[0]):
+        if node.op_type != "Conv":
             continue
-        x = producer_of(node.inputs[0], "DequantizeLinear")
-        weights = producer_of(node.inputs[1], "DequantizeLinear")
-        if x is not None and weights is not None:
-            _pad(node, x, weights)
+        if not is_quantized(node.outputs[0]):
+            continue
+        x, weights = node.inputs[:2]
+        of_x = producer_of(x, "DequantizeLinear")
+        of_weights = producer_of(weights, "DequantizeLinear")
+        if of_x is None or of_weights is None:
+            continue
+        _pad(node, of_x, of_weights)
 
 
-def _pad(conv: ir.Node, x: ir.Node, weights: ir.Node) -> None:
-    """Pad the codes that are dequantized by `x` and `weights` for a convolution."""
-    codes = array_of(weights.inputs[0])
-    zero_points = array_of(weights.inputs[2])
-    if codes is None or codes.dtype != "int8" or zero_points is None or zero_points.any():
+def _pad(
+    conv: ir.Node,
+    of_x: ir.Node,
+    of_weights: ir.Node,
+) -> None:
+    """Pad the operands of a convolution.
+
+    Args:
+        of_x: dequantizes its input.
+        of_weights: dequantizes its weights.
+    """
+    stored, *factors = of_weights.inputs
+    codes = array_of(stored)
+    zero_points = array_of(factors[1])
+    if codes is None or zero_points is None:
         return
-    missing = missing_channels(codes.shape, conv.attributes.get_int("group", 1))
+    if codes.dtype != "int8" or zero_points.any():
+        return
+    groups = conv.attributes.get_int("group", 1)
+    missing = missing_channels(codes.shape, groups)
     if not missing:
         return
-    builder = NodeBuilder(f"{conv.name}.channels", conv)
-    values, scale, zero_point = x.inputs
-    amounts = builder.indices("amounts", [0, 0, 0, 0, 0, missing, 0, 0])
-    padded = builder.add("Pad", values, amounts, zero_point)
-    conv.replace_input_with(0, builder.add("DequantizeLinear", padded, scale, zero_point))
-    wide = torch.nn.functional.pad(torch.from_numpy(codes), (0, 0, 0, 0, 0, missing))
-    stored = builder.constant("codes", wide, ir.DataType.INT8)
-    attributes = {name: attribute.value for name, attribute in weights.attributes.items()}
-    factors = builder.add("DequantizeLinear", stored, *weights.inputs[1:], **attributes)
-    conv.replace_input_with(1, factors)
-    for node in (x, weights):
+    builder = NodeBuilder(
+        f"{conv.name}.channels",
+        conv,
+    )
+    values, scale, zero_point = of_x.inputs
+    amounts = builder.indices(
+        "amounts",
+        [0, 0, 0, 0, 0, missing, 0, 0],
+    )
+    padded = builder.add(
+        "Pad",
+        values,
+        amounts,
+        zero_point,
+    )
+    x = builder.add(
+        "DequantizeLinear",
+        padded,
+        scale,
+        zero_point,
+    )
+    conv.replace_input_with(0, x)
+    wide = torch.nn.functional.pad(
+        torch.from_numpy(codes),
+        (0, 0, 0, 0, 0, missing),
+    )
+    wide_codes = builder.constant(
+        "codes",
+        wide,
+        ir.DataType.INT8,
+    )
+    attributes: dict[str, Any] = {}
+    for name, attribute in of_weights.attributes.items():
+        attributes[name] = attribute.value
+    weights = builder.add(
+        "DequantizeLinear",
+        wide_codes,
+        *factors,
+        **attributes,
+    )
+    conv.replace_input_with(1, weights)
+    for node in (of_x, of_weights):
         if not node.outputs[0].uses():
             remove_node(node)

@@ -91,20 +91,38 @@ def _add_in_integers(hard_sigmoid: ir.Node) -> None:
     if x is None or len(readers) != 1:
         return
     quantize = readers[0]
-    step = array_of(quantize.inputs[1])
-    zero = array_of(quantize.inputs[2])
-    if step is None or zero is None or zero.dtype != "uint8" or zero.any():
+    _, step_value, zero_point = quantize.inputs
+    step_array = array_of(step_value)
+    zero = array_of(zero_point)
+    if step_array is None or zero is None:
         return
-    if round(1 / float(step)) < UINT8.high:
+    step = float(step_array)
+    if zero.dtype != "uint8" or zero.any():
+        return
+    if round(1 / step) < UINT8.high:
         # Its largest value has a smaller code than the type ends with
         return
     alpha, beta = _slope(hard_sigmoid)
-    builder = NodeBuilder(str(hard_sigmoid.outputs[0].name), hard_sigmoid)
+    builder = NodeBuilder(
+        str(hard_sigmoid.outputs[0].name),
+        hard_sigmoid,
+    )
     # 0 becomes 127.5 steps of 1 / 255. The sum falls to the side that test mode rounds it to
-    code = round(float(np.float32(beta) / step))
-    share = _ROUNDING if code * float(step) > beta else -_ROUNDING
-    shifted = _shifted(builder, x, beta / alpha * (1 + share))
-    quantize.replace_input_with(1, builder.constant("gate.step", float(step) / alpha))
+    code = round(float(np.float32(beta) / step_array))
+    share = -_ROUNDING
+    if code * step > beta:
+        share = _ROUNDING
+    constant = beta / alpha * (1 + share)
+    shifted = _shifted(
+        builder,
+        x,
+        constant,
+    )
+    wide_step = builder.constant(
+        "gate.step",
+        step / alpha,
+    )
+    quantize.replace_input_with(1, wide_step)
     replace_node(hard_sigmoid, shifted)
 
 
@@ -140,30 +158,63 @@ def _clipped_codes(
     alpha: float,
     beta: float,
 ) -> ir.Value | None:
-    """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`; None if no code is where it
-    becomes 0, or the steps from 0 to one of its ends are not whole.
+    """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`.
+
+    None if no code is where it becomes 0, or an end is no whole number of steps from zero.
     """
     dequantize = producer_of(x, "DequantizeLinear")
     assert dequantize is not None
     codes, scale, zero_point = dequantize.inputs
-    step = array_of(scale)
+    step_array = array_of(scale)
     zero = array_of(zero_point)
-    if step is None or zero is None or zero.dtype != "uint8":
+    if step_array is None or zero is None:
         return None
-    to_first = beta / alpha / float(step)
-    to_last = (1 - beta) / alpha / float(step)
+    if zero.dtype != "uint8":
+        return None
+    step = float(step_array)
+    to_first = beta / alpha / step
+    to_last = (1 - beta) / alpha / step
     first = int(zero) - round(to_first)
     last = int(zero) + round(to_last)
-    if first < UINT8.low or not (_is_whole(to_first) and _is_whole(to_last)):
+    if first < UINT8.low:
         return None
+    if not _is_whole(to_first) or not _is_whole(to_last):
+        return None
+    kind = UINT8.data_type
     if first > UINT8.low or last < UINT8.high:
-        low = builder.constant("gate.low", first, UINT8.data_type)
-        high = builder.constant("gate.high", min(last, UINT8.high), UINT8.data_type)
+        end = min(last, UINT8.high)
+        low = builder.constant(
+            "gate.low",
+            first,
+            kind,
+        )
+        high = builder.constant(
+            "gate.high",
+            end,
+            kind,
+        )
         assert codes is not None
-        codes = builder.add("Clip", codes, low, high)
-    gate_scale = builder.constant("gate.scale", 1 / (last - first))
-    gate_zero = builder.constant("gate.zero_point", first, UINT8.data_type)
-    return builder.add("DequantizeLinear", codes, gate_scale, gate_zero)
+        codes = builder.add(
+            "Clip",
+            codes,
+            low,
+            high,
+        )
+    gate_scale = builder.constant(
+        "gate.scale",
+        1 / (last - first),
+    )
+    gate_zero = builder.constant(
+        "gate.zero_point",
+        first,
+        kind,
+    )
+    return builder.add(
+        "DequantizeLinear",
+        codes,
+        gate_scale,
+        gate_zero,
+    )
 
 
 def _is_whole(count: float) -> bool:
