@@ -31,7 +31,7 @@ from onnxruntime.quantization import (
 )
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from torch import Tensor, nn
-from vision import mobile, vit
+from vision import mobile, normalized, vit
 from workloads import images, llama, resnet18, tokens
 
 import quantizer
@@ -105,6 +105,11 @@ def noise(
     return Case(model, config, data, x, profile)
 
 
+def trained_like() -> nn.Module:
+    """A network like MobileNetV3, with activations as large as those of trained networks."""
+    return normalized(mobile(), images(20)[0])
+
+
 def text(config: Path | Config) -> Case:
     """The language model, whose ranges are found at run time."""
     found = torch.cat(tokens(10, 64))
@@ -127,9 +132,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "efficientnet": photos,
     "efficientnet, weights of 7 bits": lambda: photos(BITS_7),
     "efficientnet, the tuned profile": lambda: photos(profile="tuned"),
-    "mobile": lambda: noise(mobile()),
-    "mobile, the fast profile": lambda: noise(mobile(), profile="fast"),
-    "mobile, the tuned profile": lambda: noise(mobile(), profile="tuned"),
+    "mobile": lambda: noise(trained_like()),
+    "mobile, the fast profile": lambda: noise(trained_like(), profile="fast"),
+    "mobile, the tuned profile": lambda: noise(trained_like(), profile="tuned"),
     "vit": lambda: noise(vit()),
     "vit, the tuned profile": lambda: noise(vit(), profile="tuned"),
     "llama, a range for each token": lambda: text(ROOT / "configs" / "dynamic_int8.json"),

@@ -74,6 +74,20 @@ def mobile(seed: int = 0) -> nn.Module:
     return nn.Sequential(stem, *blocks, head).eval()
 
 
+@torch.no_grad()
+def normalized(network: nn.Module, x: Tensor) -> nn.Module:
+    """Return a network whose batch norms have the statistics of its activations for `x`.
+
+    Otherwise activations vanish layer by layer, and reach no end of a hard-swish.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            # The statistics of the last batch
+            module.momentum = 1.0
+    network.train()(x)
+    return network.eval()
+
+
 class Encoder(nn.Module):
     """A block of a vision transformer (arXiv 2010.11929)."""
 

@@ -56,6 +56,7 @@ NAMED = {
     "evaluation/exact_layers.py": "computes these operators in integers",
     "export/mobile/executorch.py": "where torch has the weight in these operators",
     "export/mobile/kernels.py": "what the kernels of phones compute together",
+    "export/onnx/tuned/trials.py": "moves the steps of codes to where the kernels want them",
     "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is written out for it",
 }
 """Files that may name operators, and why: each implements or rewrites those it names."""

@@ -125,14 +125,21 @@ class Pooled(nn.Module):
         return self.second(self.act(self.first(x)).mean((-1, 2), keepdim=True))
 
 
-def test_hard_swish_and_means_over_all_positions_run_in_integers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scales", "gate"), [("float", "QLinearAdd"), ("poweroftwo", "Clip")])
+def test_hard_swish_and_means_over_all_positions_run_in_integers(
+    scales: str, gate: str, tmp_path: Path
+) -> None:
+    """A power of two divides 3, where the gate ends, so it is a Clip of codes."""
     torch.manual_seed(0)
-    x = torch.randn(4, 3, 12, 12)
+    x = 8 * torch.randn(4, 3, 12, 12)
+    config = layered("half_even")
+    config["tensor_quantize_config"]["activation"]["scale_type"] = scales
     path = tmp_path / "fast.onnx"
-    verified, _ = written(Pooled().eval(), layered("half_even"), "fast", x, path)
+    verified, _ = written(Pooled().eval(), config, "fast", x, path)
     operators = in_session(path, tmp_path)
-    for op_type in ("QLinearAdd", "QLinearMul", "QLinearGlobalAveragePool"):
+    for op_type in (gate, "QLinearMul", "QLinearGlobalAveragePool"):
         assert operators[op_type] == 1, operators
+    assert operators["Clip"] + operators["QLinearAdd"] == 1
     assert operators["HardSigmoid"] == operators["ReduceMean"] == 0
     assert operators["QuantizeLinear"] == 1
     assert verified.within_step > 0.999
@@ -155,3 +162,19 @@ def test_other_means_stay_means(axes: tuple[int, ...], tmp_path: Path) -> None:
     )
     assert operators["ReduceMean"] == 1 and operators["GlobalAveragePool"] == 0
     assert verified.equal > 0.99
+
+
+@pytest.mark.parametrize(("scales", "count"), [("float", 1), *extended(("poweroftwo", 0))])
+def test_a_hard_sigmoid_between_codes_keeps_its_codes(
+    scales: str, count: int, tmp_path: Path
+) -> None:
+    """With powers of two, 1 is not the last code, so nothing would clamp a sum."""
+    torch.manual_seed(0)
+    x = 8 * torch.randn(4, 3, 12, 12)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardsigmoid(), nn.Conv2d(8, 8, 1)).eval()
+    config = layered("half_even")
+    config["tensor_quantize_config"]["activation"]["scale_type"] = scales
+    path = tmp_path / "fast.onnx"
+    verified, _ = written(model, config, "fast", x, path)
+    assert in_session(path, tmp_path)["QLinearAdd"] == count
+    assert verified.equal > 0.999

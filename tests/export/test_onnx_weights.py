@@ -158,3 +158,45 @@ def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -
     else:
         assert weights_of(path) == {INT8}
         assert "x86 CPUs without VNNI" in found.remarks[0]
+
+
+class First(nn.Module):
+    """A first convolution with three input channels, and weights of the largest size.
+
+    Args:
+        like: whether two neighbours at one position have the same sign.
+    """
+
+    def __init__(self, *, like: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3)
+        with torch.no_grad():
+            # Within each position, and from each position to the next, signs alternate
+            signs = torch.tensor([1.0, -1.0]).repeat(14)[:27].view(9, 3)
+            if like:
+                signs[1] = torch.tensor([1.0, 1.0, -1.0])
+                signs[0, 2] = -1.0
+            self.conv.weight.copy_(signs.T.reshape(3, 3, 3).expand(16, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("like", "weights", "channels"), [(False, "auto", 4), (True, "auto", 3), (True, "int8", 4)]
+)
+def test_int8_weights_of_first_convolutions_have_four_input_channels(
+    like: bool, weights: str, channels: int, tmp_path: Path
+) -> None:
+    """Padding moves weights to other pairs. Those of one position then meet each other."""
+    data = torch.rand(2, 3, 9, 9) - 0.4
+    path = tmp_path / "net.onnx"
+    model = First(like=like).eval()
+    verified = quantizer.calibrate(model, document(), [data]).export(
+        "onnx", path, [data], onnx_weights=weights
+    )
+    file = onnx.load(path)
+    shapes = {tuple(tensor.dims) for tensor in file.graph.initializer}
+    assert (16, channels, 3, 3) in shapes
+    assert verified.max_difference == 0

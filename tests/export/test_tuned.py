@@ -421,3 +421,26 @@ def test_two_sides_are_as_cheap_as_any() -> None:
             for row in every
         )
         assert total(sides.first_side()) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("size", "clips"), [(8.0, 1), (0.5, 0)])
+def test_the_codes_of_a_gate_end_where_it_does(
+    size: float, clips: int, fake: type, tmp_path: Path
+) -> None:
+    """Small inputs do not reach -3, so their steps stay."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Conv2d(8, 8, 3)).eval()
+    result = quantizer.calibrate(layers, CONFIG, [size * images()])
+    verification = result.export(
+        "onnx", tmp_path / "net.onnx", [size * images()], onnx_profile="tuned"
+    )
+    file = onnx.load(tmp_path / "net.onnx")
+    steps: list[float] = []
+    for tensor in file.graph.initializer:
+        if tensor.name.endswith("Conv2d[0]/conv2d.activation.scale"):
+            steps.append(float(onnx.numpy_helper.to_array(tensor)))
+    codes_to_the_end = 3 / steps[0]
+    is_whole = abs(codes_to_the_end - round(codes_to_the_end)) < 1e-4
+    assert is_whole == bool(clips)
+    assert sum(node.op_type == "Clip" for node in file.graph.node) == clips
+    assert (verification.equal > 0.999) == bool(clips)

@@ -115,7 +115,8 @@ class OnnxExporter(Exporter[OnnxModel]):
         digest = network_digest(deployment.graph, solution)
         content = read_choice(source, digest, weights, activation_keys(solution))
         left_out = [(layer, role) for layer, role in content["float_activations"]]
-        return LayerChoice(without_activations(solution, left_out), content)
+        reduced = without_activations(deployment.graph, solution, left_out)
+        return LayerChoice(reduced, content)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[OnnxModel]:

@@ -13,6 +13,7 @@ core/providers/cpu/quantization/qlinearconv.cc.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +25,12 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 
 # The largest sum of two weights w for which 255 * w fits 16 bits: 255 * 128 = 32640.
 _MAX_PAIR_SUM = 128
+# The kernels for int8 weights read so many input channels at once.
+_CHANNELS_AT_ONCE = 4
+# Padding more weights of an output than these takes longer than it saves.
+_MAX_ADDED_WEIGHTS = 49
+# The kernels for int8 weights compute so many output channels at least.
+_MIN_OUTPUTS = 16
 # The difference between unsigned and signed codes of 8 bits.
 _SIGN_OFFSET = 128
 
@@ -76,7 +83,13 @@ def is_right_everywhere(tensor: QuantizedTensor, graph: Graph, node: Node, role:
         return True
     if role == "weights" and is_depthwise(graph, node):
         return True
-    return largest_pair_sum(tensor.codes) <= _MAX_PAIR_SUM
+    pair_sums = [largest_pair_sum(tensor.codes)]
+    missing = missing_channels(tensor.codes.shape, int(node.attrs.get("groups", 1)))
+    if missing:
+        # Only convolutions between integers are padded
+        padded = torch.nn.functional.pad(tensor.codes, (0, 0, 0, 0, 0, missing))
+        pair_sums.append(largest_pair_sum(padded))
+    return max(pair_sums) <= _MAX_PAIR_SUM
 
 
 def is_depthwise(graph: Graph, node: Node) -> bool:
@@ -85,6 +98,26 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
     outputs, inputs_of_group = graph.weight(node).shape[:2]
     has_groups = outputs == groups > 1
     return has_groups and inputs_of_group == 1
+
+
+def missing_channels(shape: Sequence[int], groups: int) -> int:
+    """Return how many input channels a convolution in two dimensions is padded with in a file.
+
+    Args:
+        shape: of its int8 weights.
+
+    >>> missing_channels((32, 3, 3, 3), 1), missing_channels((32, 1, 3, 3), 32)
+    (1, 0)
+    """
+    if len(shape) != 4 or groups != 1:
+        return 0
+    outputs, inputs, height, width = shape
+    missing = _CHANNELS_AT_ONCE - inputs
+    positions = height * width
+    has_kernel = outputs >= _MIN_OUTPUTS and outputs % 8 == 0 and positions > 1
+    if has_kernel and 0 < missing * positions <= _MAX_ADDED_WEIGHTS:
+        return missing
+    return 0
 
 
 def largest_pair_sum(codes: Tensor) -> int:

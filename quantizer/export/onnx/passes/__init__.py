@@ -6,6 +6,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from quantizer.export.onnx.marks import Lowering
+from quantizer.export.onnx.passes.channels import pad_channels
 from quantizer.export.onnx.passes.constants import compute_constants
 from quantizer.export.onnx.passes.float_biases import hide_float_biases
 from quantizer.export.onnx.passes.gates import quantize_gates
@@ -41,6 +42,8 @@ ONNX_PASSES: tuple[_Pass, ...] = (
     hide_float_biases,
     # Needs the final inputs of convolutions: a bias may have been added.
     write_sizes_as_sums,
+    # Needs the zero points of weights as constants.
+    pad_channels,
     # Last of the general passes: what the others left constant is computed.
     compute_constants,
     # Needs the axes as constants.
@@ -51,6 +54,7 @@ ONNX_PASSES: tuple[_Pass, ...] = (
 
 
 _FOR_KERNELS = (
+    pad_channels,
     pad_codes,
     look_up_codes,
     hide_float_biases,

@@ -1,15 +1,19 @@
 """For `--onnx_profile fast` and `tuned`: quantizes the gates of hard-swish and SiLU to 8 bits.
 
 x * gate(x) then runs as QLinearMul, and a sigmoid as a table, instead of in floats. A
-hard-sigmoid, clamp(a x + b, 0, 1), becomes an Add: x + b / a with codes from 0 to 1 / a. Their
-ends clamp it. Read with a scale a times as large, the codes are those of the gate. So it runs
-as QLinearAdd.
+hard-sigmoid is clamp(a x + b, 0, 1). If x has codes where it is 0 and 1, it is a Clip of these
+codes, read with another scale and zero point.
+
+Otherwise it is an Add: x + b / a with codes from 0 to 1 / a. Their ends clamp it. Read with a
+scale a times as large, the codes are those of the gate. So it runs as QLinearAdd.
 """
 
+import numpy as np
 import onnx_ir as ir
 
 from quantizer.export.onnx.builder import (
     NodeBuilder,
+    array_of,
     is_quantized,
     producer_of,
     replace_node,
@@ -19,20 +23,30 @@ from quantizer.export.onnx.tensors import UINT8
 
 # Gates are between 0 and 1.
 _GATE_STEP = 1 / 255
+# Of a step
+_TINY_SHARE = 1e-3
+# Sums in float32 are right to this share
+_ROUNDING = 2**-20
 
 
 def quantize_gates(
     model: ir.Model,
     lowering: Lowering,
 ) -> None:
-    """Quantize each gate whose product with its own quantized input is quantized."""
+    """Quantize each gate whose product with its own quantized input is quantized.
+
+    A hard-sigmoid that is quantized itself becomes an Add without other codes.
+    """
     if not lowering.conventions.quantizes_gates:
         return
     for node in list(model.graph):
-        if node.op_type not in ("HardSwish", "Mul") or not is_quantized(node.outputs[0]):
+        x = node.inputs[0] if node.inputs else None
+        has_codes = producer_of(x, "DequantizeLinear") is not None
+        if not has_codes or not is_quantized(node.outputs[0]):
             continue
-        x = node.inputs[0]
-        if producer_of(x, "DequantizeLinear") is None:
+        if node.op_type == "HardSigmoid":
+            _add_in_integers(node)
+        if node.op_type not in ("HardSwish", "Mul"):
             continue
         builder = NodeBuilder(str(node.outputs[0].name), node)
         gate = _gate(builder, node)
@@ -54,12 +68,62 @@ def _gate(
     if value is None or operator is None or operator.inputs[0] is not x:
         return None
     if operator.op_type == "HardSigmoid":
-        alpha = operator.attributes.get_float("alpha", 0.2)
-        beta = operator.attributes.get_float("beta", 0.5)
+        alpha, beta = _slope(operator)
         return _hard_sigmoid(builder, x, alpha=alpha, beta=beta)
     if operator.op_type == "Sigmoid":
         return _dequantized(builder, value, step=_GATE_STEP)
     return None
+
+
+def _slope(hard_sigmoid: ir.Node) -> tuple[float, float]:
+    """Return alpha and beta of a HardSigmoid."""
+    attributes = hard_sigmoid.attributes
+    return attributes.get_float("alpha", 0.2), attributes.get_float("beta", 0.5)
+
+
+def _add_in_integers(hard_sigmoid: ir.Node) -> None:
+    """Replace a HardSigmoid between codes by an Add, if the ends of its codes clamp it.
+
+    Codes of x + beta / alpha, with a step 1 / alpha times as large, are the same.
+    """
+    x = hard_sigmoid.inputs[0]
+    readers = hard_sigmoid.outputs[0].consumers()
+    if x is None or len(readers) != 1:
+        return
+    quantize = readers[0]
+    _, step_value, zero_point = quantize.inputs
+    step_array = array_of(step_value)
+    zero = array_of(zero_point)
+    if step_array is None or zero is None:
+        return
+    step = float(step_array)
+    if zero.dtype != "uint8" or zero.any():
+        return
+    if round(1 / step) < UINT8.high:
+        # Its largest value has a smaller code than the type ends with
+        return
+    alpha, beta = _slope(hard_sigmoid)
+    builder = NodeBuilder(
+        str(hard_sigmoid.outputs[0].name),
+        hard_sigmoid,
+    )
+    # 0 becomes 127.5 steps of 1 / 255. The sum falls to the side that test mode rounds it to
+    code = round(float(np.float32(beta) / step_array))
+    share = -_ROUNDING
+    if code * step > beta:
+        share = _ROUNDING
+    constant = beta / alpha * (1 + share)
+    shifted = _shifted(
+        builder,
+        x,
+        constant,
+    )
+    wide_step = builder.constant(
+        "gate.step",
+        step / alpha,
+    )
+    quantize.replace_input_with(1, wide_step)
+    replace_node(hard_sigmoid, shifted)
 
 
 def _hard_sigmoid(
@@ -69,15 +133,93 @@ def _hard_sigmoid(
     alpha: float,
     beta: float,
 ) -> ir.Value:
-    """Return clamp(alpha x + beta, 0, 1) in codes of `_GATE_STEP`, dequantized."""
+    """Return clamp(alpha x + beta, 0, 1), dequantized from codes."""
+    clipped = _clipped_codes(builder, x, alpha=alpha, beta=beta)
+    if clipped is not None:
+        return clipped
+    shifted = _shifted(builder, x, beta / alpha)
+    return _dequantized(builder, shifted, step=_GATE_STEP / alpha)
+
+
+def _shifted(builder: NodeBuilder, x: ir.Value, constant: float) -> ir.Value:
+    """Return `x` plus a constant."""
     # QLinearAdd takes codes for both of its inputs: the largest stands for the constant.
-    constant = beta / alpha
     codes = builder.constant("gate.offset", UINT8.high, UINT8.data_type)
     scale = builder.constant("gate.offset.scale", constant / UINT8.high)
     zero_point = builder.constant("gate.offset.zero_point", 0, UINT8.data_type)
     offset = builder.add("DequantizeLinear", codes, scale, zero_point)
-    shifted = builder.add("Add", x, offset)
-    return _dequantized(builder, shifted, step=_GATE_STEP / alpha)
+    return builder.add("Add", x, offset)
+
+
+def _clipped_codes(
+    builder: NodeBuilder,
+    x: ir.Value,
+    *,
+    alpha: float,
+    beta: float,
+) -> ir.Value | None:
+    """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`.
+
+    None if no code is where it becomes 0, or an end is no whole number of steps from zero.
+    """
+    dequantize = producer_of(x, "DequantizeLinear")
+    assert dequantize is not None
+    codes, scale, zero_point = dequantize.inputs
+    step_array = array_of(scale)
+    zero = array_of(zero_point)
+    if step_array is None or zero is None:
+        return None
+    if zero.dtype != "uint8":
+        return None
+    step = float(step_array)
+    to_first = beta / alpha / step
+    to_last = (1 - beta) / alpha / step
+    first = int(zero) - round(to_first)
+    last = int(zero) + round(to_last)
+    if first < UINT8.low:
+        return None
+    if not _is_whole(to_first) or not _is_whole(to_last):
+        return None
+    kind = UINT8.data_type
+    if first > UINT8.low or last < UINT8.high:
+        end = min(last, UINT8.high)
+        low = builder.constant(
+            "gate.low",
+            first,
+            kind,
+        )
+        high = builder.constant(
+            "gate.high",
+            end,
+            kind,
+        )
+        assert codes is not None
+        codes = builder.add(
+            "Clip",
+            codes,
+            low,
+            high,
+        )
+    gate_scale = builder.constant(
+        "gate.scale",
+        1 / (last - first),
+    )
+    gate_zero = builder.constant(
+        "gate.zero_point",
+        first,
+        kind,
+    )
+    return builder.add(
+        "DequantizeLinear",
+        codes,
+        gate_scale,
+        gate_zero,
+    )
+
+
+def _is_whole(count: float) -> bool:
+    """Return whether a number of steps is whole and not 0."""
+    return round(count) > 0 and abs(count - round(count)) < _TINY_SHARE
 
 
 def _dequantized(builder: NodeBuilder, value: ir.Value, *, step: float) -> ir.Value:

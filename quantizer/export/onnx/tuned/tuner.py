@@ -134,7 +134,8 @@ class _Tuner:
                 _FLOATS: _ratios(trials[-1]),
             },
         }
-        solution = without_activations(self.deployment.solution, left_out)
+        deployment = self.deployment
+        solution = without_activations(deployment.graph, deployment.solution, left_out)
         return LayerChoice(solution, content)
 
     def _trials(self) -> list[_Trial]:
