@@ -17,7 +17,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import (
@@ -261,10 +261,12 @@ class _SequentialRounding:
         """
         float_values: Iterator[Any] = iter(())
         weights: TokenWeights | None = None
-        node = self.runner.network.graph.by_name[gathered.names[0]]
+        network = self.runner.network
         if not gathered.gram.is_routed:
-            [source] = node.operands.values()
-            if node.op == "linear" and source in self.weights:
+            first_name = gathered.names[0]
+            [source] = network.graph.by_name[first_name].operands.values()
+            is_linear = isinstance(network.layers[first_name], nn.Linear)
+            if is_linear and source in self.weights:
                 weights = TokenWeights(self.weights[source])
             if self.float_runner is not None:
                 self.float_runner.advance(source)

@@ -11,18 +11,24 @@ Guidance" (arXiv 2505.07004), with one group of output channels. The power is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Task
 from quantizer.algorithms.gram import quantized_layers
 from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
 from quantizer.algorithms.sequential_runner import reads_ids
+from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
+
+_Draw = Callable[[Tensor, torch.Generator], Tensor]
+"""Returns what the backward pass starts with at an output."""
 
 
 class TokenWeights:
@@ -38,10 +44,11 @@ class TokenWeights:
 
     def next(self, value: Tensor) -> Tensor:
         """Return the roots for the next tokens, as many as the value has: [..., 1]."""
-        shape = (*value.shape[:-1], 1)
+        tokens = value.shape[:-1]
         start = self._position
-        self._position += value.shape[:-1].numel()
-        return self._roots[start : self._position].view(shape)
+        self._position += tokens.numel()
+        roots = self._roots[start : self._position]
+        return roots.view(*tokens, 1)
 
 
 def token_weights(network: Network, task: Task, power: float) -> dict[str, Tensor]:
@@ -55,87 +62,150 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
     Raises:
         DataError: the output has no gradient, or a gradient is not finite.
     """
-    readers: dict[str, list[str]] = {}
-    for group in task.structure.groups:
-        for name in quantized_layers(task, group):
-            if network.graph.by_name[name].op == "linear":
-                readers.setdefault(group.source, []).append(name)
-    by_value: dict[str, list[Tensor]] = {value: [] for value in readers}
-    generator = torch.Generator().manual_seed(0)
+    value_of_layer = _values_of_layers(network, task)
+    by_value: dict[str, list[Tensor]] = {}
+    generator = torch.Generator()
     for number, batch in enumerate(task.batches()):
         if task.ranks.owns(number):
+            # Several ranks draw for each batch what one rank does
+            generator.manual_seed(number)
             with prefix_batch_errors(number, batch):
-                energies = _energies(network, batch, readers, generator)
+                energies = _energies(network, batch, value_of_layer, generator)
             for value, energy in energies.items():
-                by_value[value].append(energy)
+                weight = energy.pow(power)
+                of_batches = by_value.setdefault(value, [])
+                of_batches.append(weight)
     weights = {}
-    for value, energies_of_batches in by_value.items():
-        weights[value] = _normalized(energies_of_batches, power)
+    for value, of_batches in by_value.items():
+        weights[value] = torch.cat(of_batches)
+    means = _means(weights, task.ranks)
+    for mean in means.values():
+        if not math.isfinite(mean):
+            raise DataError(
+                "a gradient of the float model's loss is not finite",
+                help="check data and weights",
+            )
+    for value, of_tokens in weights.items():
+        mean = means[value]
+        if mean > 0:
+            of_tokens /= mean
+        else:
+            # No token has any effect, so all weigh alike
+            of_tokens.fill_(1)
     return weights
+
+
+def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
+    """Return the mean weight of the tokens of all ranks, by the value."""
+    sums = {}
+    for value, of_tokens in weights.items():
+        total = float(of_tokens.sum())
+        tokens = len(of_tokens)
+        sums[value] = (total, tokens)
+    totals: dict[str, tuple[float, int]] = {}
+    for of_rank in ranks.gather(sums, "weights of tokens"):
+        for value, (total, tokens) in of_rank.items():
+            before, tokens_before = totals.get(value, (0.0, 0))
+            total += before
+            tokens += tokens_before
+            totals[value] = (total, tokens)
+    means = {}
+    for value, of_all in totals.items():
+        total, tokens = of_all
+        means[value] = total / tokens
+    return means
+
+
+def _values_of_layers(network: Network, task: Task) -> dict[str, str]:
+    """Return the value that each linear layer reads, by the layer's name."""
+    values = {}
+    for group in task.structure.groups:
+        for name in quantized_layers(task, group):
+            layer = network.layers[name]
+            if isinstance(layer, nn.Linear):
+                values[name] = group.source
+    return values
 
 
 def _energies(
     network: Network,
     batch: Batch,
-    readers: Mapping[str, Sequence[str]],
+    value_of_layer: Mapping[str, str],
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
     """Return the squared gradients of each token of a batch, summed over the channels of all
     layers that read a value: float32 [tokens], by the value.
     """
     energies: dict[str, Tensor] = {}
-    watchers = {}
-    for value, names in readers.items():
-        for name in names:
-            watchers[name] = _adding(energies, value)
-    with torch.enable_grad():
-        execution = network.start(batch.args, batch.kwargs).advance(watch=watchers)
-        outputs = [output for output in execution.float_outputs() if output.requires_grad]
+    draw: _Draw = random_signs
+    if reads_ids(network):
+        draw = _drawn_gradient
+    with contextlib.ExitStack() as hooks, torch.enable_grad():
+        for name, value in value_of_layer.items():
+            layer = network.layers[name]
+            start = layer.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+            hooks.callback(start.remove)
+            add = _adding(energies, value)
+            end = layer.register_forward_hook(add)
+            hooks.callback(end.remove)
+        execution = network.start(batch.args, batch.kwargs)
+        execution.advance()
+        outputs = []
+        gradients = []
+        for output in execution.float_outputs():
+            if output.requires_grad:
+                outputs.append(output)
+                gradient = draw(output, generator)
+                gradients.append(gradient)
         if not outputs:
             raise DataError(NO_GRADIENT, help='calibrate with "guidance": 0')
-        if reads_ids(network):
-            gradients = [_drawn_gradient(output, generator) for output in outputs]
-        else:
-            gradients = [random_signs(output, generator) for output in outputs]
         torch.autograd.backward(outputs, gradients)
     return energies
 
 
-def _adding(energies: dict[str, Tensor], value: str) -> Callable[[Tensor], None]:
-    def watch(output: Tensor) -> None:
-        """Make the backward pass add the squared gradient of a layer's output."""
+def _with_gradient(
+    _: nn.Module, args: tuple[()], operands: dict[str, Tensor]
+) -> tuple[tuple[()], dict[str, Tensor]]:
+    """Return a layer's operands with gradients. Weights have none, so others start here. A
+    later layer may overwrite the output in place, but nothing overwrites this copy.
+    """
+    watched = {}
+    for key, operand in operands.items():
+        watched[key] = operand
+        if not operand.requires_grad:
+            copied = operand.detach()
+            watched[key] = copied.requires_grad_()
+    return args, watched
+
+
+def _adding(energies: dict[str, Tensor], value: str) -> Callable[..., None]:
+    """Return a hook that makes the backward pass add the squares of an output's gradient."""
+
+    def after_forward(_: nn.Module, args: object, output: Tensor) -> None:
         tokens = output.shape[:-1].numel()
-        energies.setdefault(value, output.new_zeros(tokens, dtype=torch.float32))
-        if not output.requires_grad:
-            output.requires_grad_()
+        nothing = output.new_zeros(tokens, dtype=torch.float32)
+        energies.setdefault(value, nothing)
         output.register_hook(add)  # type: ignore[no-untyped-call]
 
     def add(gradient: Tensor) -> None:
-        energies[value] += gradient.float().square().sum(-1).flatten()
+        float_gradient = gradient.float()
+        squares = float_gradient.square()
+        by_token = squares.sum(-1)
+        energies[value] += by_token.flatten()
 
-    return watch
+    return after_forward
 
 
 def _drawn_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Return the gradient of the cross entropy with drawn classes by logits [..., classes]."""
-    probabilities = logits.detach().float().softmax(-1)
+    values = logits.detach()
+    values = values.float()
+    probabilities = values.softmax(-1)
     by_token = probabilities.flatten(0, -2)
     # The generator is the CPU's, so that all devices draw alike
-    drawn = torch.multinomial(by_token.cpu(), 1, generator=generator).to(logits.device)
-    by_token.scatter_add_(1, drawn, by_token.new_full(drawn.shape, -1.0))
+    drawn = torch.multinomial(by_token.cpu(), 1, generator=generator)
+    classes = drawn.to(logits.device)
+    shape = classes.shape
+    minus_one = by_token.new_full(shape, -1.0)
+    by_token.scatter_add_(1, classes, minus_one)
     return probabilities.to(logits.dtype)
-
-
-def _normalized(energies: Iterable[Tensor], power: float) -> Tensor:
-    """Return the energies to a power, with a mean of 1. Tokens without energy weigh nothing,
-    unless none has any: all weigh 1 then.
-    """
-    weights = torch.cat([*energies]).pow(power)
-    mean = weights.mean()
-    if not mean.isfinite():
-        raise DataError(
-            "a gradient of the float model's loss is not finite", help="check data and weights"
-        )
-    if mean == 0:
-        return torch.ones_like(weights)
-    return weights / mean
