@@ -96,7 +96,7 @@ class SequentialRunner:
         self._store = store or ActivationStore()
         numbered = self._inputs(batches)
         runs: Iterable[list[_NumberedInputs]] = ([row] for row in numbered)
-        if together and reads_ids(network):
+        if together and _reads_ids(network):
             most = _JOINED_IDS_OF_A_DEVICE
             if network.graph.device == CPU:
                 most = _JOINED_IDS
@@ -290,7 +290,7 @@ def _joinable(
         yield parts
 
 
-def reads_ids(network: Network) -> bool:
+def _reads_ids(network: Network) -> bool:
     """Check whether all inputs are integers whose first axis is the batch, of any size."""
     nodes = [node for node in network.graph.nodes if node.op == "input"]
     return all(node.shape and node.shape[0] is None and not node.is_float for node in nodes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Task
 from quantizer.algorithms.gram import quantized_layers
 from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
-from quantizer.algorithms.sequential_runner import reads_ids
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
 
-_Draw = Callable[[Tensor, torch.Generator], Tensor]
-"""Returns what the backward pass starts with at an output."""
+_DRAWS = 4
+"""Backward passes of each batch. With one, results depend on what is drawn."""
+_REMEDY = 'calibrate with "guidance": 0'
 
 
 class TokenWeights:
@@ -55,9 +55,9 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
     """Return the weights of all tokens of this rank's batches, float32 [tokens], by the name of
     the value. Only values that linear layers with quantized weights read have them.
 
-    The loss of a model of token ids is the cross entropy with tokens drawn from its own
-    distribution. That of others is the squared error of the outputs, by random signs. Neither
-    needs labels. Memory holds all weights, and what the backward pass of one batch needs.
+    The loss of a language model is the cross entropy with tokens drawn from its own
+    distribution. That of other outputs is their squared error, by random signs. Neither needs
+    labels. Memory holds all weights, and what the backward pass of one batch needs.
 
     Raises:
         DataError: the output has no gradient, or a gradient is not finite.
@@ -137,9 +137,7 @@ def _energies(
     layers that read a value: float32 [tokens], by the value.
     """
     energies: dict[str, Tensor] = {}
-    draw: _Draw = random_signs
-    if reads_ids(network):
-        draw = _drawn_gradient
+    vocabularies = _vocabularies(network)
     with contextlib.ExitStack() as hooks, torch.enable_grad():
         for name, value in value_of_layer.items():
             layer = network.layers[name]
@@ -150,17 +148,43 @@ def _energies(
             hooks.callback(end.remove)
         execution = network.start(batch.args, batch.kwargs)
         execution.advance()
-        outputs = []
-        gradients = []
-        for output in execution.float_outputs():
-            if output.requires_grad:
-                outputs.append(output)
-                gradient = draw(output, generator)
-                gradients.append(gradient)
+        outputs = [output for output in execution.float_outputs() if output.requires_grad]
         if not outputs:
-            raise DataError(NO_GRADIENT, help='calibrate with "guidance": 0')
-        torch.autograd.backward(outputs, gradients)
+            raise DataError(NO_GRADIENT, help=_REMEDY)
+        try:
+            for left in reversed(range(_DRAWS)):
+                gradients = _drawn_gradients(outputs, vocabularies, generator)
+                torch.autograd.backward(outputs, gradients, retain_graph=left > 0)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error
     return energies
+
+
+def _drawn_gradients(
+    outputs: Sequence[Tensor],
+    vocabularies: Container[int],
+    generator: torch.Generator,
+) -> list[Tensor]:
+    """Return what a backward pass starts with at each output."""
+    gradients = []
+    for output in outputs:
+        width = output.shape[-1:].numel()
+        if width in vocabularies:
+            gradient = _gradient_of_drawn_classes(output, generator)
+        else:
+            gradient = random_signs(output, generator)
+        gradients.append(gradient)
+    return gradients
+
+
+def _vocabularies(network: Network) -> set[int]:
+    """Return how many rows each embedding has. Logits of a language model are as many."""
+    sizes = set()
+    for layer in network.layers.values():
+        if isinstance(layer, nn.Embedding):
+            sizes.add(layer.num_embeddings)
+    return sizes
 
 
 def _with_gradient(
@@ -196,10 +220,9 @@ def _adding(energies: dict[str, Tensor], value: str) -> Callable[..., None]:
     return after_forward
 
 
-def _drawn_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
+def _gradient_of_drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Return the gradient of the cross entropy with drawn classes by logits [..., classes]."""
-    values = logits.detach()
-    values = values.float()
+    values = logits.detach().float()
     probabilities = values.softmax(-1)
     by_token = probabilities.flatten(0, -2)
     # The generator is the CPU's, so that all devices draw alike
