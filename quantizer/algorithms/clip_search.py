@@ -47,7 +47,10 @@ _FEW_BY_LENGTH = ((32, (1.0, 0.9)), (1024, (1.0, 0.75)))
 """Fewer of them, for ranges of up to so many values, to estimate the error after clipping."""
 _FEW_OF_A_CHANNEL = (1.0, 0.85, 0.7, 0.55)
 """For longer ranges. The more values, the further out is the largest, and the more is cut."""
-_POWERS = (1.0, 0.5)
+_POWERS = (1.0, 0.5, 2.0)
+"""Powers of two around the range's own. The rule of MX formats cuts off up to a quarter of a
+block's largest value, which the next power does not.
+"""
 _ROWS_APART = (("per_channel", 0), ("per_group", 1), ("per_group", -1))
 
 
@@ -65,7 +68,7 @@ def clip_shares(spec: QuantizationSpec, shares: Sequence[float] = SHARES) -> Ite
     either sign.
 
     >>> [*clip_shares(QuantizationSpec(scale_type="poweroftwo"))]
-    [1.0, 0.5]
+    [1.0, 0.5, 2.0]
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _POWERS

@@ -30,7 +30,7 @@ from quantizer.storage.deferred_tensor import loaded
 PROJECTIONS = 8
 """Of each batch. With four batches, a noise is found to a quarter of itself, 1 dB."""
 _REMEDY = "measure without gradients: --passes network"
-_NO_GRADIENT = "the model's output has no gradient by its weights"
+NO_GRADIENT = "the model's output has no gradient by its weights"
 
 
 def predicted_noise(
@@ -127,19 +127,22 @@ def _adding(row: Tensor, quantizers: Sequence[TensorQuantizer]) -> Callable[[Ten
     return add
 
 
+def random_signs(output: Tensor, generator: torch.Generator) -> Tensor:
+    """Return values of 1 and -1, drawn on the CPU, in the shape and dtype of an output."""
+    bits = torch.randint(0, 2, output.shape, generator=generator, dtype=torch.int8)
+    return bits.to(output).mul_(2).sub_(1)
+
+
 def _backward(
     outputs: Sequence[Tensor], generator: torch.Generator, *, retain_graph: bool
 ) -> None:
     """Take the gradient of one random projection of the outputs."""
     with_gradient = [output for output in outputs if output.requires_grad]
     if not with_gradient:
-        raise DataError(_NO_GRADIENT, help=_REMEDY)
-    signs = []
-    for output in with_gradient:
-        bits = torch.randint(0, 2, output.shape, generator=generator, dtype=torch.int8)
-        signs.append(bits.to(output).mul_(2).sub_(1))
+        raise DataError(NO_GRADIENT, help=_REMEDY)
+    signs = [random_signs(output, generator) for output in with_gradient]
     try:
         torch.autograd.backward(with_gradient, signs, retain_graph=retain_graph)
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{_NO_GRADIENT}: {reason}", help=_REMEDY) from error
+        raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error

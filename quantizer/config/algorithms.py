@@ -103,6 +103,12 @@ SHARED_SETTINGS |= {
         "with all others as they are; for 4 bits and fewer. 2 take about half as long again.",
         keywords={"minimum": 0, "maximum": 100},
     ),
+    "guidance": Setting(
+        "How much more a token counts if the loss depends strongly on what linear layers "
+        "compute for it: the power of the squared gradient, 0 to 1. With 0, all count alike. "
+        "The backward pass needs the whole network in memory.",
+        keywords={"minimum": 0, "maximum": 1},
+    ),
     "true_sequential": Setting(
         "Whether each layer sees the rounded ones before it in its block; with false a "
         "block's inputs are collected once, from the blocks before."
@@ -218,6 +224,7 @@ class ColumnRounding(AlgoConfig):
     block_size: int
     scale_search: bool
     sweeps: int
+    guidance: float
 
 
 @algorithm(run="quantizer.algorithms.gptq.algorithms:gptq", stage="round", matrices=5)
@@ -241,6 +248,7 @@ class GPTQConfig(ColumnRounding):
     block_size: int = 128
     scale_search: bool = False
     sweeps: int = 0
+    guidance: float = 0.0
 
 
 @algorithm(
@@ -269,6 +277,7 @@ class GPTAQConfig(ColumnRounding):
     block_size: int = 128
     scale_search: bool = False
     sweeps: int = 0
+    guidance: float = 0.0
 
 
 @algorithm(
@@ -296,6 +305,7 @@ class QronosConfig(ColumnRounding):
     block_size: int = 128
     scale_search: bool = False
     sweeps: int = 0
+    guidance: float = 0.0
 
 
 @algorithm(run="quantizer.algorithms.imatrix:imatrix", stage="round", needs_groups=True)

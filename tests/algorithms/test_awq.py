@@ -398,6 +398,19 @@ def test_a_clipped_grid_knows_the_scale_that_cuts_nothing_off() -> None:
     assert torch.equal(nearest(weight, half, found), weight)
 
 
+def test_a_clipped_grid_knows_the_exponent_that_cuts_nothing_off() -> None:
+    """The rule of MX (OCP, section 6.3) gives 7.9 the scale 1, and fp4 ends at 6. With the
+    scale 2, 7.9 becomes 8.
+    """
+    mx = QuantizationSpec(
+        dtype="fp4", scale_type="e8m0", qscheme="per_group", ch_axis=1, group_size=32
+    )
+    layer, weight = nn.Linear(32, 2), torch.full((2, 32), 7.9)
+    assert nearest_qparams(mx, weight).scale.unique().tolist() == [1.0]
+    found = ClipSearch(layer, mx, weight, torch.eye(32)[None], shares=clip_shares(mx)).qparams
+    assert found.scale.unique().tolist() == [2.0]
+
+
 @given(st.integers(1, 60), st.data())
 def test_the_least_step_of_a_valley_is_found(steps: int, data: st.DataObject) -> None:
     bottom = data.draw(st.integers(0, steps))

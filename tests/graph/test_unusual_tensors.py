@@ -152,12 +152,26 @@ class ComplexBuffers(nn.Module):
         return self.rotary(x), self.spectral(x[:, :3, :8])
 
 
+class Spectrogram(nn.Module):
+    """Magnitudes of a short-time Fourier transform, as audio networks compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = nn.Buffer(torch.hann_window(32))
+        self.linear = nn.Linear(17, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.stft(x, 32, 8, window=self.window, return_complex=True)
+        return self.linear(spectrum.abs().mT)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vectors": (Integral, (4, 5, 8)),
     "no dimensions": (Losses, (4, 8)),
     "complex buffers": (ComplexBuffers, (2, 5, 16)),
     "complex128": (lambda: Rotary(torch.complex128), (2, 5, 16)),
     "complex layer": (ComplexLayer, (4, 8)),
+    "spectrogram": (Spectrogram, (2, 160)),
     "traced by torch.jit": (traced, (2, 3, 8, 8)),
 }
 REFUSED = {"complex128": "complex128", "complex layer": "computes exp of complex numbers"}

@@ -17,7 +17,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import (
@@ -27,6 +27,7 @@ from quantizer.algorithms.adjustment import (
     apply_adjustment,
 )
 from quantizer.algorithms.gptq.experts import round_experts
+from quantizer.algorithms.gptq.guidance import TokenWeights, token_weights
 from quantizer.algorithms.gptq.layers import (
     RoundedLayers,
     round_layers,
@@ -182,6 +183,9 @@ class _SequentialRounding:
         self.adjustment = adjustment
         self.target = target
         graph = apply_adjustment(task.graph, adjustment)
+        self.weights: dict[str, Tensor] = {}
+        if target.settings.guidance:
+            self.weights = token_weights(Network(graph), task, target.settings.guidance)
         store = ActivationStore(task.memory)
         self.runner = self._runner(graph, store)
         self.float_runner: SequentialRunner | None = None
@@ -256,18 +260,32 @@ class _SequentialRounding:
         because the float network routes other tokens to them.
         """
         float_values: Iterator[Any] = iter(())
-        if self.float_runner is not None and not gathered.gram.is_routed:
-            [source] = self.runner.network.graph.by_name[gathered.names[0]].operands.values()
-            self.float_runner.advance(source)
-            float_values = iter(self.float_runner.value(source))
+        weights: TokenWeights | None = None
+        network = self.runner.network
+        if not gathered.gram.is_routed:
+            first_name = gathered.names[0]
+            [source] = network.graph.by_name[first_name].operands.values()
+            is_linear = isinstance(network.layers[first_name], nn.Linear)
+            if is_linear and source in self.weights:
+                weights = TokenWeights(self.weights[source])
+            if self.float_runner is not None:
+                self.float_runner.advance(source)
+                float_values = iter(self.float_runner.value(source))
 
         def watch(input: Tensor, **routing: Tensor) -> None:  # noqa: A002 - as layers name it
+            roots = None
+            if weights is not None:
+                roots = weights.next(input)
+                input = input * roots  # noqa: A001
             try:
                 gathered.gram.add(input, **routing)
             except ObservationError as error:
                 raise not_finite_input(gathered.names[0], error) from error
             if gathered.drift is not None and not routing:
-                gathered.drift.add(next(float_values), input)
+                float_value = next(float_values)
+                if roots is not None:
+                    float_value = float_value * roots
+                gathered.drift.add(float_value, input)
 
         return watch
 

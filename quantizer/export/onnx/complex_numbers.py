@@ -24,7 +24,7 @@ _TRANSLATED = frozenset(
     cat flatten flip permute reshape roll slice squeeze stack t transpose
     mT numpy_T unflatten view concat concatenate resolve_conj contiguous detach
     fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn
-    fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn
+    fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn stft
     """.split()  # noqa: SIM905
 )
 # The operators that are decomposed here. `getitem` takes a tensor out of the list that `split`

@@ -1,0 +1,234 @@
+"""Weight tokens by how much the network's loss depends on the outputs of layers for them.
+
+The squared error of GPTQ counts all tokens alike. But an error in the outputs of some tokens
+changes the network's output much, and in those of others hardly. So a token counts as the
+squared gradient of the loss by these outputs. A power between 0 and 1 makes that milder. A
+token with weight w has products w x x^T.
+
+Source: Kim et al. 2025, "GuidedQuant: Large Language Model Quantization via Exploiting End Loss
+Guidance" (arXiv 2505.07004), with one group of output channels. The power is not the paper's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quantizer.algorithms.adjustment import Task
+from quantizer.algorithms.gram import quantized_layers
+from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
+from quantizer.distributed import Ranks
+from quantizer.errors import DataError
+from quantizer.nn.network import Network
+from quantizer.sources.batches import Batch, prefix_batch_errors
+
+_DRAWS = 4
+"""Backward passes of each batch. With one, results depend on what is drawn."""
+_REMEDY = 'calibrate with "guidance": 0'
+
+
+class TokenWeights:
+    """Hands out the roots of the weights of one value's tokens, in the order of the batches.
+
+    Args:
+        weights: float32 [tokens], with a mean of 1.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self._roots = weights.sqrt()
+        self._position = 0
+
+    def next(self, value: Tensor) -> Tensor:
+        """Return the roots for the next tokens, as many as the value has: [..., 1]."""
+        tokens = value.shape[:-1]
+        start = self._position
+        self._position += tokens.numel()
+        roots = self._roots[start : self._position]
+        return roots.view(*tokens, 1)
+
+
+def token_weights(network: Network, task: Task, power: float) -> dict[str, Tensor]:
+    """Return the weights of all tokens of this rank's batches, float32 [tokens], by the name of
+    the value. Only values that linear layers with quantized weights read have them.
+
+    The loss of a language model is the cross entropy with tokens drawn from its own
+    distribution. That of other outputs is their squared error, by random signs. Neither needs
+    labels. Memory holds all weights, and what the backward pass of one batch needs.
+
+    Raises:
+        DataError: the output has no gradient, or a gradient is not finite.
+    """
+    value_of_layer = _values_of_layers(network, task)
+    by_value: dict[str, list[Tensor]] = {}
+    generator = torch.Generator()
+    for number, batch in enumerate(task.batches()):
+        if task.ranks.owns(number):
+            # Several ranks draw for each batch what one rank does
+            generator.manual_seed(number)
+            with prefix_batch_errors(number, batch):
+                energies = _energies(network, batch, value_of_layer, generator)
+            for value, energy in energies.items():
+                weight = energy.pow(power)
+                of_batches = by_value.setdefault(value, [])
+                of_batches.append(weight)
+    weights = {}
+    for value, of_batches in by_value.items():
+        weights[value] = torch.cat(of_batches)
+    means = _means(weights, task.ranks)
+    for mean in means.values():
+        if not math.isfinite(mean):
+            raise DataError(
+                "a gradient of the float model's loss is not finite",
+                help="check data and weights",
+            )
+    for value, of_tokens in weights.items():
+        mean = means[value]
+        if mean > 0:
+            of_tokens /= mean
+        else:
+            # No token has any effect, so all weigh alike
+            of_tokens.fill_(1)
+    return weights
+
+
+def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
+    """Return the mean weight of the tokens of all ranks, by the value."""
+    sums = {}
+    for value, of_tokens in weights.items():
+        total = float(of_tokens.sum())
+        tokens = len(of_tokens)
+        sums[value] = (total, tokens)
+    totals: dict[str, tuple[float, int]] = {}
+    for of_rank in ranks.gather(sums, "weights of tokens"):
+        for value, (total, tokens) in of_rank.items():
+            before, tokens_before = totals.get(value, (0.0, 0))
+            total += before
+            tokens += tokens_before
+            totals[value] = (total, tokens)
+    means = {}
+    for value, of_all in totals.items():
+        total, tokens = of_all
+        means[value] = total / tokens
+    return means
+
+
+def _values_of_layers(network: Network, task: Task) -> dict[str, str]:
+    """Return the value that each linear layer reads, by the layer's name."""
+    values = {}
+    for group in task.structure.groups:
+        for name in quantized_layers(task, group):
+            layer = network.layers[name]
+            if isinstance(layer, nn.Linear):
+                values[name] = group.source
+    return values
+
+
+def _energies(
+    network: Network,
+    batch: Batch,
+    value_of_layer: Mapping[str, str],
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Return the squared gradients of each token of a batch, summed over the channels of all
+    layers that read a value: float32 [tokens], by the value.
+    """
+    energies: dict[str, Tensor] = {}
+    vocabularies = _vocabularies(network)
+    with contextlib.ExitStack() as hooks, torch.enable_grad():
+        for name, value in value_of_layer.items():
+            layer = network.layers[name]
+            start = layer.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+            hooks.callback(start.remove)
+            add = _adding(energies, value)
+            end = layer.register_forward_hook(add)
+            hooks.callback(end.remove)
+        execution = network.start(batch.args, batch.kwargs)
+        execution.advance()
+        outputs = [output for output in execution.float_outputs() if output.requires_grad]
+        if not outputs:
+            raise DataError(NO_GRADIENT, help=_REMEDY)
+        try:
+            for left in reversed(range(_DRAWS)):
+                gradients = _drawn_gradients(outputs, vocabularies, generator)
+                torch.autograd.backward(outputs, gradients, retain_graph=left > 0)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error
+    return energies
+
+
+def _drawn_gradients(
+    outputs: Sequence[Tensor],
+    vocabularies: Container[int],
+    generator: torch.Generator,
+) -> list[Tensor]:
+    """Return what a backward pass starts with at each output."""
+    gradients = []
+    for output in outputs:
+        width = output.shape[-1:].numel()
+        if width in vocabularies:
+            gradient = _gradient_of_drawn_classes(output, generator)
+        else:
+            gradient = random_signs(output, generator)
+        gradients.append(gradient)
+    return gradients
+
+
+def _vocabularies(network: Network) -> set[int]:
+    """Return how many rows each embedding has. Logits of a language model are as many."""
+    sizes = set()
+    for layer in network.layers.values():
+        if isinstance(layer, nn.Embedding):
+            sizes.add(layer.num_embeddings)
+    return sizes
+
+
+def _with_gradient(
+    _: nn.Module, args: tuple[()], operands: dict[str, Tensor]
+) -> tuple[tuple[()], dict[str, Tensor]]:
+    """Return a layer's operands with gradients. Weights have none, so others start here. A
+    later layer may overwrite the output in place, but nothing overwrites this copy.
+    """
+    watched = {}
+    for key, operand in operands.items():
+        watched[key] = operand
+        if not operand.requires_grad:
+            copied = operand.detach()
+            watched[key] = copied.requires_grad_()
+    return args, watched
+
+
+def _adding(energies: dict[str, Tensor], value: str) -> Callable[..., None]:
+    """Return a hook that makes the backward pass add the squares of an output's gradient."""
+
+    def after_forward(_: nn.Module, args: object, output: Tensor) -> None:
+        tokens = output.shape[:-1].numel()
+        nothing = output.new_zeros(tokens, dtype=torch.float32)
+        energies.setdefault(value, nothing)
+        output.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def add(gradient: Tensor) -> None:
+        float_gradient = gradient.float()
+        squares = float_gradient.square()
+        by_token = squares.sum(-1)
+        energies[value] += by_token.flatten()
+
+    return after_forward
+
+
+def _gradient_of_drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the gradient of the cross entropy with drawn classes by logits [..., classes]."""
+    values = logits.detach().float()
+    probabilities = values.softmax(-1)
+    by_token = probabilities.flatten(0, -2)
+    # The generator is the CPU's, so that all devices draw alike
+    drawn = torch.multinomial(by_token.cpu(), 1, generator=generator)
+    classes = drawn.to(logits.device)
+    shape = classes.shape
+    minus_one = by_token.new_full(shape, -1.0)
+    by_token.scatter_add_(1, classes, minus_one)
+    return probabilities.to(logits.dtype)
