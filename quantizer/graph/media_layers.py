@@ -16,14 +16,27 @@ _DECODER_INPUT = "decoder_"
 """The beginning of a name of token ids that a model writes about what its encoder reads, as a
 speech recognizer does. Its encoder does not only serve a language model.
 """
-_MEDIA_NAMES = frozenset(
-    {
-        *("vision_tower", "vision_model", "vision_encoder", "vision_embed_tokens", "visual"),
-        *("image_encoder", "image_embed", "audio_tower", "audio_encoder", "audio_embed"),
-        *("multi_modal_projector", "mm_projector", "connector", "aligner", "qformer"),
-        *("language_projection", "visual_projection", "embed_vision", "embed_audio"),
-    }
-)
+_MEDIA_NAMES = {
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "vision_embed_tokens",
+    "visual",
+    "image_encoder",
+    "image_embed",
+    "audio_tower",
+    "audio_encoder",
+    "audio_embed",
+    "multi_modal_projector",
+    "mm_projector",
+    "connector",
+    "aligner",
+    "qformer",
+    "language_projection",
+    "visual_projection",
+    "embed_vision",
+    "embed_audio",
+}
 """The modules of these layers in the families of transformers."""
 _LEAST_AXES = 2
 """Axes of an image that was cut into patches, as Qwen2-VL takes it."""
@@ -37,9 +50,9 @@ def media_layers(graph: Graph) -> list[str]:
     The graph of a module tree shows no inputs. There, the names of modules count.
     """
     embeddings = {node.name for node in vocabulary_embeddings(graph)}
-    layers = [node for node in graph.nodes if node.params and not node.is_tensor]
     if not embeddings:
         return []
+    layers = [node for node in graph.nodes if node.params and not node.is_tensor]
     if any(node.op == _ENTRY for node in graph.nodes):
         return [node.name for node in layers if _has_media_name(node)]
     media, decoder_inputs = _inputs(graph)
@@ -49,8 +62,9 @@ def media_layers(graph: Graph) -> list[str]:
     of_media = _reached(graph, media) - of_text
     for node in reversed(graph.nodes):
         readers = graph.consumers[node.name]
-        is_free = node.name not in of_text and node.op != "input"
-        if is_free and readers and of_media.issuperset(readers):
+        if node.op == "input" or node.name in of_text:
+            continue
+        if readers and of_media.issuperset(readers):
             of_media.add(node.name)
     modules_of_text: set[str] = set()
     for node in layers:
@@ -60,13 +74,15 @@ def media_layers(graph: Graph) -> list[str]:
     modules_of_text.discard("")
     names: list[str] = []
     for node in layers:
-        if node.name in of_media and _parent(node) not in modules_of_text:
+        is_beside_text = _parent(node) in modules_of_text
+        if node.name in of_media and not is_beside_text:
             names.append(node.name)
     return names
 
 
 def _has_media_name(node: Node) -> bool:
-    return not _MEDIA_NAMES.isdisjoint(node.scope.split("."))
+    parts = node.scope.split(".")
+    return not _MEDIA_NAMES.isdisjoint(parts)
 
 
 def _parent(node: Node) -> str:
