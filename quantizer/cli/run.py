@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -234,9 +235,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     has_data = not opened.batches.stands_in
     opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
-    if options.max_mb is not None:
-        has_file = options.config_file is not None
-        require_sized(options.max_mb, name, target, has_file=has_file, has_data=has_data)
+    has_file = options.config_file is not None
+    require_sized(options.max_mb, name, target, has_file=has_file, has_data=has_data)
     require_extras([target])
     choices = choices_for(name, options.target_choices)
     options = replace(options, onnx_profile=choices["onnx_profile"])
@@ -255,11 +255,11 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     require_known_parts(gates, output_parts(graph))
     require_fitting_names(options.target_choices, model, graph)
     require_model(target, choices, model)
-    has_file = options.config_file is not None
     config_file = options.config_file
     if config_file is None:
         preset = options.preset or preset_for(name, has_data=has_data)
-        made_for = MadeFor(_destination_words(options, name), opened.loaded.name, preset)
+        size = "" if options.max_mb is None else f" --max_mb {options.max_mb:g}"
+        made_for = MadeFor(name + size, opened.loaded.name, preset)
         config_file = _config_file(options, made_for, graph, opened)
     options = replace(options, config_file=config_file)
     test_options = replace(
@@ -367,13 +367,6 @@ def _on_modules(
     )
 
 
-def _destination_words(options: RunOptions, name: str) -> str:
-    """Return the options that say what is made, without the first `--to`."""
-    if options.max_mb is None:
-        return name
-    return f"{name} --max_mb {options.max_mb:g}"
-
-
 def _config_file(
     options: RunOptions, made_for: MadeFor, graph: Graph, opened: OpenedRun
 ) -> str:
@@ -389,16 +382,9 @@ def _config_file(
             say_note(change)
         return text
 
-    def within_size(text: str) -> str:
-        """Return the config with widths that keep to `--max_mb`."""
-        if options.max_mb is None:
-            return text
-        return config_within(text, options, opened, options.max_mb)
-
+    finish = partial(config_within, options=options, opened=opened, max_mb=options.max_mb)
     folder = Path(options.output_dir)
-    path = run_config(
-        folder, made_for, new_text, finish=within_size, overwrite=options.overwrite
-    )
+    path = run_config(folder, made_for, new_text, finish=finish, overwrite=options.overwrite)
     return str(path)
 
 

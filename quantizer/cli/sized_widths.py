@@ -30,13 +30,15 @@ _TARGET = "compressed-tensors"
 
 
 def require_sized(
-    max_mb: float, destination: str, target: str, *, has_file: bool, has_data: bool
+    max_mb: float | None, destination: str, target: str, *, has_file: bool, has_data: bool
 ) -> None:
-    """Check that a limit of the size fits the other options.
+    """Check that a limit of the size, if there is one, fits the other options.
 
     Raises:
         UsageError: it does not.
     """
+    if max_mb is None:
+        return
     if not 0 < max_mb < math.inf:
         raise UsageError(
             f"--max_mb {max_mb:g} is not a size", help="write for example --max_mb 1500"
@@ -64,7 +66,9 @@ def require_sized(
         )
 
 
-def config_within(text: str, options: Options, opened: OpenedRun, max_mb: float) -> str:
+def config_within(
+    text: str, *, options: Options, opened: OpenedRun, max_mb: float | None
+) -> str:
     """Return the text of a config with 4 or 8 bits for each weight, of the least noise whose
     checkpoint has at most `max_mb` million bytes of weights.
 
@@ -72,12 +76,14 @@ def config_within(text: str, options: Options, opened: OpenedRun, max_mb: float)
         text: of a config with one width for all weights.
         options: of the run.
         opened: its model and data.
-        max_mb: the limit.
+        max_mb: the limit; None to return the text as it is.
 
     Raises:
         UsageError: 4 bits are too large, or 8 bits fit.
         GateError: the config quantizes no weights to integers.
     """
+    if max_mb is None:
+        return text
     loaded = load_text(Text("the preset", text))
     config = loaded.require()
     graph = run_passes(opened.graph, config.settings)
@@ -120,7 +126,9 @@ class _FileSizes:
             sizes: list[int] = []
             for width in WIDTHS:
                 spec = candidate.with_width(candidate.specs[0], width)
-                size = coded_bytes(path, (rows, columns), spec, tensor.scales, experts)
+                size = coded_bytes(
+                    path, (rows, columns), spec, scales=tensor.scales, experts=experts
+                )
                 sizes.append(size)
             self.by_layer[name] = sizes
         self.floats = float_bytes(opened.loaded.module, coded)

@@ -43,6 +43,7 @@ def coded_bytes(
     name: str,
     shape: tuple[int, int],
     spec: QuantizationSpec,
+    *,
     scales: int,
     experts: int = 1,
 ) -> int:
