@@ -19,6 +19,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.inplace import InPlace
+from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.hugging_face import prepare_for_windows
 
@@ -83,6 +84,16 @@ def test_keys_and_values_of_images_belong_to_the_attention_of_tokens() -> None:
     layers = quantized_paths(WEIGHT_INT8, traced("mllama"))
     cross = "model.language_model.layers.1.cross_attn"
     assert {f"{cross}.{part}_proj" for part in "qkvo"} <= layers
+
+
+def test_texts_with_an_image_may_have_other_lengths() -> None:
+    network = Network(traced("llava"))
+    model, call = llava()
+    longer = torch.cat([call["input_ids"], call["input_ids"][:, 7:]], dim=1)
+    with torch.no_grad():
+        for ids in (longer, longer[:, :9]):
+            expected = model(**call | {"input_ids": ids}).logits
+            assert torch.equal(network(**call | {"input_ids": ids})["logits"], expected)
 
 
 @pytest.mark.parametrize("build", [clip, whisper])
