@@ -22,6 +22,8 @@ _MEDIA_NAMES = {
     "vision_encoder",
     "vision_embed_tokens",
     "visual",
+    "image_tower",
+    "video_tower",
     "image_encoder",
     "image_embed",
     "audio_tower",
@@ -34,6 +36,8 @@ _MEDIA_NAMES = {
     "qformer",
     "language_projection",
     "visual_projection",
+    "image_to_text_projection",
+    "perceiver_resampler",
     "embed_vision",
     "embed_audio",
 }

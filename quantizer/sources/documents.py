@@ -209,7 +209,7 @@ def _without_paths(messages: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def _without_path(part: Any, paths: list[Any]) -> Any:
     """Return a part of a message without the path of its image, which is added to `paths`."""
-    if not isinstance(part, dict) or part.get("type") not in (_IMAGE, "image_url"):
+    if not isinstance(part, dict) or part.get("type") != _IMAGE:
         return part
     for key in _PATH_KEYS:
         if part.get(key) is not None:

@@ -79,13 +79,19 @@ class TextData:
 
         Raises:
             DataError: the text cannot be used.
+            UsageError: rows with images are to be batches of more than one.
 
         Source: the strided sliding window of
         https://huggingface.co/docs/transformers/perplexity.
         """
         is_scored = self._is_scored
         if any(document.images for document in self._documents):
-            yield from self._illustrated(size).batches()
+            if size > 1:
+                raise UsageError(
+                    f"--batch_size {size}: {self.label} has images, and each row is a batch",
+                    help="leave it out",
+                )
+            yield from self._illustrated_rows.batches()
             return
         seq_len = self.windows.seq_len
         step = self.windows.step
@@ -99,17 +105,8 @@ class TextData:
                 target[first:, : seq_len - step] = UNSCORED
             yield _as_batch(ids, target, self.module)
 
-    def _illustrated(self, size: int) -> IllustratedRows:
-        """Return the rows with images.
-
-        Raises:
-            UsageError: they are to be batches of more than one row.
-        """
-        if size > 1:
-            raise UsageError(
-                f"--batch_size {size}: {self.label} has images, and each row is a batch",
-                help="leave it out",
-            )
+    @cached_property
+    def _illustrated_rows(self) -> IllustratedRows:
         unscored = UNSCORED if self._is_scored else None
         return IllustratedRows(self._documents, self.module, unscored)
 
