@@ -34,7 +34,7 @@ from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.analyze import Analysis, Width, WidthChoice, width_bits
 from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
-from quantizer.evaluation.width_choice import Budget, best_choice, uniform_choice
+from quantizer.evaluation.width_choice import Budget, measured_choices
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
@@ -342,7 +342,7 @@ def _analyze_widths(
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
         say_note(f"note: errors are those of round-to-nearest, without {names}")
-    analysis = _measure(options, plan, widths, batches)
+    analysis = measure(options, plan, widths, batches)
     if budget is not None:
         return _choose(options, subject, plan, analysis, budget=budget, tensors=tensors)
     content = sensitivity.analysis_json(analysis)
@@ -364,32 +364,26 @@ def _choose(
     """Choose mixed widths or one uniform width: those with less noise, measured on some
     batches.
     """
-    choices = {"mixed": best_choice(analysis, budget)}
-    uniform = uniform_choice(analysis, budget)
-    if uniform is not None:
-        choices["uniform"] = uniform
-    noise = {}
-    for label, choice in choices.items():
-        noise[label] = engine.measured_noise(
-            plan, analysis, choice, partial(on_device, options, subject.batches, plan.graph)
-        )
+    batches = partial(on_device, options, subject.batches, plan.graph)
+    choices = measured_choices(plan, analysis, budget, batches)
     # The mixed widths, if both are equally good
-    best = min(noise, key=noise.__getitem__)
-    changes = chosen_specs(plan, analysis, choices[best])
+    best = min(choices, key=lambda label: choices[label].noise)
+    chosen = choices[best].widths
+    changes = chosen_specs(plan, analysis, chosen)
     config = with_layer_entries(subject.read.config.document, changes)
-    _require_exact(plan, subject.original, changes, config)
-    content = sensitivity.analysis_json(analysis, choices[best])
+    require_exact(plan, subject.original, changes, config)
+    content = sensitivity.analysis_json(analysis, chosen)
     content["written"] = best
     content["config"] = config
     if tensors is not None:
         content["tensors"] = sensitivity.ablation_json(tensors)
     lines = []
     for label, choice in choices.items():
-        content[label] = sensitivity.choice_json(analysis, choice, noise[label])
+        content[label] = sensitivity.choice_json(analysis, choice.widths, choice.noise)
         name = label
         if label == "uniform":
-            name += f" {analysis.widths[choice[0]]}"
-        lines.append(sensitivity.choice_line(name, analysis, choice, noise[label]))
+            name += f" {analysis.widths[choice.widths[0]]}"
+        lines.append(sensitivity.choice_line(name, analysis, choice.widths, choice.noise))
     if best == "uniform":
         lines.append("note: the uniform width measures better, so the config has that one")
         lines.append("note: --passes every or other --choices may find better widths")
@@ -401,16 +395,21 @@ def _choose(
         content,
         subject.read.text_of(config),
         analysis=analysis,
-        choice=choices[best],
+        choice=chosen,
         lines=lines,
         tensors=tensors,
     )
 
 
-def _measure(
+def measure(
     options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches
 ) -> Analysis:
-    """Measure the loss of each weight at each width."""
+    """Measure the loss of each weight at each width.
+
+    Raises:
+        GateError: the plan has no weights that could get another width.
+        DataError: an input of a layer or an output of the network is not finite.
+    """
     count = len(engine.width_candidates(plan)[0])
     passes = options.passes
     if passes is None:
@@ -426,7 +425,7 @@ def _measure(
         )
 
 
-def _require_exact(
+def require_exact(
     plan: Plan,
     original: Graph,
     changes: WidthChanges,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import click
@@ -44,6 +45,7 @@ from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.sized_widths import config_within, require_sized
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.document.document import Text
@@ -97,6 +99,12 @@ class RunOptions(Options):
         type=PathType(),
         metavar="FILE",
     )
+    max_mb: float | None = option(
+        "With --to w4: 4 or 8 bits for each weight, so that all weights take at most so many "
+        "10^6 bytes in the checkpoint.",
+        type=float,
+        metavar="MB",
+    )
     minutes: float = minutes_option(
         "With --gate: if a gate does not hold, look for a better config for so many minutes; "
         "0 looks for none."
@@ -110,6 +118,7 @@ class RunOptions(Options):
     "to",
     "preset",
     "config_file",
+    "max_mb",
     "weights",
     "trust",
     "dynamic",
@@ -226,6 +235,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     has_data = not opened.batches.stands_in
     opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
+    has_file = options.config_file is not None
+    require_sized(options.max_mb, name, target, has_file=has_file, has_data=has_data)
     require_extras([target])
     choices = choices_for(name, options.target_choices)
     options = replace(options, onnx_profile=choices["onnx_profile"])
@@ -244,11 +255,12 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     require_known_parts(gates, output_parts(graph))
     require_fitting_names(options.target_choices, model, graph)
     require_model(target, choices, model)
-    has_file = options.config_file is not None
     config_file = options.config_file
     if config_file is None:
         preset = options.preset or preset_for(name, has_data=has_data)
-        config_file = _config_file(options, MadeFor(name, opened.loaded.name, preset), graph)
+        size = "" if options.max_mb is None else f" --max_mb {options.max_mb:g}"
+        made_for = MadeFor(name + size, opened.loaded.name, preset)
+        config_file = _config_file(options, made_for, graph, opened)
     options = replace(options, config_file=config_file)
     test_options = replace(
         options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
@@ -260,6 +272,9 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     assert calibrated.plan is not None
     finished = _Finished(test_options, opened, calibrated, tested, calibrated.plan)
     if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
+        return finished
+    if options.max_mb is not None:
+        say_note("note: no better config is looked for: --max_mb has chosen the widths")
         return finished
     return _climbed(finished, options, gates, has_file=has_file)
 
@@ -327,14 +342,14 @@ def _on_modules(
     preset = options.preset or destination.without_data
     if target not in _MODULE_TARGETS or preset is None:
         raise with_remedy(error, f"--to {name} needs a trace") from error
-    for option_name in ("fast_finetune", "dynamic"):
+    for option_name in ("fast_finetune", "dynamic", "max_mb"):
         if getattr(options, option_name):
             raise with_remedy(error, f"--{option_name} works on a trace") from error
     if options.config_file is None:
         config = load_text(Text(preset, preset_text(preset))).require()
         require_weights_only(model, config, error)
         made_for = MadeFor(name, opened.loaded.name, preset)
-        config_file = _config_file(options, made_for, module_graph(model))
+        config_file = _config_file(options, made_for, module_graph(model), opened)
         options = replace(options, config_file=config_file)
     run = RunOnModules(options, opened, gates, target, error).run()
     if options.minutes and failed_gates(gates, run.tested.metrics):
@@ -352,7 +367,9 @@ def _on_modules(
     )
 
 
-def _config_file(options: RunOptions, made_for: MadeFor, graph: Graph) -> str:
+def _config_file(
+    options: RunOptions, made_for: MadeFor, graph: Graph, opened: OpenedRun
+) -> str:
     """Return the path of the config in the folder of the run, and print what was fitted to the
     model if it is a new one.
     """
@@ -365,8 +382,10 @@ def _config_file(options: RunOptions, made_for: MadeFor, graph: Graph) -> str:
             say_note(change)
         return text
 
+    finish = partial(config_within, options=options, opened=opened, max_mb=options.max_mb)
     folder = Path(options.output_dir)
-    return str(run_config(folder, made_for, new_text, overwrite=options.overwrite))
+    path = run_config(folder, made_for, new_text, finish=finish, overwrite=options.overwrite)
+    return str(path)
 
 
 def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:

@@ -184,12 +184,15 @@ def analyze_weights(
 
 
 def _tied_rows(plan: Plan, candidates: Sequence[Candidate]) -> list[list[int]]:
-    """Return the numbers of candidates with layers that engines fuse, for each group."""
+    """Return the numbers of candidates with layers that engines fuse, for each group, and those
+    of all experts, which engines give one scheme.
+    """
     numbers: dict[str, int] = {}
     for number, candidate in enumerate(candidates):
         numbers.update(dict.fromkeys(candidate.layers, number))
     tied: list[list[int]] = []
-    for group in fused_layers(plan.graph):
+    experts = tuple(node.name for node in plan.graph.nodes if node.row.experts)
+    for group in (*fused_layers(plan.graph), experts):
         rows = {numbers[layer] for layer in group if layer in numbers}
         if len(rows) > 1:
             tied.append(sorted(rows))

@@ -9,7 +9,8 @@ from quantizer.algorithms.budget import (
     choose,
 )
 from quantizer.errors import GateError
-from quantizer.evaluation.analyze import Analysis
+from quantizer.evaluation.analyze import Analysis, GetBatches, measured_noise
+from quantizer.plan.model import Plan
 
 CURVE_POINTS = 24
 """Budgets between the smallest and the largest widths for which a curve has the best choice."""
@@ -28,6 +29,42 @@ class Budget:
     bits: float | None = None
     share: float | None = None
     max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredChoice:
+    """Widths with the energy of the output noise that they make on a few batches.
+
+    Attributes:
+        widths: the index of the width of each weight.
+        noise: the energy.
+    """
+
+    widths: tuple[int, ...]
+    noise: float
+
+
+def measured_choices(
+    plan: Plan,
+    analysis: Analysis,
+    budget: Budget,
+    batches: GetBatches,
+) -> dict[str, MeasuredChoice]:
+    """Return the best mixed widths and, if there is one, the uniform width within the budget,
+    by "mixed" and "uniform".
+
+    Raises:
+        GateError: the smallest widths are too large.
+    """
+    choices = {"mixed": best_choice(analysis, budget)}
+    uniform = uniform_choice(analysis, budget)
+    if uniform is not None:
+        choices["uniform"] = uniform
+    measured: dict[str, MeasuredChoice] = {}
+    for label, choice in choices.items():
+        noise = measured_noise(plan, analysis, choice, batches)
+        measured[label] = MeasuredChoice(choice, noise)
+    return measured
 
 
 def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:

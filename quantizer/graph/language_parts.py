@@ -21,24 +21,43 @@ def language_head(graph: Graph) -> list[str]:
     It is the last layer that multiplies, and its weight is as large as the table of an
     embedding.
     """
-    last: Node | None = None
-    embeddings: list[Node] = []
-    for node in graph.nodes:
-        if node.is_multiplying:
-            last = node
-        if node.row.looks_up and node.params:
-            embeddings.append(node)
-    if last is None:
-        return []
-    weight = graph.weight(last)
-    sizes = {tuple(graph.weight(node).shape) for node in embeddings}
-    if tuple(weight.shape) not in sizes:
+    embeddings = vocabulary_embeddings(graph)
+    last = _last_multiplying(graph)
+    if last is None or not embeddings:
         return []
     names: list[str] = []
     for node in embeddings:
         if node.params["weight"] == last.params["weight"]:
             names.append(node.name)
     return [*names, last.name]
+
+
+def vocabulary_embeddings(graph: Graph) -> list[Node]:
+    """Return the embeddings whose table is as large as the weight of the last layer that
+    multiplies. A table may have up to a tenth more rows, for tokens that are read only.
+    """
+    last = _last_multiplying(graph)
+    if last is None:
+        return []
+    weight = graph.weight(last)
+    embeddings: list[Node] = []
+    for node in graph.nodes:
+        if not node.row.looks_up or not node.params:
+            continue
+        table = graph.weight(node)
+        further_rows = len(table) - len(weight)
+        is_as_wide = table.shape[1:] == weight.shape[1:]
+        if is_as_wide and 0 <= further_rows <= len(table) // 10:
+            embeddings.append(node)
+    return embeddings
+
+
+def _last_multiplying(graph: Graph) -> Node | None:
+    last: Node | None = None
+    for node in graph.nodes:
+        if node.is_multiplying:
+            last = node
+    return last
 
 
 def router_layers(graph: Graph) -> list[str]:

@@ -207,7 +207,9 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
     program = _try_export(module, example, batch=Dim.AUTO)
     if program is not None and excludes_single_batches(program):
         return example, program
-    program = _export(module, *call, batch=None)
+    program = _export_with_lengths(module, call, None)
+    if program is None:
+        program = _export(module, *call, batch=None)
     logger.warning(
         _FIXED_BATCH,
         type(module).__name__,
@@ -260,7 +262,7 @@ def _batch_dimensions(call: _Call) -> list[Dim]:
 
 
 def _export_with_lengths(
-    module: nn.Module, example: _Call, batch: Dim
+    module: nn.Module, example: _Call, batch: Dim | None
 ) -> ExportedProgram | None:
     """Return the program with those lengths open that the model leaves open, None if the
     example has no lengths or torch fails.

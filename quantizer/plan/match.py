@@ -16,6 +16,7 @@ from quantizer.errors import UsageError
 from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.language_parts import language_head, router_layers
+from quantizer.graph.media_layers import media_layers
 from quantizer.graph.module_names import call_paths, module_of
 from quantizer.graph.names import around, is_operator_name
 from quantizer.plan.model import Key, RuleMatch
@@ -28,6 +29,7 @@ SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
     "kind:lm_head": language_head,
     "kind:router": router_layers,
+    "kind:vision": media_layers,
 }
 """Selectors that fit any model, so that a model without such layers is valid. The head is
 the last layer that multiplies.

@@ -109,9 +109,10 @@ class VerdictFacts:
 
 def _main_formats(plan: Plan) -> str:
     """Return the most frequent number formats of weights and activations, as a sentence's
-    part. Keys and values are named if no other activations are quantized.
+    part: two of weights, and one of activations. Keys and values are named if no other
+    activations are quantized.
 
-    Example: "int8 weights, uint8 activations".
+    Example: "int4 and int8 weights, uint8 activations".
     """
     counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
     cache: Counter[str] = Counter()
@@ -133,8 +134,9 @@ def _main_formats(plan: Plan) -> str:
         counts["keys and values"] = cache
     parts = []
     for kind, formats in counts.items():
-        number_format = formats.most_common(1)[0][0] if formats else "float"
-        parts.append(f"{number_format} {kind}")
+        count = 2 if kind == "weights" else 1
+        names = [name for name, _ in formats.most_common(count)] or ["float"]
+        parts.append(f"{' and '.join(names)} {kind}")
     return ", ".join(parts)
 
 

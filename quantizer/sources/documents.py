@@ -1,5 +1,5 @@
 """Read documents from text files. A `.txt` file is one. In `.jsonl` and `.parquet` files, each
-row is one, with its text or its messages.
+row is one, with its text or its messages. Rows of `.jsonl` files may name images.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ TEXT = "text"
 MESSAGES = "messages"
 _ROWS = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
 _MESSAGE_KEYS = ("role", "content")
+_IMAGE = "image"
+_PATH_KEYS = (_IMAGE, "path", "url")
+"""What has the path of an image in a part of a message."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,14 @@ class Document:
 
     Attributes:
         place: the file, and the row in it, for messages of errors.
-        content: the text, or a list of dicts with `role` and `content`.
+        content: the text, or a list of dicts with `role` and `content`. A part that is an image
+            has no path.
+        images: the files, in the order of their places in the content.
     """
 
     place: str
     content: str | list[Any]
+    images: tuple[Path, ...] = ()
 
 
 def read_documents(path: Path) -> Iterator[Document]:
@@ -72,7 +78,7 @@ def _read_json_lines(path: Path) -> Iterator[Document]:
             ) from cause
         if not isinstance(row, dict):
             raise DataError(f"{place} is {a_kind(row)}", help=f"each line must be {_ROWS}")
-        yield _document(place, row)
+        yield _with_images(_document(place, row), row, path.parent)
     if is_empty:
         raise DataError(f"{path} is empty")
 
@@ -151,3 +157,61 @@ def _document(place: str, row: Mapping[str, Any]) -> Document:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(key in value for key in _MESSAGE_KEYS)
+
+
+def _with_images(document: Document, row: Mapping[str, Any], folder: Path) -> Document:
+    """Return the document of a row with the images that the row or its messages name.
+
+    Args:
+        document: of the row.
+        row: with `image`, `images`, or parts of messages that are images.
+        folder: that paths are relative to.
+
+    Raises:
+        DataError: an image is not named by a path, or both name images.
+    """
+    place = document.place
+    named = row.get("images") or []
+    if not isinstance(named, list):
+        raise DataError(f"images of {place} is {a_kind(named)}", help="give a list of paths")
+    if row.get(_IMAGE) is not None:
+        named = [row[_IMAGE], *named]
+    content = document.content
+    if not isinstance(content, str):
+        content, in_parts = _without_paths(content)
+        if named and in_parts:
+            raise DataError(
+                f"{place} names images itself and in its messages",
+                help='leave out one of them; {"type": "image"} takes the next image of the row',
+            )
+        named = named or in_parts
+    for path in named:
+        if not isinstance(path, str) or "://" in path:
+            raise DataError(
+                f"an image of {place} is not the path of a file",
+                help="save the image, and give its path relative to the file of rows",
+            )
+    images = tuple(folder / path for path in named)
+    return replace(document, content=content, images=images)
+
+
+def _without_paths(messages: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return messages whose images have no paths, and these paths."""
+    paths: list[Any] = []
+    changed: list[Any] = []
+    for message in messages:
+        parts = message["content"]
+        if isinstance(parts, list):
+            parts = [_without_path(part, paths) for part in parts]
+        changed.append({**message, "content": parts})
+    return changed, paths
+
+
+def _without_path(part: Any, paths: list[Any]) -> Any:
+    """Return a part of a message without the path of its image, which is added to `paths`."""
+    if not isinstance(part, dict) or part.get("type") != _IMAGE:
+        return part
+    for key in _PATH_KEYS:
+        if part.get(key) is not None:
+            paths.append(part[key])
+    return {"type": _IMAGE}

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ IMAGE_SUFFIXES = (
 )
 # Pillow would start Ghostscript for an EPS file, whatever its suffix
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
+_Converted = TypeVar("_Converted")
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 _MAX_PIXELS = 200_000_000
 _MAX_SETTINGS_BYTES = 1_000_000
@@ -173,7 +174,7 @@ def image_batches(
     random.Random(seed).shuffle(order)
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
-        tensors = [_decode(path, preprocess) for path, _ in chosen]
+        tensors = [_opened(path, preprocess) for path, _ in chosen]
         _require_same_shape(tensors, chosen)
         labels = [label for _, label in chosen if label is not None]
         target = torch.tensor(labels) if labels else None
@@ -214,7 +215,21 @@ def _pillow() -> Any:
         raise DataError("reading images needs pillow", help=pip_line("images")) from cause
 
 
-def _decode(path: Path, preprocess: Preprocess) -> Tensor:
+def read_image(path: Path) -> Any:
+    """Return an image of pillow in RGB.
+
+    Raises:
+        DataError: the file cannot be read as an image, or pillow is missing.
+    """
+    return _opened(path, _as_rgb)
+
+
+def _as_rgb(image: Any) -> Any:
+    return image.convert("RGB")
+
+
+def _opened(path: Path, convert: Callable[[Any], _Converted]) -> _Converted:
+    """Return what `convert` makes of the image in a file."""
     pillow = _pillow()
     limit = pillow.MAX_IMAGE_PIXELS
     # `max_pixels` limits them instead
@@ -222,7 +237,7 @@ def _decode(path: Path, preprocess: Preprocess) -> Tensor:
     try:
         require_file_or_folder(path)
         with prefix_errors(f"{path} "), pillow.open(path, formats=_FORMATS) as image:
-            return preprocess(image)
+            return convert(image)
     except (OSError, ValueError, SyntaxError) as cause:
         raise DataError(f"{path} cannot be read as an image: {_reason(cause)}") from cause
     finally:

@@ -1,5 +1,5 @@
 """Save and restore what a call of the user's module may change: its buffers, its attributes,
-and the global random generators.
+its hooks, and the global random generators.
 """
 
 import random
@@ -15,7 +15,17 @@ from torch import nn
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 _ATTRIBUTES_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_REGISTRIES = ("_buffers", "_parameters", "_modules")
+_REGISTRIES = (
+    "_buffers",
+    "_parameters",
+    "_modules",
+    # transformers adds hooks in the first call, and an attribute that says so
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 @dataclass(frozen=True)

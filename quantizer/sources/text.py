@@ -15,6 +15,7 @@ from quantizer.errors import DataError, UsageError
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.documents import Document, read_documents
+from quantizer.sources.illustrated import IllustratedRows
 from quantizer.sources.tokenizer import TextTokenizer
 
 _logger = logging.getLogger(__name__)
@@ -70,18 +71,28 @@ class TextData:
     module: nn.Module | None = None
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield batches of `size` full windows [b, seq_len]. The last may have fewer.
+        """Yield batches of `size` full windows [b, seq_len]. The last may have fewer. Rows with
+        images are a batch each, as the processor of the model makes it.
 
         The targets are the tokens, or -100 where an earlier window has scored them: each token
         is scored once, with at least `seq_len - stride` tokens before it.
 
         Raises:
             DataError: the text cannot be used.
+            UsageError: rows with images are to be batches of more than one.
 
         Source: the strided sliding window of
         https://huggingface.co/docs/transformers/perplexity.
         """
         is_scored = self._is_scored
+        if any(document.images for document in self._documents):
+            if size > 1:
+                raise UsageError(
+                    f"--batch_size {size}: {self.label} has images, and each row is a batch",
+                    help="leave it out",
+                )
+            yield from self._illustrated_rows.batches()
+            return
         seq_len = self.windows.seq_len
         step = self.windows.step
         windows = self._tokens.unfold(0, seq_len, step)
@@ -93,6 +104,11 @@ class TextData:
                 first = 1 if start == 0 else 0
                 target[first:, : seq_len - step] = UNSCORED
             yield _as_batch(ids, target, self.module)
+
+    @cached_property
+    def _illustrated_rows(self) -> IllustratedRows:
+        unscored = UNSCORED if self._is_scored else None
+        return IllustratedRows(self._documents, self.module, unscored)
 
     @cached_property
     def _is_scored(self) -> bool:
@@ -153,8 +169,9 @@ class TextData:
         self._check_vocabulary(ids)
         return torch.tensor(ids[: count - dropped])
 
-    def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:
-        """Return the token ids of all documents, one after the other."""
+    @cached_property
+    def _documents(self) -> Sequence[Document]:
+        """Return the documents of all files, in a random order if that is asked for."""
         documents: list[Document] = []
         for path in self.paths:
             documents.extend(read_documents(path))
@@ -165,8 +182,12 @@ class TextData:
                     help="give several files, or rows of .jsonl or .parquet, or leave it out",
                 )
             random.Random(self.windows.shuffle_seed).shuffle(documents)
+        return documents
+
+    def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:
+        """Return the token ids of all documents, one after the other."""
         parts: list[str] = []
-        for document in documents:
+        for document in self._documents:
             if isinstance(document.content, str):
                 parts.extend([document.content, _BETWEEN_TEXTS])
             else:
@@ -177,7 +198,7 @@ class TextData:
         ids = tokenizer.encode("".join(parts))
         # Some templates write the token with which the tokenizer begins each text
         first = tokenizer.encode("")[:1]
-        is_chat = isinstance(documents[0].content, list)
+        is_chat = isinstance(self._documents[0].content, list)
         if is_chat and first and ids[:2] == first * 2:
             return ids[1:]
         return ids

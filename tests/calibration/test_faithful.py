@@ -308,3 +308,27 @@ def test_the_shell_says_so_with_the_models_code(
         "error: Net gives another output when it is called again on the same batch"
         in capsys.readouterr().err
     )
+
+
+def test_hooks_that_the_first_call_adds_are_taken_away_with_its_attributes() -> None:
+    """As transformers does to capture outputs: twice as many hooks would capture twice."""
+    seen: list[int] = []
+
+    class Capturing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if not hasattr(self, "has_hooks"):
+                self.has_hooks = True
+                self.fc.register_forward_hook(lambda *_: seen.append(1))
+                self.fc.register_forward_pre_hook(lambda *_: seen.append(2))
+            return self.fc(x)
+
+    model = Capturing()
+    with preserve_module_state(model):
+        model(torch.ones(1, 2))
+    seen.clear()
+    model(torch.ones(1, 2))
+    assert seen == [2, 1]

@@ -122,6 +122,27 @@ def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["net.gguf"]
 
 
+@pytest.mark.parametrize(
+    ("tied", "embedding", "head", "types"),
+    [
+        (False, integer("int4", **GROUP), integer("int8", **GROUP), ["Q4_0", "Q8_0"]),
+        (False, integer("int8", **GROUP), {"dtype": "bfloat16"}, ["Q8_0", "BF16"]),
+        (True, integer("int8", **GROUP), integer("int8", **GROUP), ["Q8_0"]),
+    ],
+)
+def test_embeddings_and_heads_have_types_of_their_own(
+    tied: bool, embedding: Any, head: Any, types: list[str], tmp_path: Path
+) -> None:
+    entries = {"kind:embedding": {"weight": embedding}, "kind:head": {"weight": head}}
+    given = config(integer("int4"), layer_quant_config=entries)
+    model = llama(tie_word_embeddings=tied)
+    found = calibrated(given, model).export("gguf", tmp_path / "net.gguf")
+    assert without_remarks(found) == (0.0, 1.0)
+    written = kinds(tmp_path / "net.gguf")
+    names = ("token_embd.weight", "output.weight")
+    assert [written[name] for name in names if name in written] == types
+
+
 def test_widths_may_differ_by_layer_and_float_layers_stay(tmp_path: Path) -> None:
     given = config(
         integer("int4"),

@@ -238,6 +238,7 @@ def test_few_bits_spare_embeddings_routers_and_heads() -> None:
     result = fitted("weight_int4_group", "experts")
     assert result.document["exclude"] == [
         "kind:lm_head",
+        "kind:vision",
         "kind:embedding",
     ], "and routers need no entry"
     specs = weights_of(result.document, "experts")
@@ -248,13 +249,18 @@ def test_few_bits_spare_embeddings_routers_and_heads() -> None:
 
 def test_experts_that_are_modules_have_routers_too() -> None:
     result = fitted("nvfp4", "expert_modules")
-    assert result.document["exclude"] == ["kind:embedding", "kind:head"]
+    assert result.document["exclude"] == ["kind:embedding", "kind:head", "kind:vision"]
     assert not any("router" in name for name in weights_of(result.document, "expert_modules"))
 
 
 def test_every_head_of_a_detector_is_spared() -> None:
     result = fitted("weight_int4_group", "detector")
-    assert set(result.document["exclude"]) == {"kind:lm_head", "kind:head", "boxes"}
+    assert set(result.document["exclude"]) == {
+        "kind:lm_head",
+        "kind:head",
+        "boxes",
+        "kind:vision",
+    }
     assert weights_of(result.document, "detector").keys() == {"stem", "body"}
 
 
@@ -370,7 +376,7 @@ def test_entries_for_layers_that_the_model_lacks_are_left_out() -> None:
 
 def test_a_single_layer_is_quantized_though_it_is_the_head() -> None:
     result = fitted("nvfp4", "one_layer")
-    assert result.document["exclude"] == ["kind:embedding"]
+    assert result.document["exclude"] == ["kind:embedding", "kind:vision"]
     assert len(weights_of(result.document, "one_layer")) == 1
 
 
@@ -381,7 +387,7 @@ def test_entries_of_the_user_stay() -> None:
     entries = result.document["layer_quant_config"]
     assert entries["head"] == {"weight": {"dtype": "int8"}}
     assert entries["//"] == "kept"
-    assert result.document["exclude"] == ["kind:lm_head"]
+    assert result.document["exclude"] == ["kind:lm_head", "kind:vision"]
     assert weights_of(result.document, "vision")["head"].bit_width == 8
 
 

@@ -95,10 +95,12 @@ def stored_tensors(
 
 def _as_values(x: Tensor) -> GgufTensor:
     """Return vectors in float32, as engines expect, matrices in 16 bits if that is exact."""
-    if x.dim() > 1 and x.dtype == torch.bfloat16:
-        return GgufTensor(x.view(torch.uint8).numpy(), "BF16")
-    if x.dim() > 1 and torch.equal(x.half().to(x.dtype), x):
+    is_matrix = x.dim() > 1
+    brain_floats = x.bfloat16()
+    if is_matrix and x.dtype != torch.bfloat16 and torch.equal(x.half().to(x.dtype), x):
         return GgufTensor(x.half().numpy(), "F16")
+    if is_matrix and torch.equal(brain_floats.to(x.dtype), x):
+        return GgufTensor(brain_floats.view(torch.uint8).numpy(), "BF16")
     return GgufTensor(x.float().numpy(), "F32")
 
 

@@ -1,0 +1,166 @@
+"""`quantizer run --to w4 --max_mb`: 4 or 8 bits for each weight, within a size of the file."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from quantizer.cli.analyze import AnalyzeOptions, measure, require_exact
+from quantizer.cli.analyzed_data import on_device
+from quantizer.cli.options import Options
+from quantizer.cli.render import say_note
+from quantizer.cli.session import OpenedRun
+from quantizer.config.document.document import Document, Text
+from quantizer.config.document.edited import edited_text
+from quantizer.config.forms.weight_widths import with_layer_entries
+from quantizer.config.load import load_text
+from quantizer.errors import UsageError
+from quantizer.evaluation.analyze import Analysis, WeightRow, width_candidates
+from quantizer.evaluation.width_changes import chosen_specs
+from quantizer.evaluation.width_choice import Budget, measured_choices
+from quantizer.export.compressed_tensors.predicted_size import coded_bytes, float_bytes
+from quantizer.graph.passes import run_passes
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve_plan
+from quantizer.report.sensitivity import choice_line
+
+WIDTHS = (4, 8)
+"""The widths that engines have kernels for."""
+_DESTINATION = "w4"
+_TARGET = "compressed-tensors"
+
+
+def require_sized(
+    max_mb: float | None, destination: str, target: str, *, has_file: bool, has_data: bool
+) -> None:
+    """Check that a limit of the size, if there is one, fits the other options.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if max_mb is None:
+        return
+    if not 0 < max_mb < math.inf:
+        raise UsageError(
+            f"--max_mb {max_mb:g} is not a size", help="write for example --max_mb 1500"
+        )
+    if has_file:
+        raise UsageError(
+            "--max_mb chooses the widths of a new config, and --config_file gives one",
+            help="leave one of them out, or use `quantizer analyze --max_mb`",
+        )
+    if destination != _DESTINATION:
+        raise UsageError(
+            f"--max_mb chooses 4 or 8 bits for weights, and --to {destination} has one width",
+            help=f"give --to {_DESTINATION}, or use `quantizer analyze --max_mb`",
+        )
+    if target != _TARGET:
+        raise UsageError(
+            f"--max_mb limits checkpoints for engines, and this model becomes {target}",
+            help="it needs a model of transformers; `quantizer analyze --max_mb` takes any",
+        )
+    if not has_data:
+        raise UsageError(
+            "--max_mb measures what each weight loses in 4 bits, and there is no data",
+            help="give --data, or add calibration_data() to the model's file; --data synthetic "
+            "makes data from the model itself",
+        )
+
+
+def config_within(
+    text: str, *, options: Options, opened: OpenedRun, max_mb: float | None
+) -> str:
+    """Return the text of a config with 4 or 8 bits for each weight, of the least noise whose
+    checkpoint has at most `max_mb` million bytes of weights.
+
+    Args:
+        text: of a config with one width for all weights.
+        options: of the run.
+        opened: its model and data.
+        max_mb: the limit; None to return the text as it is.
+
+    Raises:
+        UsageError: 4 bits are too large, or 8 bits fit.
+        GateError: the config quantizes no weights to integers.
+    """
+    if max_mb is None:
+        return text
+    loaded = load_text(Text("the preset", text))
+    config = loaded.require()
+    graph = run_passes(opened.graph, config.settings)
+    plan = resolve_plan(config, graph, opened.graph)
+    limit = int(max_mb * 1e6)
+    sizes = _FileSizes(plan, opened)
+    sizes.require_between(limit)
+    if config.algorithms:
+        names = ", ".join(algorithm.name for algorithm in config.algorithms)
+        say_note(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
+    measuring = AnalyzeOptions(device=options.device, json=options.json)
+    analysis = measure(measuring, plan, WIDTHS, opened.batches)
+    analysis = sizes.applied_to(analysis)
+    batches = partial(on_device, options, opened.batches, plan.graph)
+    choices = measured_choices(plan, analysis, Budget(max_bytes=limit), batches)
+    label = min(choices, key=lambda name: choices[name].noise)
+    best = choices[label]
+    say_note(choice_line(label, analysis, best.widths, best.noise))
+    changes = chosen_specs(plan, analysis, best.widths)
+    changed = with_layer_entries(config.document, changes)
+    require_exact(plan, opened.graph, changes, changed)
+    document = loaded.document or Document.of({}, "")
+    return edited_text(document, changed)
+
+
+class _FileSizes:
+    """The bytes that weights take in the files of a checkpoint, at most."""
+
+    def __init__(self, plan: Plan, opened: OpenedRun) -> None:
+        self.by_layer: dict[str, list[int]] = {}
+        coded: list[str] = []
+        for candidate in width_candidates(plan)[0]:
+            name = candidate.layers[0]
+            node = plan.graph.by_name[name]
+            path = node.params["weight"].partition("@")[0]
+            coded.append(path)
+            rows, columns = plan.graph.weight(node).shape
+            tensor = plan.tensors[name, "weights"]
+            experts = node.attrs["groups"] if node.row.experts else 1
+            sizes: list[int] = []
+            for width in WIDTHS:
+                spec = candidate.with_width(candidate.specs[0], width)
+                size = coded_bytes(
+                    path, (rows, columns), spec, scales=tensor.scales, experts=experts
+                )
+                sizes.append(size)
+            self.by_layer[name] = sizes
+        self.floats = float_bytes(opened.loaded.module, coded)
+
+    def require_between(self, limit: int) -> None:
+        """Check that a limit is between the sizes of both widths.
+
+        Raises:
+            UsageError: it is not.
+        """
+        least, most = map(self._total, range(len(WIDTHS)))
+        if limit < least:
+            raise UsageError(
+                f"--max_mb {limit / 1e6:g} is too small: with {WIDTHS[0]} bits everywhere the "
+                f"file takes {least / 1e6:.4g} MB, of which {self.floats / 1e6:.4g} MB stay "
+                "in float",
+                help="raise the limit, or quantize more layers with a config of your own",
+            )
+        if limit >= most:
+            raise UsageError(
+                f"--max_mb {limit / 1e6:g} is more than {WIDTHS[1]} bits need, which is "
+                f"{most / 1e6:.4g} MB",
+                help="give --to w8",
+            )
+
+    def _total(self, index: int) -> int:
+        """Return the size with one width for all layers."""
+        return self.floats + sum(sizes[index] for sizes in self.by_layer.values())
+
+    def applied_to(self, analysis: Analysis) -> Analysis:
+        """Return an analysis with the sizes of the files."""
+        rows: list[WeightRow] = []
+        for row in analysis.rows:
+            rows.append(replace(row, sizes=self.by_layer[row.name]))
+        return replace(analysis, rows=rows, rest=self.floats)

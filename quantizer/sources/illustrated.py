@@ -1,0 +1,114 @@
+"""Turn rows of text with images into batches, by the processor of the model's folder."""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantizer.errors import DataError
+from quantizer.sources.arguments import arguments_of
+from quantizer.sources.batches import Batch
+from quantizer.sources.documents import Document
+from quantizer.sources.images import read_image
+from quantizer.sources.user_code import user_errors
+
+_MEDIA_TOKENS = ("image_token_id", "image_token_index")
+"""Where configs of transformers have the token in whose place an image goes."""
+_PIXELS = "pixel_values"
+_SAVE = "save the processor of the model there, or give rows without images"
+
+
+@dataclass(frozen=True)
+class IllustratedRows:
+    """Rows that are a batch each, as their images may differ in number of tokens.
+
+    Attributes:
+        documents: with texts or messages, all of them with images.
+        module: the model, whose folder has the processor.
+        unscored: the target of a token that is not scored; None for no targets.
+    """
+
+    documents: Sequence[Document]
+    module: nn.Module | None
+    unscored: int | None
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield a batch for each row.
+
+        Raises:
+            DataError: there is no processor, a row has no image, or it cannot be processed.
+        """
+        for document in self.documents:
+            if not document.images:
+                raise DataError(
+                    f"{document.place} has no image, and other rows have some",
+                    help="give rows with images alone, or texts alone",
+                )
+            yield self._batch(document)
+
+    def _batch(self, document: Document) -> Batch:
+        processor = self._processor
+        images = [read_image(path) for path in document.images]
+        with user_errors(f"the processor of {self._folder}, on {document.place},", DataError):
+            text = document.content
+            if not isinstance(text, str):
+                text = processor.apply_chat_template(text, tokenize=False)
+            values = processor(text=[text], images=images, return_tensors="pt")
+        known = arguments_of(self.module).known
+        inputs: dict[str, Tensor] = {}
+        for name, value in values.items():
+            if name in known and isinstance(value, Tensor):
+                inputs[name] = value
+        if self.unscored is None:
+            return Batch((), inputs, None, inputs)
+        target = inputs["input_ids"].clone()
+        for token in self._media_tokens():
+            target[target == token] = self.unscored
+        return Batch((), inputs, target, {**inputs, "labels": target})
+
+    def _media_tokens(self) -> Iterator[int]:
+        """Yield the tokens that stand for images, which no text predicts."""
+        config = getattr(self.module, "config", None)
+        for name in _MEDIA_TOKENS:
+            token = getattr(config, name, None)
+            if isinstance(token, int):
+                yield token
+
+    @property
+    def _folder(self) -> Path:
+        return Path(getattr(self.module, "name_or_path", "") or "")
+
+    @cached_property
+    def _processor(self) -> Any:
+        """Return the processor of the model's folder.
+
+        Raises:
+            DataError: the model takes no images, or its folder has no processor of them.
+        """
+        place = self.documents[0].place
+        if _PIXELS not in arguments_of(self.module).known:
+            raise DataError(
+                f"{place} has images, and {type(self.module).__name__} takes no {_PIXELS}",
+                help="give rows without images",
+            )
+        if not (self._folder / "config.json").is_file():
+            raise DataError(
+                f"{place} has images, and the model comes from no folder with a processor",
+                help="give the folder as --model, or batches of your own",
+            )
+        transformers = importlib.import_module("transformers")
+        what = f"transformers, loading the processor of {self._folder},"
+        with user_errors(what, DataError, remedy=_SAVE):
+            processor = transformers.AutoProcessor.from_pretrained(
+                self._folder, local_files_only=True
+            )
+        if getattr(processor, "image_processor", None) is None:
+            raise DataError(
+                f"{place} has images, and the folder {self._folder} has no processor of them",
+                help=_SAVE,
+            )
+        return processor

@@ -1,0 +1,133 @@
+"""Rows with images go through the processor of the model's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.llamas import llama, saved, text_llava
+
+from quantizer.cli.main import run_command
+
+pillow = pytest.importorskip("PIL.Image", reason="needs quantizer-torch[images]")
+transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+import torch
+
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+TEXTS = ("<image>It is an orange.", "A <image> is blue, and seen from above")
+ROWS = [
+    {"text": TEXTS[0], "image": "pictures/a.png"},
+    {"text": TEXTS[1], "images": ["pictures/b.png"]},
+]
+USER = {"role": "user"}
+PARTS = [
+    {"type": "text", "text": "A "},
+    {"type": "text", "text": " is blue, and seen from above"},
+]
+CHATS = [
+    {
+        "messages": [
+            USER | {"content": [{"type": "image", "path": "pictures/a.png"}]},
+            USER | {"content": [{"type": "text", "text": "It is an orange."}]},
+        ]
+    },
+    {
+        "messages": [USER | {"content": [PARTS[0], {"type": "image"}, PARTS[1]]}],
+        "image": "pictures/b.png",
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with my_llava and two pictures."""
+    place = tmp_path_factory.mktemp("illustrated")
+    text_llava(place)
+    (place / "my_llava" / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    (place / "pictures").mkdir()
+    for name, size in (("a", (40, 30)), ("b", (30, 50))):
+        pillow.new("RGB", size, "orange").save(place / "pictures" / f"{name}.png")
+    (place / "pictures" / "broken.png").write_bytes(b"no image")
+    return place
+
+
+def perplexity(folder: Path, rows: list[Any], capsys: pytest.CaptureFixture[str]) -> float:
+    """What float mode prints."""
+    assert run_on(folder, rows) == 0
+    [printed] = re.findall(r"perplexity (\S+)", capsys.readouterr().out)
+    return float(printed)
+
+
+def run_on(folder: Path, rows: list[Any], *words: str, model: str = "my_llava") -> int:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    names = ["--model", str(folder / model), "--data", str(path)]
+    return run_command(["--quant_mode", "float", *names, *words])
+
+
+@pytest.mark.parametrize("rows", [ROWS, CHATS], ids=["texts", "messages"])
+def test_the_perplexity_is_that_of_transformers(
+    rows: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor = transformers.AutoProcessor.from_pretrained(folder / "my_llava")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "my_llava")
+    total, count = 0.0, 0
+    for text, name in zip(TEXTS, "ab", strict=True):
+        picture = pillow.open(folder / "pictures" / f"{name}.png")
+        call = processor(text=[text], images=[picture], return_tensors="pt")
+        labels = call["input_ids"].masked_fill(call["input_ids"] == 256, -100)
+        with torch.no_grad():
+            loss = model(**call, labels=labels).loss
+        scored = int((labels[:, 1:] != -100).sum())
+        total, count = total + float(loss) * scored, count + scored
+    printed = perplexity(folder, rows, capsys)
+    # The model computes in bfloat16
+    assert printed == pytest.approx(math.exp(total / count), rel=1e-3)
+
+
+IMAGE = {"type": "image", "image": "pictures/a.png"}
+FAULTS = {
+    "a row without an image": ([ROWS[0], {"text": "It"}], "rows.jsonl:2 has no image"),
+    "a missing file": ([ROWS[0] | {"image": "none.png"}], "none.png cannot be read"),
+    "a broken file": ([ROWS[0] | {"image": "pictures/broken.png"}], "as an image"),
+    "an address": ([ROWS[0] | {"image": "https://a/b.png"}], "is not the path of a file"),
+    "bytes": ([ROWS[0] | {"image": {"bytes": ""}}], "is not the path of a file"),
+    "no list": ([ROWS[0] | {"images": "a.png"}], "images of .*rows.jsonl:1 is a str"),
+    "two places": (
+        [{"messages": [USER | {"content": [IMAGE]}], "image": "pictures/b.png"}],
+        "names images itself and in its messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_cannot_be_read_is_named(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, message = FAULTS[name]
+    assert run_on(folder, rows) == 4
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_batches_of_rows_and_folders_without_a_processor_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_on(folder, ROWS, "--batch_size", "2") == 2
+    assert "each row is a batch" in capsys.readouterr().err
+    saved(folder / "words", llama(vocab_size=264, max_position_embeddings=64))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "my_llava" / name, folder / "words" / name)
+    assert run_on(folder, ROWS, model="words") == 4
+    assert "LlamaForCausalLM takes no pixel_values" in capsys.readouterr().err
+    shutil.copytree(folder / "my_llava", folder / "bare")
+    (folder / "bare" / "processor_config.json").unlink()
+    assert run_on(folder, ROWS, model="bare") == 4
+    assert "save the processor of the model there" in capsys.readouterr().err
