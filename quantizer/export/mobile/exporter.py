@@ -197,7 +197,8 @@ class MobileExporter(Exporter[MobileFile]):
 
 def _output_scales(weight: QuantizedTensor, graph: Graph, layer: str) -> list[float]:
     """Return the scale of each output of a layer."""
-    outputs = len(graph.weight(graph.by_name[layer]))
+    node = graph.by_name[layer]
+    outputs = graph.weight(node).shape[int(node.row.transposed)]
     return weight.scale.expand(outputs).tolist()
 
 

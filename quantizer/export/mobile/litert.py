@@ -49,7 +49,13 @@ class LitertExporter(MobileExporter):
     """
 
     engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False)
-    form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
+    form = ProgramForm(
+        "int8",
+        is_shared=False,
+        weight_codes=(-127, 127),
+        requantizes=True,
+        has_transposed=True,
+    )
 
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
