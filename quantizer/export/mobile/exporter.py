@@ -111,7 +111,10 @@ class MobileExporter(Exporter[MobileFile]):
         kernels = self.engine.kernels(graph, stated.specs)
         constant: set[str] = set()
         for layer, role in stated.tensors:
-            if is_parameter(role) and layer not in kernels.integer:
+            is_coded = layer in kernels.integer
+            if graph.by_name[layer].row.transposed:
+                is_coded &= self.form.has_transposed
+            if is_parameter(role) and not is_coded:
                 constant.add(layer)
         most_samples = self.most_samples(deployment)
         form = replace(self.form, constant=frozenset(constant), most_samples=most_samples)

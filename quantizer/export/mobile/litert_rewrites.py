@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.nn.functional import pad
 
 from quantizer.export.mobile.rewrites import ONE_SCALE
 from quantizer.export.torch_export.qdq import DEQUANTIZE, QUANTIZE
@@ -13,6 +14,10 @@ _ATEN = torch.ops.aten
 _SQUARES = (
     _ATEN.square.default,
     _ATEN.pow.Tensor_Scalar,
+)
+_TRANSPOSED = (
+    _ATEN.conv_transpose1d.default,
+    _ATEN.conv_transpose2d.input,
 )
 _SHARES = (
     _ATEN.softmax.int,
@@ -38,6 +43,76 @@ _ONE_SCALE_IN_LITERT = (
 """Operators of several values, and such that compute values between codes. Their int8 kernels
 have one scale and zero point for all values before and after them.
 """
+
+
+def pad_kernels(program: ExportedProgram) -> None:
+    """Write the output padding of transposed convolutions as zeros at the end of their kernels.
+
+    The converter refuses output padding.
+    """
+    graph = program.graph
+    parameters = program.graph_signature.inputs_to_parameters
+    padded: set[str] = set()
+    for target in _TRANSPOSED:
+        for node in graph.find_nodes(op="call_function", target=target):
+            value, weight, bias, stride, padding, amounts, *others = _all_arguments(node)
+            _, dilation = others
+            name = parameters.get(weight.name)
+            if name is None or not any(amounts) or any(size != 1 for size in dilation):
+                continue
+            sizes: list[int] = []
+            for amount in reversed(amounts):
+                sizes += [0, amount]
+            if name not in padded:
+                padded.add(name)
+                weights = pad(program.state_dict[name].detach(), sizes)
+                program.state_dict[name] = torch.nn.Parameter(weights, requires_grad=False)
+                weight.meta["val"] = pad(weight.meta["val"], sizes)
+            node.args = (value, weight, bias, stride, padding, [0] * len(amounts), *others)
+    program.graph_module.recompile()
+
+
+def cut_padding(program: ExportedProgram) -> None:
+    """Write the padding of transposed convolutions as slices of their results.
+
+    The converter takes a padding only if the result has as many strides as the input has
+    values.
+    """
+    for target in _TRANSPOSED:
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            value, weight, bias, stride, padding, *others = _all_arguments(node)
+            kernel = weight.meta["val"].shape[2:]
+            sums = [step + 2 * cut for step, cut in zip(stride, padding, strict=True)]
+            if not any(padding) or (sums == [*kernel] and set(others[-1]) == {1}):
+                continue
+            node.args = (value, weight, bias, stride, [0] * len(padding), *others)
+            shape = node.meta["val"].shape
+            last = node
+            readers = list(node.users)
+            for axis, cut in enumerate(padding, start=2):
+                with program.graph.inserting_after(last):
+                    stop = cut + shape[axis]
+                    operands = (last, axis, cut, stop)
+                    last = program.graph.call_function(_ATEN.slice.Tensor, operands)
+                last.meta["val"] = node.meta["val"]
+            for reader in readers:
+                reader.replace_input_with(node, last)
+    program.graph_module.recompile()
+
+
+def _all_arguments(node: Node) -> list[Any]:
+    """Return the arguments of a convolution with its defaults, lists as long as its axes."""
+    axes = node.meta["val"].dim() - 2
+    target: Any = node.target
+    arguments: list[Any] = []
+    for index, argument in enumerate(target._schema.arguments):
+        value = argument.default_value
+        if index < len(node.args):
+            value = node.args[index]
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = [*value] * axes
+        arguments.append(value)
+    return arguments
 
 
 def multiply_squares(program: ExportedProgram) -> None:
