@@ -34,7 +34,8 @@ def figures_of(network: str, config: str, engine: Engine, folder: Path, python: 
     facts = kernels | json.loads((folder / "facts.json").read_text("utf-8"))
     version = facts["version"]
     if "weights" in facts:
-        return Row(network, config, version=version, kept=facts["kept"], weights=facts["weights"])
+        kept, weights = facts["kept"], facts["weights"]
+        return Row(network, config, version=version, kept=kept, weights=weights)
     outputs, expected, floats = (
         arrays(folder / name) for name in ("outputs.npz", "test_mode.npz", "float.npz")
     )

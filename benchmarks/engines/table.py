@@ -139,7 +139,7 @@ ENGINES = (
     ),
     Engine(
         "tensorrt",
-        "ONNX Runtime without integer kernels",
+        "ONNX Runtime",
         "onnx",
         "in_onnxruntime_as_stated.py",
         "onnxruntime",
@@ -148,7 +148,7 @@ ENGINES = (
     ),
     Engine(
         "npu",
-        "ONNX Runtime without integer kernels",
+        "ONNX Runtime",
         "onnx",
         "in_onnxruntime_as_stated.py",
         "onnxruntime",

@@ -23,9 +23,7 @@ def main() -> None:
     results = method.execute(inputs)
     outputs = [output.numpy().copy() for output in results]
     facts: dict[str, Any] = {"version": version("executorch")}
-    facts |= work_folder.times(
-        lambda: method.execute(inputs), lambda: floating.execute(inputs)
-    )
+    facts |= work_folder.times(lambda: method.execute(inputs), lambda: floating.execute(inputs))
     work_folder.finish(outputs, facts)
 
 
