@@ -129,15 +129,6 @@ ENGINES = (
         float_program="onnx",
     ),
     Engine(
-        "onnxruntime_tuned",
-        "ONNX Runtime",
-        "onnx",
-        "in_onnxruntime.py",
-        "onnxruntime",
-        options={"onnx_profile": "tuned", "onnx_weights": "int8"},
-        float_program="onnx",
-    ),
-    Engine(
         "tensorrt",
         "ONNX Runtime",
         "onnx",

@@ -31,7 +31,7 @@ _SIGNED_SHARES = (
     _ATEN.tanh_.default,
 )
 """Operators with values from -1 to 1."""
-_ONE_SCALE_IN_LITERT = (
+_INEXACT_IN_LITERT = (
     _ATEN.cat.default,
     _ATEN.stack.default,
     _ATEN.maximum.default,
@@ -39,9 +39,12 @@ _ONE_SCALE_IN_LITERT = (
     _ATEN.avg_pool2d.default,
     _ATEN.adaptive_avg_pool2d.default,
     _ATEN.upsample_bilinear2d.vec,
+    _ATEN.leaky_relu.default,
+    _ATEN.leaky_relu_.default,
 )
 """Operators of several values, and such that compute values between codes. Their int8 kernels
-have one scale and zero point for all values before and after them.
+have one scale and zero point for all values before and after them, or scale with 8 bits, as
+those of a leaky ReLU.
 """
 
 
@@ -149,7 +152,7 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
     hold. It does not see through products. Those with 2 and 0.5 change no value.
     """
     graph = program.graph
-    for target in _ONE_SCALE_IN_LITERT:
+    for target in _INEXACT_IN_LITERT:
         for node in graph.find_nodes(op="call_function", target=target):
             values = node.all_input_nodes
             codes = {_codes_of(value) for value in values}
