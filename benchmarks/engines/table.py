@@ -46,7 +46,9 @@ TORCH = "torch==2.13.0"
 ENVIRONMENTS = {
     "tract": Environment(("tract==0.23.9", "numpy==2.4.6")),
     "aimet": Environment(("aimet-onnx==2.42.0", TORCH)),
-    "executorch": Environment(("executorch==1.5.1", TORCH), has_quantizer=True),
+    "executorch": Environment(
+        ("executorch==1.5.1", TORCH, "transformers==5.23.0"), has_quantizer=True
+    ),
     "litert": Environment(
         ("litert-torch==0.10.0", "ai-edge-litert==2.3.0", TORCH), has_quantizer=True
     ),

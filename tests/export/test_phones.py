@@ -341,6 +341,32 @@ def test_executorch_gets_one_scale_for_each_join() -> None:
     assert "aten.chunk.default" not in operators(source.program)
 
 
+class Parts(nn.Module):
+    """Tokens whose number is open, as the batch is, cut into parts that are quantized again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(20, 8), nn.Linear(8, 8)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        batch, length = tokens.shape
+        parts = self.fc(self.embed(tokens)).view(batch, 2 * length, 4)
+        return self.out(parts)  # type: ignore[no-any-return]
+
+
+def test_sizes_that_are_open_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randint(0, 20, size) for size in ((2, 7), (3, 9))]
+    result = quantizer.calibrate(Parts().eval(), PRESET, batches)
+    calibrated = result._calibrated
+    given = Deployment(calibrated.graph, calibrated.solution, (batches[0],), {}, choices={})
+    source = program_of("executorch", given)
+    expected = source.program.module()(batches[0])
+    round_before_moves(source.program)
+    assert torch.equal(source.program.module()(batches[0]), expected)
+
+
 def test_litert_joins_and_averages_several_scales_in_float() -> None:
     """Its converter would round all values to one of the scales."""
     source = program_of("litert", deployment_of(result_of(Joined())))
