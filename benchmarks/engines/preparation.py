@@ -202,10 +202,15 @@ def float_tflite(subject: Subject, path: Path) -> None:
     """Write the float network for LiteRT, with one sample as the files of the exporter."""
     import litert_torch
 
+    from quantizer.export.mobile.litert_rewrites import multiply_squares
+
     sample = pytree.tree_map(lambda values: values[:1], subject.batch)
     args, kwargs = _call(sample)
-    network = Leaves(subject.model).eval()
     with quiet(), contextlib.redirect_stdout(io.StringIO()):
+        program = torch.export.export(Leaves(subject.model), args, kwargs)
+        multiply_squares(program)
+        network = program.module()
+        network.training = False
         litert_torch.convert(network, args, kwargs or None).export(str(path))
 
 
