@@ -53,25 +53,27 @@ def pad_kernels(program: ExportedProgram) -> None:
 
     The converter refuses output padding.
     """
-    graph = program.graph
     parameters = program.graph_signature.inputs_to_parameters
     padded: set[str] = set()
-    for target in _TRANSPOSED:
-        for node in graph.find_nodes(op="call_function", target=target):
-            value, weight, bias, stride, padding, amounts, *others = _all_arguments(node)
-            _, dilation = others
-            name = parameters.get(weight.name)
-            if name is None or not any(amounts) or any(size != 1 for size in dilation):
-                continue
-            sizes: list[int] = []
-            for amount in reversed(amounts):
-                sizes += [0, amount]
-            if name not in padded:
-                padded.add(name)
-                weights = pad(program.state_dict[name].detach(), sizes)
-                program.state_dict[name] = torch.nn.Parameter(weights, requires_grad=False)
-                weight.meta["val"] = pad(weight.meta["val"], sizes)
-            node.args = (value, weight, bias, stride, padding, [0] * len(amounts), *others)
+    for node in _transposed(program):
+        settings = _settings(node)
+        weight = settings["weight"]
+        amounts = settings["output_padding"]
+        name = parameters.get(weight.name)
+        is_dilated = any(size != 1 for size in settings["dilation"])
+        if name is None or is_dilated or not any(amounts):
+            continue
+        sizes: list[int] = []
+        for amount in reversed(amounts):
+            sizes.append(0)
+            sizes.append(amount)
+        if name not in padded:
+            padded.add(name)
+            weights = pad(program.state_dict[name].detach(), sizes)
+            program.state_dict[name] = torch.nn.Parameter(weights, requires_grad=False)
+            weight.meta["val"] = pad(weight.meta["val"], sizes)
+        settings["output_padding"] = [0] * len(amounts)
+        node.args = tuple(settings.values())
     program.graph_module.recompile()
 
 
@@ -81,41 +83,61 @@ def cut_padding(program: ExportedProgram) -> None:
     The converter takes a padding only if the result has as many strides as the input has
     values.
     """
-    for target in _TRANSPOSED:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            value, weight, bias, stride, padding, *others = _all_arguments(node)
-            kernel = weight.meta["val"].shape[2:]
-            sums = [step + 2 * cut for step, cut in zip(stride, padding, strict=True)]
-            if not any(padding) or (sums == [*kernel] and set(others[-1]) == {1}):
-                continue
-            node.args = (value, weight, bias, stride, [0] * len(padding), *others)
-            shape = node.meta["val"].shape
-            last = node
-            readers = list(node.users)
-            for axis, cut in enumerate(padding, start=2):
-                with program.graph.inserting_after(last):
-                    stop = cut + shape[axis]
-                    operands = (last, axis, cut, stop)
-                    last = program.graph.call_function(_ATEN.slice.Tensor, operands)
-                last.meta["val"] = node.meta["val"]
-            for reader in readers:
-                reader.replace_input_with(node, last)
+    for node in _transposed(program):
+        settings = _settings(node)
+        padding = settings["padding"]
+        is_plain = all(size == 1 for size in settings["dilation"])
+        kernel = [*settings["weight"].meta["val"].shape[2:]]
+        sums: list[int] = []
+        for step, cut in zip(settings["stride"], padding, strict=True):
+            sums.append(step + 2 * cut)
+        if not any(padding):
+            continue
+        if is_plain and sums == kernel:
+            continue
+        settings["padding"] = [0] * len(padding)
+        node.args = tuple(settings.values())
+        readers = list(node.users)
+        last = _sliced(node, padding)
+        for reader in readers:
+            reader.replace_input_with(node, last)
     program.graph_module.recompile()
 
 
-def _all_arguments(node: Node) -> list[Any]:
-    """Return the arguments of a convolution with its defaults, lists as long as its axes."""
+def _sliced(node: Node, padding: list[int]) -> Node:
+    """Insert slices that leave out a padding of each axis from the third on."""
+    shape = node.meta["val"].shape
+    last = node
+    for axis, cut in enumerate(padding, start=2):
+        stop = cut + shape[axis]
+        operands = (last, axis, cut, stop)
+        with node.graph.inserting_after(last):
+            last = node.graph.call_function(_ATEN.slice.Tensor, operands)
+        last.meta["val"] = node.meta["val"]
+    return last
+
+
+def _transposed(program: ExportedProgram) -> list[Node]:
+    """Return the transposed convolutions of a program."""
+    nodes: list[Node] = []
+    for target in _TRANSPOSED:
+        nodes += program.graph.find_nodes(op="call_function", target=target)
+    return nodes
+
+
+def _settings(node: Node) -> dict[str, Any]:
+    """Return the arguments of a convolution by name, lists as long as it has axes."""
     axes = node.meta["val"].dim() - 2
     target: Any = node.target
-    arguments: list[Any] = []
+    settings: dict[str, Any] = {}
     for index, argument in enumerate(target._schema.arguments):
         value = argument.default_value
         if index < len(node.args):
             value = node.args[index]
         if isinstance(value, list | tuple) and len(value) == 1:
             value = [*value] * axes
-        arguments.append(value)
-    return arguments
+        settings[argument.name] = value
+    return settings
 
 
 def multiply_squares(program: ExportedProgram) -> None:
