@@ -55,7 +55,7 @@ def pad_kernels(program: ExportedProgram) -> None:
     """
     parameters = program.graph_signature.inputs_to_parameters
     padded: set[str] = set()
-    for node in _transposed(program):
+    for node in _calls(program, _TRANSPOSED):
         settings = _settings(node)
         weight = settings["weight"]
         amounts = settings["output_padding"]
@@ -69,8 +69,10 @@ def pad_kernels(program: ExportedProgram) -> None:
             sizes.append(amount)
         if name not in padded:
             padded.add(name)
-            weights = pad(program.state_dict[name].detach(), sizes)
-            program.state_dict[name] = torch.nn.Parameter(weights, requires_grad=False)
+            stored = program.state_dict[name]
+            weights = pad(stored.detach(), sizes)
+            parameter = torch.nn.Parameter(weights, requires_grad=False)
+            program.state_dict[name] = parameter
             weight.meta["val"] = pad(weight.meta["val"], sizes)
         settings["output_padding"] = [0] * len(amounts)
         node.args = tuple(settings.values())
@@ -83,11 +85,12 @@ def cut_padding(program: ExportedProgram) -> None:
     The converter takes a padding only if the result has as many strides as the input has
     values.
     """
-    for node in _transposed(program):
+    for node in _calls(program, _TRANSPOSED):
         settings = _settings(node)
         padding = settings["padding"]
         is_plain = all(size == 1 for size in settings["dilation"])
-        kernel = [*settings["weight"].meta["val"].shape[2:]]
+        weight = settings["weight"].meta["val"]
+        kernel = [*weight.shape[2:]]
         sums: list[int] = []
         for step, cut in zip(settings["stride"], padding, strict=True):
             sums.append(step + 2 * cut)
@@ -106,22 +109,24 @@ def cut_padding(program: ExportedProgram) -> None:
 
 def _sliced(node: Node, padding: list[int]) -> Node:
     """Insert slices that leave out a padding of each axis from the third on."""
-    shape = node.meta["val"].shape
+    graph = node.graph
+    result = node.meta["val"]
     last = node
     for axis, cut in enumerate(padding, start=2):
-        stop = cut + shape[axis]
+        stop = cut + result.shape[axis]
         operands = (last, axis, cut, stop)
-        with node.graph.inserting_after(last):
-            last = node.graph.call_function(_ATEN.slice.Tensor, operands)
-        last.meta["val"] = node.meta["val"]
+        with graph.inserting_after(last):
+            last = graph.call_function(_ATEN.slice.Tensor, operands)
+        last.meta["val"] = result
     return last
 
 
-def _transposed(program: ExportedProgram) -> list[Node]:
-    """Return the transposed convolutions of a program."""
+def _calls(program: ExportedProgram, targets: tuple[Any, ...]) -> list[Node]:
+    """Return the nodes that call one of some operators."""
     nodes: list[Node] = []
-    for target in _TRANSPOSED:
-        nodes += program.graph.find_nodes(op="call_function", target=target)
+    for target in targets:
+        of_target = program.graph.find_nodes(op="call_function", target=target)
+        nodes.extend(of_target)
     return nodes
 
 
@@ -129,26 +134,27 @@ def _settings(node: Node) -> dict[str, Any]:
     """Return the arguments of a convolution by name, lists as long as it has axes."""
     axes = node.meta["val"].dim() - 2
     target: Any = node.target
+    arguments = target._schema.arguments
     settings: dict[str, Any] = {}
-    for index, argument in enumerate(target._schema.arguments):
-        value = argument.default_value
-        if index < len(node.args):
-            value = node.args[index]
-        if isinstance(value, list | tuple) and len(value) == 1:
-            value = [*value] * axes
+    for argument in arguments:
+        settings[argument.name] = argument.default_value
+    for argument, value in zip(arguments, node.args, strict=False):
         settings[argument.name] = value
+    for name, value in settings.items():
+        is_list = isinstance(value, list | tuple)
+        if is_list and len(value) == 1:
+            settings[name] = [*value] * axes
     return settings
 
 
 def multiply_squares(program: ExportedProgram) -> None:
     """Write squares as products; the converter refuses some powers."""
-    for target in _SQUARES:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            value, *exponents = node.args
-            if exponents not in ([], [2], [2.0]):
-                continue
-            node.target = _ATEN.mul.Tensor
-            node.args = (value, value)
+    for node in _calls(program, _SQUARES):
+        value, *exponents = node.args
+        if exponents not in ([], [2], [2.0]):
+            continue
+        node.target = _ATEN.mul.Tensor
+        node.args = (value, value)
     program.graph_module.recompile()
 
 
@@ -158,12 +164,10 @@ def keep_scales_of_shares(program: ExportedProgram) -> None:
     LiteRT's int8 kernels of these have one scale, 1/256 or 1/128, and fail with another. A
     clamp that changes no value keeps the converter from using them.
     """
-    for target in _SHARES:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            _clamp_before_codes(node, _ATEN.relu.default, ())
-    for target in _SIGNED_SHARES:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
+    for node in _calls(program, _SHARES):
+        _clamp_before_codes(node, _ATEN.relu.default, ())
+    for node in _calls(program, _SIGNED_SHARES):
+        _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
     program.graph_module.recompile()
 
 
@@ -174,23 +178,25 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
     hold. It does not see through products. Those with 2 and 0.5 change no value.
     """
     graph = program.graph
-    for target in _INEXACT_IN_LITERT:
-        for node in graph.find_nodes(op="call_function", target=target):
-            values = node.all_input_nodes
-            codes = {_codes_of(value) for value in values}
-            after = {_codes_after(reader) for reader in node.users}
-            if len(values) == 1:
-                codes |= after
-            elif target is _ATEN.cat.default and len(after) == 1 and None not in after:
-                continue
-            if len(codes) == 1:
-                continue
-            for value in values:
-                with graph.inserting_before(node):
-                    node.replace_input_with(value, _times(value, 2.0))
-            with graph.inserting_after(node):
-                halved = _times(node, 0.5)
-            node.replace_all_uses_with(halved, lambda reader, own=halved: reader is not own)
+    for node in _calls(program, _INEXACT_IN_LITERT):
+        values = node.all_input_nodes
+        codes = {_codes_of(value) for value in values}
+        after = {_codes_after(reader) for reader in node.users}
+        is_join = node.target is _ATEN.cat.default
+        is_coded_after = len(after) == 1 and None not in after
+        if len(values) == 1:
+            codes |= after
+        elif is_join and is_coded_after:
+            continue
+        if len(codes) == 1:
+            continue
+        for value in values:
+            with graph.inserting_before(node):
+                doubled = _times(value, 2.0)
+                node.replace_input_with(value, doubled)
+        with graph.inserting_after(node):
+            halved = _times(node, 0.5)
+        node.replace_all_uses_with(halved, lambda reader, own=halved: reader is not own)
     program.graph_module.recompile()
 
 
