@@ -196,7 +196,8 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
                 node.replace_input_with(value, doubled)
         with graph.inserting_after(node):
             halved = _times(node, 0.5)
-        node.replace_all_uses_with(halved, lambda reader, own=halved: reader is not own)
+        node.replace_all_uses_with(halved)
+        halved.args = (node, 0.5)
     program.graph_module.recompile()
 
 
