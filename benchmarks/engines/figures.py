@@ -30,10 +30,12 @@ def figures_of(network: str, config: str, engine: Engine, folder: Path, python: 
     failure = failure_of(python, CONSUMERS / engine.consumer, folder)
     if failure:
         return Row(network, config, failure=failure)
-    facts = json.loads((folder / "facts.json").read_text("utf-8"))
+    kernels = json.loads((folder / "kernels.json").read_text("utf-8"))
+    facts = kernels | json.loads((folder / "facts.json").read_text("utf-8"))
     version = facts["version"]
     if "weights" in facts:
-        return Row(network, config, **facts)
+        kept, weights = facts["kept"], facts["weights"]
+        return Row(network, config, version=version, kept=kept, weights=weights)
     outputs, expected, floats = (
         arrays(folder / name) for name in ("outputs.npz", "test_mode.npz", "float.npz")
     )

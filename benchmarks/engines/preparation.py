@@ -4,9 +4,11 @@ of test mode and of the float network.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from torch.utils import _pytree as pytree
 import quantizer
 from engines.network_table import MAKE, Subject
 from engines.table import Engine
-from quantizer.api.result import Result
+from quantizer.api.result import Result, result_for_file
 from quantizer.export import as_run
+from quantizer.export.agreement import Verification
+from quantizer.export.choices import checked_choices
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.trace import quiet
 
@@ -93,9 +97,15 @@ class Prepared:
         options = dict(engine.options)
         if engine.target == "gguf":
             options["gguf_template"] = str(self._float_file("gguf"))
-        result.export(engine.target, file, [subject.batch], **options)
+        choices = checked_choices(options, engine.target)
+        written = result_for_file(
+            result, [subject.batch], target=engine.target, file=file, choices=choices
+        )
+        verification = written.export(engine.target, file, [subject.batch], **options)
+        store_kernels(folder / "kernels.json", verification)
         save(folder / "inputs.npz", "input", arrays_of(subject.batch))
-        networks = {"float": subject.model, "test_mode": network_as_run(result, engine.target)}
+        tested = network_as_run(written, engine.target, choices)
+        networks = {"float": subject.model, "test_mode": tested}
         for name, network in networks.items():
             outputs = arrays_of(called(network, subject.batch))
             if engine.is_next_token:
@@ -111,11 +121,21 @@ class Prepared:
         return path
 
 
-def network_as_run(result: Result, target: str) -> nn.Module:
+def network_as_run(result: Result, target: str, choices: Mapping[str, str]) -> nn.Module:
     """Return the network of test mode with `--deploy`, which counts what the target rounds."""
     calibrated = result._calibrated
-    solution = as_run([target], calibrated.graph, calibrated.solution)
+    solution = as_run([target], calibrated.graph, calibrated.solution, choices)
     return calibrated.with_solution(solution).network()
+
+
+def store_kernels(path: Path, verification: Verification) -> None:
+    """Write how many multiplications the file has in integers, if the exporter knows it."""
+    session = verification.default_session or verification
+    counts: dict[str, int] = {}
+    if session.kernels is not None:
+        counts["integer"] = len(session.kernels.integer)
+        counts["multiplications"] = session.kernels.count
+    path.write_text(json.dumps(counts), "utf-8")
 
 
 @torch.no_grad()
@@ -166,6 +186,34 @@ def float_pt2(subject: Subject, path: Path) -> None:
     torch.export.save(program, path)
 
 
+def float_pte(subject: Subject, path: Path) -> None:
+    """Write the float network for ExecuTorch, with XNNPACK."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    args, kwargs = _call(subject.batch)
+    with quiet():
+        program = torch.export.export(Leaves(subject.model), args, kwargs)
+        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+        path.write_bytes(lowered.to_executorch().buffer)
+
+
+def float_tflite(subject: Subject, path: Path) -> None:
+    """Write the float network for LiteRT, with one sample as the files of the exporter."""
+    import litert_torch
+
+    from quantizer.export.mobile.litert_rewrites import multiply_squares
+
+    sample = pytree.tree_map(lambda values: values[:1], subject.batch)
+    args, kwargs = _call(sample)
+    with quiet(), contextlib.redirect_stdout(io.StringIO()):
+        program = torch.export.export(Leaves(subject.model), args, kwargs)
+        multiply_squares(program)
+        network = program.module()
+        network.training = False
+        litert_torch.convert(network, args, kwargs or None).export(str(path))
+
+
 class Leaves(nn.Module):
     """A network that returns its tensors as a tuple, so that no class of outputs is needed."""
 
@@ -197,6 +245,8 @@ FLOAT_PROGRAMS: dict[str, tuple[Callable[[Subject, Path], None], str]] = {
     "pt2": (float_pt2, ".pt2"),
     "transformers": (float_folder, ""),
     "gguf": (float_gguf, ".gguf"),
+    "pte": (float_pte, ".pte"),
+    "tflite": (float_tflite, ".tflite"),
 }
 """How the float network is written for an engine, and the suffix of its file."""
 

@@ -46,7 +46,9 @@ TORCH = "torch==2.13.0"
 ENVIRONMENTS = {
     "tract": Environment(("tract==0.23.9", "numpy==2.4.6")),
     "aimet": Environment(("aimet-onnx==2.42.0", TORCH)),
-    "executorch": Environment(("executorch==1.5.1", TORCH), has_quantizer=True),
+    "executorch": Environment(
+        ("executorch==1.5.1", TORCH, "transformers==5.23.0"), has_quantizer=True
+    ),
     "litert": Environment(
         ("litert-torch==0.10.0", "ai-edge-litert==2.3.0", TORCH), has_quantizer=True
     ),
@@ -82,7 +84,7 @@ class Engine:
         environment: the row of `ENVIRONMENTS` in which the consumer runs; "" is the project's
             own environment.
         float_program: the float network that the engine is timed with: "onnx", "pt2",
-            "transformers" or "gguf"; "" if it is not timed.
+            "transformers", "gguf", "pte" or "tflite"; "" if it is not timed.
         is_next_token: whether outputs are the logits of the next token only, with a mean of 0.
         configs: for networks that the engine cannot hold with their usual config, another one.
         cannot_hold: for networks that the engine cannot hold, the reason as a sentence.
@@ -107,17 +109,8 @@ def all_but_llama(reason: str) -> dict[str, str]:
 
 
 ONLY_TRANSFORMERS = all_but_llama("The format holds models of transformers only.")
-
-NOT_CONVERTED = (
-    "efficientnet_lite0",
-    "resnet18",
-    "vit",
-    "yolo",
-    "unet",
-    "ssd",
-    "llama",
-)
-"""The networks whose conversion for Core ML has no result yet."""
+STATIC = dict.fromkeys(NETWORKS, "mobile_int8")
+"""The config of phones for all networks, so that all ranges are fixed."""
 
 ENGINES = (
     Engine(
@@ -178,7 +171,7 @@ ENGINES = (
         "in_aimet.py",
         "aimet-onnx",
         environment="aimet",
-        cannot_hold={"llama": "AIMET reads no scales that are found at run time."},
+        configs={"llama": "cpu_int8"},
     ),
     Engine(
         "aimet_encodings",
@@ -187,10 +180,8 @@ ENGINES = (
         "in_aimet_encodings.py",
         "aimet-onnx",
         environment="aimet",
-        cannot_hold={
-            "llama": "Encodings have no scales that are found at run time.",
-            "tagger": "Encodings have no weights of an LSTM.",
-        },
+        configs={"llama": "cpu_int8"},
+        cannot_hold={"tagger": "Encodings have no weights of an LSTM."},
     ),
     Engine(
         "torch",
@@ -215,8 +206,8 @@ ENGINES = (
         "in_executorch.py",
         "executorch",
         environment="executorch",
-        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
-        cannot_hold={"llama": "XNNPACK's static kernels read no scales found at run time."},
+        float_program="pte",
+        configs=STATIC,
     ),
     Engine(
         "litert",
@@ -225,8 +216,8 @@ ENGINES = (
         "in_litert.py",
         "ai-edge-litert",
         environment="litert",
-        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
-        cannot_hold={"llama": "LiteRT's static kernels read no scales found at run time."},
+        float_program="tflite",
+        configs=STATIC,
     ),
     Engine(
         "coreml",
@@ -235,8 +226,7 @@ ENGINES = (
         "in_coreml.py",
         "coremltools",
         environment="coreml",
-        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
-        cannot_hold=dict.fromkeys(NOT_CONVERTED, "Its conversion was not tried."),
+        configs=STATIC,
     ),
     Engine(
         "coreml_int8",
@@ -246,8 +236,7 @@ ENGINES = (
         "coremltools",
         options={"pt2_activations": "int8"},
         environment="coreml",
-        configs={name: "mobile_int8" for name in NETWORKS if name != "llama"},
-        cannot_hold=dict.fromkeys(NOT_CONVERTED, "Its conversion was not tried."),
+        configs=STATIC,
     ),
     Engine(
         "transformers",

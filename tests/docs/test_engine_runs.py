@@ -39,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.savez(tmp_path / "test_mode.npz", output_0=values)
     np.savez(tmp_path / "float.npz", output_0=values * np.float32(1.1))
     (tmp_path / "settings.json").write_text('{"rounds": 3}')
+    (tmp_path / "kernels.json").write_text('{"integer": 1, "multiplications": 4}')
     (tmp_path / "model.onnx").write_bytes(b"file")
     return tmp_path
 
@@ -55,6 +56,12 @@ def test_a_row_has_the_distance_to_test_mode_and_to_float(folder: Path) -> None:
     assert row.float_db == pytest.approx(21.7, abs=0.1)
     assert (row.version, row.integer, row.multiplications, row.size) == ("1.2", 3, 4, 4)
     assert row.speed is not None and row.speed["rounds"] == 3
+
+
+def test_an_engine_that_does_not_count_has_the_counts_of_the_exporter(folder: Path) -> None:
+    program = SCALED.replace("FACTOR", "1").replace(', "integer": 3, "multiplications": 4', "")
+    row = row_of(folder, program)
+    assert (row.integer, row.multiplications) == (1, 4)
 
 
 def test_equal_outputs_have_no_distance(folder: Path) -> None:

@@ -103,7 +103,29 @@ def test_joins_and_convolutions_in_float_are_those_of_test_mode(tmp_path: Path) 
     verified = result_of(Joined()).export("executorch", tmp_path / "net.pte", [X, X[:1]])
     assert verified.sqnr_db > 60
     assert verified.kernels is not None
-    assert [len(verified.kernels.integer), len(verified.kernels.floating)] == [4, 2]
+    assert [len(verified.kernels.integer), len(verified.kernels.floating)] == [5, 1]
+
+
+class Upsampling(nn.Module):
+    """Transposed convolutions of an image and of a sound, and one in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ConvTranspose2d(3, 8, 3, 2, padding=1, output_padding=1)
+        self.grouped = nn.ConvTranspose2d(8, 4, 2, 2, groups=2)
+        self.sound = nn.ConvTranspose1d(4, 2, 4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.grouped(self.first(x).relu()).relu()
+        return self.sound(x.flatten(2))  # type: ignore[no-any-return]
+
+
+def test_transposed_convolutions_run_in_int8(tmp_path: Path) -> None:
+    verified = result_of(Upsampling()).export("executorch", tmp_path / "net.pte", [X])
+    assert verified.within_step == 1.0
+    assert verified.kernels is not None
+    assert ["grouped" in name for name in verified.kernels.floating] == [True]
+    assert len(verified.kernels.integer) == 2
 
 
 def test_biases_of_next_to_no_weights_are_not_cut_off(tmp_path: Path) -> None:

@@ -134,6 +134,25 @@ def test_joins_and_averages_are_those_of_test_mode(tmp_path: Path) -> None:
     assert verified.kernels.share == 1.0
 
 
+class Upsampling(nn.Module):
+    """Transposed convolutions with paddings that the converter does not take as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ConvTranspose2d(3, 8, 3, 2, padding=1, output_padding=1)
+        self.second = nn.ConvTranspose2d(8, 4, 3, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())  # type: ignore[no-any-return]
+
+
+def test_transposed_convolutions_run_in_int8(tmp_path: Path) -> None:
+    verified = result_of(Upsampling()).export("litert", tmp_path / "net.tflite", [X])
+    assert verified.within_step == 1.0
+    assert verified.kernels is not None
+    assert (verified.kernels.share, verified.kernels.count) == (1.0, 2)
+
+
 class Attention(nn.Module):
     """A softmax, whose int8 kernel has another scale, and products of two activations."""
 

@@ -26,9 +26,11 @@ from quantizer.export import exporter_of, require_expressible
 from quantizer.export.deployment import Deployment
 from quantizer.export.mobile.exporter import MobileExporter, MobileProgram
 from quantizer.export.mobile.litert_rewrites import (
+    cut_padding,
     keep_scales_of_joins,
     keep_scales_of_shares,
     multiply_squares,
+    pad_kernels,
 )
 from quantizer.export.mobile.rewrites import (
     add_axes,
@@ -339,6 +341,32 @@ def test_executorch_gets_one_scale_for_each_join() -> None:
     assert "aten.chunk.default" not in operators(source.program)
 
 
+class Parts(nn.Module):
+    """Tokens whose number is open, as the batch is, cut into parts that are quantized again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(20, 8), nn.Linear(8, 8)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        batch, length = tokens.shape
+        parts = self.fc(self.embed(tokens)).view(batch, 2 * length, 4)
+        return self.out(parts)  # type: ignore[no-any-return]
+
+
+def test_sizes_that_are_open_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randint(0, 20, size) for size in ((2, 7), (3, 9))]
+    result = quantizer.calibrate(Parts().eval(), PRESET, batches)
+    calibrated = result._calibrated
+    given = Deployment(calibrated.graph, calibrated.solution, (batches[0],), {}, choices={})
+    source = program_of("executorch", given)
+    expected = source.program.module()(batches[0])
+    round_before_moves(source.program)
+    assert torch.equal(source.program.module()(batches[0]), expected)
+
+
 def test_litert_joins_and_averages_several_scales_in_float() -> None:
     """Its converter would round all values to one of the scales."""
     source = program_of("litert", deployment_of(result_of(Joined())))
@@ -373,6 +401,60 @@ def test_executorch_gets_two_axes_for_convolutions_in_float() -> None:
     counts = operators(source.program)
     assert counts["aten.conv_transpose2d.input"] == 1
     assert (counts["aten.conv2d.default"], counts["aten.conv1d.default"]) == (1, 1)
+
+
+class Upsampling(nn.Module):
+    """Transposed convolutions whose paddings are not those that LiteRT's converter takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ConvTranspose2d(3, 8, 3, 2, padding=1, output_padding=1)
+        self.second = nn.ConvTranspose2d(8, 6, (3, 2), (2, 1), (1, 0), (1, 0), bias=False)
+        self.third = nn.ConvTranspose2d(6, 6, 3, 1, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x).relu()).relu())  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def upsampling() -> quantizer.Result:
+    return result_of(Upsampling())
+
+
+def test_transposed_convolutions_have_codes_by_outputs(upsampling: quantizer.Result) -> None:
+    """XNNPACK takes scales along axis 1, except in groups."""
+    source = program_of("executorch", deployment_of(upsampling))
+    assert torch.equal(source.program.module()(X), source.tested.network()(X))
+    target = torch.ops.quantized_decomposed.dequantize_per_channel.default
+    weights = source.program.graph.find_nodes(op="call_function", target=target)
+    assert [(node.args[3], *node.meta["val"].shape[:2]) for node in weights] == [
+        (1, 3, 8),
+        (1, 8, 6),
+    ]
+    [(grouped, why)] = source.kernels.floating.items()
+    assert "[third]" in grouped
+    assert why == "XNNPACK has no int8 kernel for transposed convolutions in groups"
+
+
+def test_litert_gets_transposed_convolutions_with_a_padding_it_takes(
+    upsampling: quantizer.Result,
+) -> None:
+    source = program_of("litert", deployment_of(upsampling))
+    expected = source.tested.network()(X[:1])
+    pad_kernels(source.program)
+    cut_padding(source.program)
+    assert torch.equal(source.program.module()(X[:1]), expected)
+    kernels: list[list[int]] = []
+    for node in source.program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.conv_transpose2d.input
+    ):
+        assert not any(node.args[5])
+        size = node.args[1].meta["val"].shape[2:]
+        rest = [edge - step for edge, step in zip(size, node.args[3], strict=True)]
+        assert not any(node.args[4]) or rest == [2 * cut for cut in node.args[4]]
+        kernels.append([*size])
+    assert kernels == [[4, 4], [4, 2], [3, 3]]
+    assert operators(source.program)["aten.slice.Tensor"] == 2
 
 
 class Shares(nn.Module):

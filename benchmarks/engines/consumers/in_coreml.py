@@ -10,13 +10,17 @@ import numpy as np
 import torch
 import torch.ao.quantization.fx._decomposed  # torch registers the operators of the file here
 import work_folder
+from torch._decomp import get_decompositions
 
 STORED_WEIGHT = "constexpr_affine_dequantize"
 
 
 def main() -> None:
     """Convert, and compare codes and scales."""
-    program = torch.export.load(work_folder.folder() / "model.pt2").run_decompositions({})
+    # The converter knows no recurrent layers.
+    aten = torch.ops.aten
+    steps = get_decompositions([aten.lstm.input, aten.gru.input])
+    program = torch.export.load(work_folder.folder() / "model.pt2").run_decompositions(steps)
     package = coremltools.convert(
         program,
         compute_precision=coremltools.precision.FLOAT32,

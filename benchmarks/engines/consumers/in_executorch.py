@@ -12,15 +12,18 @@ from executorch.runtime import Runtime
 
 def main() -> None:
     """Run and measure times."""
-    # A method reads its program for as long as it lives.
-    program = Runtime.get().load_program(work_folder.folder() / "model.pte")
-    method = program.load_method("forward")
-    assert method is not None
+    folder = work_folder.folder()
     inputs = [torch.from_numpy(array) for array in work_folder.inputs()]
+    # A method reads its program for as long as it lives.
+    program = Runtime.get().load_program(folder / "model.pte")
+    method = program.load_method("forward")
+    float_program = Runtime.get().load_program(folder / "float.pte")
+    floating = float_program.load_method("forward")
+    assert method is not None and floating is not None
     results = method.execute(inputs)
     outputs = [output.numpy().copy() for output in results]
     facts: dict[str, Any] = {"version": version("executorch")}
-    facts |= work_folder.times(lambda: method.execute(inputs))
+    facts |= work_folder.times(lambda: method.execute(inputs), lambda: floating.execute(inputs))
     work_folder.finish(outputs, facts)
 
 

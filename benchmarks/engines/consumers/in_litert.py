@@ -33,8 +33,17 @@ def main() -> None:
         outputs = run_apart(interpreter, inputs)
     facts: dict[str, Any] = {"version": version("ai-edge-litert")}
     facts |= kernels(path)
-    facts |= work_folder.times(interpreter.invoke)
+    run_one = with_one_sample(path, inputs).invoke
+    run_float = with_one_sample(work_folder.folder() / "float.tflite", inputs).invoke
+    facts |= work_folder.times(run_one, run_float)
     work_folder.finish(outputs, facts)
+
+
+def with_one_sample(path: Path, inputs: Sequence[Any]) -> Interpreter:
+    """Return the interpreter of a file that has run on the first sample."""
+    interpreter = Interpreter(str(path), num_threads=1)
+    run(interpreter, [values[:1] for values in inputs])
+    return interpreter
 
 
 def run_together(interpreter: Interpreter, inputs: Sequence[Any]) -> list[Any] | None:

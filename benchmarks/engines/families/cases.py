@@ -75,7 +75,7 @@ def written_case(family: str, scheme: str, folder: Path) -> Case:
         verification = result.export(how.target, path)
     except QuantizerError as error:
         return Case(family, scheme, failure=error.message)
-    write_expected(folder, network_as_run(result, how.target), batches[0])
+    write_expected(folder, network_as_run(result, how.target, {}), batches[0])
     dequantized = any("dequantize=True" in remark for remark in verification.remarks)
     if dequantized:
         (folder / DEQUANTIZED).touch()

@@ -50,7 +50,7 @@ class ExecutorchExporter(MobileExporter):
     """
 
     engine = MobileEngine("XNNPACK", compiler="ExecuTorch", has_least_code=True)
-    form = ProgramForm("int8", is_shared=False, weight_codes=(-128, 127))
+    form = ProgramForm("int8", is_shared=False, weight_codes=(-128, 127), has_transposed=True)
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return the largest batch: that of the option, else that of the first call."""

@@ -111,7 +111,10 @@ class MobileExporter(Exporter[MobileFile]):
         kernels = self.engine.kernels(graph, stated.specs)
         constant: set[str] = set()
         for layer, role in stated.tensors:
-            if is_parameter(role) and layer not in kernels.integer:
+            is_coded = layer in kernels.integer
+            if graph.by_name[layer].row.transposed:
+                is_coded &= self.form.has_transposed
+            if is_parameter(role) and not is_coded:
                 constant.add(layer)
         most_samples = self.most_samples(deployment)
         form = replace(self.form, constant=frozenset(constant), most_samples=most_samples)
@@ -197,7 +200,8 @@ class MobileExporter(Exporter[MobileFile]):
 
 def _output_scales(weight: QuantizedTensor, graph: Graph, layer: str) -> list[float]:
     """Return the scale of each output of a layer."""
-    outputs = len(graph.weight(graph.by_name[layer]))
+    node = graph.by_name[layer]
+    outputs = graph.weight(node).shape[int(node.row.transposed)]
     return weight.scale.expand(outputs).tolist()
 
 

@@ -53,8 +53,8 @@ class MobileEngine:
             reason: _Reason | None = None
             if not is_parameter(role):
                 reason = self._activation_reason(spec, node)
-            elif role == "weights" and node.is_multiplying and not node.row.transposed:
-                reason = self._weight_reason(spec)
+            elif role == "weights" and node.is_multiplying and not _is_grouped_transpose(node):
+                reason = self._weight_reason(spec, int(node.row.transposed))
             if reason is not None:
                 are_held = False
                 yield Refusal(*reason, layer, role)
@@ -105,7 +105,7 @@ class MobileEngine:
             )
         return None
 
-    def _weight_reason(self, spec: QuantizationSpec) -> _Reason | None:
+    def _weight_reason(self, spec: QuantizationSpec, axis: int) -> _Reason | None:
         if spec.dtype != "int" or spec.bit_width > 8:
             return (
                 f"is {_format_of(spec)}, and {self.name} multiplies int8",
@@ -117,8 +117,8 @@ class MobileEngine:
             return "has a zero point", "set symmetry to true there"
         if spec.qscheme not in ("per_tensor", "per_channel"):
             return "has scales for groups of inputs", "set per_channel to true there"
-        if spec.qscheme == "per_channel" and spec.ch_axis != 0:
-            return "has scales along its inputs", "set ch_axis to 0 there"
+        if spec.qscheme == "per_channel" and spec.ch_axis != axis:
+            return "has scales along its inputs", f"set ch_axis to {axis} there"
         if spec.quant_min == _LEAST_CODE and not self.has_least_code:
             return (
                 f"may have the code {_LEAST_CODE}, which {self.name} does not allow",
@@ -132,8 +132,8 @@ class MobileEngine:
         """Return why a layer is multiplied in float; None if there is an int8 kernel."""
         if not node.is_multiplying:
             return f"{self.name} has no int8 kernel for {node.op}"
-        if node.row.transposed:
-            return f"{self.name} has no int8 kernel for transposed convolutions here"
+        if _is_grouped_transpose(node):
+            return f"{self.name} has no int8 kernel for transposed convolutions in groups"
         if (node.row.spatial or 0) > _MOST_AXES:
             return f"{self.name} has no int8 kernel for convolutions with three axes"
         if (node.name, "weights") not in specs:
@@ -147,6 +147,11 @@ class MobileEngine:
 
 _CODES = 256
 _LEAST_CODE = -128
+
+
+def _is_grouped_transpose(node: Node) -> bool:
+    """Return whether a layer is a transposed convolution in groups."""
+    return node.row.transposed and node.attrs.get("groups", 1) != 1
 
 
 def _reason_of_readers(

@@ -26,9 +26,11 @@ from quantizer.export.mobile.exporter import (
 )
 from quantizer.export.mobile.kernels import MobileEngine
 from quantizer.export.mobile.litert_rewrites import (
+    cut_padding,
     keep_scales_of_joins,
     keep_scales_of_shares,
     multiply_squares,
+    pad_kernels,
 )
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
@@ -125,6 +127,8 @@ def _converted(source: MobileProgram) -> bytes:
     infer_batches(source.program)
     fold_padding(source.program)
     average_images(source.program)
+    pad_kernels(source.program)
+    cut_padding(source.program)
     multiply_squares(source.program)
     keep_scales_of_shares(source.program)
     keep_scales_of_joins(source.program)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.nn.functional import pad
 
 from quantizer.export.mobile.rewrites import ONE_SCALE
 from quantizer.export.torch_export.qdq import DEQUANTIZE, QUANTIZE
@@ -13,6 +14,10 @@ _ATEN = torch.ops.aten
 _SQUARES = (
     _ATEN.square.default,
     _ATEN.pow.Tensor_Scalar,
+)
+_TRANSPOSED = (
+    _ATEN.conv_transpose1d.default,
+    _ATEN.conv_transpose2d.input,
 )
 _SHARES = (
     _ATEN.softmax.int,
@@ -26,7 +31,7 @@ _SIGNED_SHARES = (
     _ATEN.tanh_.default,
 )
 """Operators with values from -1 to 1."""
-_ONE_SCALE_IN_LITERT = (
+_INEXACT_IN_LITERT = (
     _ATEN.cat.default,
     _ATEN.stack.default,
     _ATEN.maximum.default,
@@ -34,21 +39,122 @@ _ONE_SCALE_IN_LITERT = (
     _ATEN.avg_pool2d.default,
     _ATEN.adaptive_avg_pool2d.default,
     _ATEN.upsample_bilinear2d.vec,
+    _ATEN.leaky_relu.default,
+    _ATEN.leaky_relu_.default,
 )
 """Operators of several values, and such that compute values between codes. Their int8 kernels
-have one scale and zero point for all values before and after them.
+have one scale and zero point for all values before and after them, or scale with 8 bits, as
+those of a leaky ReLU.
 """
+
+
+def pad_kernels(program: ExportedProgram) -> None:
+    """Write the output padding of transposed convolutions as zeros at the end of their kernels.
+
+    The converter refuses output padding.
+    """
+    parameters = program.graph_signature.inputs_to_parameters
+    padded: set[str] = set()
+    for node in _calls(program, _TRANSPOSED):
+        settings = _settings(node)
+        weight = settings["weight"]
+        amounts = settings["output_padding"]
+        name = parameters.get(weight.name)
+        is_dilated = any(size != 1 for size in settings["dilation"])
+        if name is None or is_dilated or not any(amounts):
+            continue
+        sizes: list[int] = []
+        for amount in reversed(amounts):
+            sizes.append(0)
+            sizes.append(amount)
+        if name not in padded:
+            padded.add(name)
+            stored = program.state_dict[name]
+            weights = pad(stored.detach(), sizes)
+            parameter = torch.nn.Parameter(weights, requires_grad=False)
+            program.state_dict[name] = parameter
+            weight.meta["val"] = pad(weight.meta["val"], sizes)
+        settings["output_padding"] = [0] * len(amounts)
+        node.args = tuple(settings.values())
+    program.graph_module.recompile()
+
+
+def cut_padding(program: ExportedProgram) -> None:
+    """Write the padding of transposed convolutions as slices of their results.
+
+    The converter takes a padding only if the result has as many strides as the input has
+    values.
+    """
+    for node in _calls(program, _TRANSPOSED):
+        settings = _settings(node)
+        padding = settings["padding"]
+        is_plain = all(size == 1 for size in settings["dilation"])
+        weight = settings["weight"].meta["val"]
+        kernel = [*weight.shape[2:]]
+        sums: list[int] = []
+        for step, cut in zip(settings["stride"], padding, strict=True):
+            sums.append(step + 2 * cut)
+        if not any(padding):
+            continue
+        if is_plain and sums == kernel:
+            continue
+        settings["padding"] = [0] * len(padding)
+        node.args = tuple(settings.values())
+        readers = list(node.users)
+        last = _sliced(node, padding)
+        for reader in readers:
+            reader.replace_input_with(node, last)
+    program.graph_module.recompile()
+
+
+def _sliced(node: Node, padding: list[int]) -> Node:
+    """Insert slices that leave out a padding of each axis from the third on."""
+    graph = node.graph
+    result = node.meta["val"]
+    last = node
+    for axis, cut in enumerate(padding, start=2):
+        stop = cut + result.shape[axis]
+        operands = (last, axis, cut, stop)
+        with graph.inserting_after(last):
+            last = graph.call_function(_ATEN.slice.Tensor, operands)
+        last.meta["val"] = result
+    return last
+
+
+def _calls(program: ExportedProgram, targets: tuple[Any, ...]) -> list[Node]:
+    """Return the nodes that call one of some operators."""
+    nodes: list[Node] = []
+    for target in targets:
+        of_target = program.graph.find_nodes(op="call_function", target=target)
+        nodes.extend(of_target)
+    return nodes
+
+
+def _settings(node: Node) -> dict[str, Any]:
+    """Return the arguments of a convolution by name, lists as long as it has axes."""
+    axes = node.meta["val"].dim() - 2
+    target: Any = node.target
+    arguments = target._schema.arguments
+    settings: dict[str, Any] = {}
+    for argument in arguments:
+        settings[argument.name] = argument.default_value
+    for argument, value in zip(arguments, node.args, strict=False):
+        settings[argument.name] = value
+    for name, value in settings.items():
+        is_list = isinstance(value, list | tuple)
+        if is_list and len(value) == 1:
+            settings[name] = [*value] * axes
+    return settings
 
 
 def multiply_squares(program: ExportedProgram) -> None:
     """Write squares as products; the converter refuses some powers."""
-    for target in _SQUARES:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            value, *exponents = node.args
-            if exponents not in ([], [2], [2.0]):
-                continue
-            node.target = _ATEN.mul.Tensor
-            node.args = (value, value)
+    for node in _calls(program, _SQUARES):
+        value, *exponents = node.args
+        if exponents not in ([], [2], [2.0]):
+            continue
+        node.target = _ATEN.mul.Tensor
+        node.args = (value, value)
     program.graph_module.recompile()
 
 
@@ -58,12 +164,10 @@ def keep_scales_of_shares(program: ExportedProgram) -> None:
     LiteRT's int8 kernels of these have one scale, 1/256 or 1/128, and fail with another. A
     clamp that changes no value keeps the converter from using them.
     """
-    for target in _SHARES:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            _clamp_before_codes(node, _ATEN.relu.default, ())
-    for target in _SIGNED_SHARES:
-        for node in program.graph.find_nodes(op="call_function", target=target):
-            _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
+    for node in _calls(program, _SHARES):
+        _clamp_before_codes(node, _ATEN.relu.default, ())
+    for node in _calls(program, _SIGNED_SHARES):
+        _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
     program.graph_module.recompile()
 
 
@@ -74,23 +178,26 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
     hold. It does not see through products. Those with 2 and 0.5 change no value.
     """
     graph = program.graph
-    for target in _ONE_SCALE_IN_LITERT:
-        for node in graph.find_nodes(op="call_function", target=target):
-            values = node.all_input_nodes
-            codes = {_codes_of(value) for value in values}
-            after = {_codes_after(reader) for reader in node.users}
-            if len(values) == 1:
-                codes |= after
-            elif target is _ATEN.cat.default and len(after) == 1 and None not in after:
-                continue
-            if len(codes) == 1:
-                continue
-            for value in values:
-                with graph.inserting_before(node):
-                    node.replace_input_with(value, _times(value, 2.0))
-            with graph.inserting_after(node):
-                halved = _times(node, 0.5)
-            node.replace_all_uses_with(halved, lambda reader, own=halved: reader is not own)
+    for node in _calls(program, _INEXACT_IN_LITERT):
+        values = node.all_input_nodes
+        codes = {_codes_of(value) for value in values}
+        after = {_codes_after(reader) for reader in node.users}
+        is_join = node.target is _ATEN.cat.default
+        is_coded_after = len(after) == 1 and None not in after
+        if len(values) == 1:
+            codes |= after
+        elif is_join and is_coded_after:
+            continue
+        if len(codes) == 1:
+            continue
+        for value in values:
+            with graph.inserting_before(node):
+                doubled = _times(value, 2.0)
+                node.replace_input_with(value, doubled)
+        with graph.inserting_after(node):
+            halved = _times(node, 0.5)
+        node.replace_all_uses_with(halved)
+        halved.args = (node, 0.5)
     program.graph_module.recompile()
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -194,7 +195,9 @@ def round_before_moves(
             readers = list(node.users)
             if len(readers) != 1 or readers[0].target is not QUANTIZE:
                 continue
-            values = node.all_input_nodes
+            # Sizes of reshapes may be nodes, too.
+            inputs = node.all_input_nodes
+            values = [value for value in inputs if isinstance(value.meta["val"], Tensor)]
             for value in values:
                 source, reader = source_of_codes(value, node)
                 is_coded = source.target is DEQUANTIZE

@@ -92,18 +92,21 @@ def _with_coarser_scales(
             weights = tensors[layer, "weights"]
             if weights.spec.scale_type == "poweroftwo":
                 factor = factor.log2().ceil().exp2()
-            tensors[layer, "weights"] = _coarser(weights, factor)
+            axis = int(network.graph.by_name[layer].row.transposed)
+            tensors[layer, "weights"] = _coarser(weights, factor, axis)
     return replace(solution, tensors=tensors)
 
 
 def _coarser(
     weights: QuantizedTensor,
     factor: Tensor,
+    axis: int,
 ) -> QuantizedTensor:
-    """Return weights with the scale of each channel multiplied by a factor."""
+    """Return weights with the scale of each index of an axis multiplied by a factor."""
     codes = weights.codes
     if codes is not None:
-        shape = (-1, *[1] * (codes.dim() - 1))
+        shape = [1] * codes.dim()
+        shape[axis] = -1
         zero_point = weights.zero_point.view(shape)
         distances = (codes - zero_point) / factor.view(shape)
         codes = torch.round(distances).add(zero_point).to(codes.dtype)
@@ -181,7 +184,8 @@ def sum_steps(
         else:
             output = output_spec(layer, graph, specs, where)
             has_kernel = _has_bias_kernel(node, weights, (specs[key], output))
-            has_sums = has_kernel and (bool(node.row.spatial) or form is BiasForm.INTEGERS)
+            is_for_onnx = bool(node.row.spatial) and not node.row.transposed
+            has_sums = has_kernel and (is_for_onnx or form is BiasForm.INTEGERS)
         if not has_sums or specs[key].is_dynamic:
             continue
         step = weights.scale * solution.tensors[key].scale
@@ -207,7 +211,7 @@ def _has_bias_kernel(
     Args:
         activations: how its input and its output are quantized.
     """
-    if not node.is_multiplying or node.row.transposed or node.dtype != torch.float32:
+    if not node.is_multiplying or node.dtype != torch.float32:
         return False
     _, output = activations
     if output is None or output.round_mode != "half_even":
@@ -216,5 +220,5 @@ def _has_bias_kernel(
         if involved is None or involved.is_dynamic or not is_narrow(involved):
             return False
     spec = weights.spec
-    by_output = spec.qscheme == "per_channel" and spec.ch_axis == 0
+    by_output = spec.qscheme == "per_channel" and spec.ch_axis == int(node.row.transposed)
     return by_output or spec.ch_axis is None

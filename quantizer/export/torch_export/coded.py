@@ -43,6 +43,7 @@ class ProgramForm:
         is_shared: whether all readers of a value share its dequantization.
         weight_codes: the ends that the operators of weights state; those of the spec if None.
         requantizes: whether weights are constants in float that an operator quantizes.
+        has_transposed: whether kernels multiply by the codes of transposed convolutions.
         most_samples: the largest batch; None if there is no limit.
     """
 
@@ -52,6 +53,7 @@ class ProgramForm:
     is_shared: bool = True
     weight_codes: tuple[int, int] | None = None
     requantizes: bool = False
+    has_transposed: bool = False
     most_samples: int | None = None
 
 
@@ -123,10 +125,12 @@ class _CodedNetwork(nn.Module):
                 continue
             if base_role(role) == "weights" and tensor.codes is not None:
                 parameter = parameter_name(role)
-                is_multiplied = _is_multiplied(node) and name not in form.decoded
+                axis = _output_axis(node, form)
+                if name in form.decoded:
+                    axis = None
                 weight = Weight(
                     tensor,
-                    multiplied=is_multiplied,
+                    axis=axis,
                     codes_range=form.weight_codes,
                     requantizes=form.requantizes,
                 )
@@ -138,7 +142,7 @@ class _CodedNetwork(nn.Module):
                 continue
             if has_operators(tensor.spec, _activation_dtype(graph, node, role)):
                 layer.quantizers[role] = Activation(tensor, code_type)
-        for name, tensor in _moved_inputs(graph, solution).items():
+        for name, tensor in _moved_inputs(graph, solution, form).items():
             network.layers[name].quantizers["input"] = Activation(tensor, code_type)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,9 +151,13 @@ class _CodedNetwork(nn.Module):
         return torch.func.functional_call(self.network, weights, args, kwargs)
 
 
-def _is_multiplied(node: Node) -> bool:
-    """Return whether a layer multiplies by its weight, with output channels along axis 0."""
-    return node.is_multiplying and not node.row.transposed
+def _output_axis(node: Node, form: ProgramForm) -> int | None:
+    """Return the axis of a weight's outputs if kernels multiply by its codes, else None."""
+    if not node.is_multiplying:
+        return None
+    if node.row.transposed and not form.has_transposed:
+        return None
+    return int(node.row.transposed)
 
 
 def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None:
@@ -158,7 +166,9 @@ def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None
     return graph.by_name[node.input_roles()[role]].dtype
 
 
-def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor]:
+def _moved_inputs(
+    graph: Graph, solution: Solution, form: ProgramForm
+) -> dict[str, QuantizedTensor]:
     """Return how inputs were quantized that reach their layer through data movement, or through
     a join of values that one layer made.
 
@@ -168,7 +178,8 @@ def _moved_inputs(graph: Graph, solution: Solution) -> dict[str, QuantizedTensor
     inputs: dict[str, QuantizedTensor] = {}
     for node in graph.nodes:
         weight = solution.tensors.get((node.name, "weights"))
-        if not _is_multiplied(node) or weight is None or not is_channelwise(weight):
+        axis = _output_axis(node, form)
+        if axis is None or weight is None or not is_channelwise(weight, axis):
             continue
         key = input_key(node.name, graph, solution.specs)
         source = graph.source(node)

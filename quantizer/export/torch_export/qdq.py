@@ -112,8 +112,7 @@ class Weight(nn.Module):
 
     Args:
         tensor: with codes.
-        multiplied: whether it is the weight of a linear layer or convolution with output
-            channels along axis 0.
+        axis: that of the output channels; None if no kernel multiplies by the weight.
         codes_range: the smallest and the largest code that the operator states; those of the
             spec if None.
         requantizes: whether an operator quantizes the values, which are a constant in float.
@@ -127,7 +126,7 @@ class Weight(nn.Module):
         self,
         tensor: QuantizedTensor,
         *,
-        multiplied: bool,
+        axis: int | None,
         codes_range: tuple[int, int] | None = None,
         requantizes: bool = False,
     ) -> None:
@@ -140,13 +139,17 @@ class Weight(nn.Module):
             codes_range = tensor.spec.quant_min, tensor.spec.quant_max
         self.codes_range = codes_range
         self.dtype = tensor.dtype
-        self.is_channelwise = multiplied and is_channelwise(tensor)
-        if self.is_channelwise:
-            scale = scale.expand(len(codes))
-            zero_point = torch.zeros(len(codes), dtype=torch.int8)
+        self.axis = axis
+        if axis is not None and not is_channelwise(tensor, axis):
+            self.axis = None
+        if self.axis is not None:
+            outputs = codes.shape[self.axis]
+            scale = scale.expand(outputs)
+            zero_point = torch.zeros(outputs, dtype=torch.int8)
             codes = codes.to(torch.int8)
             if requantizes:
-                shape = (-1, *[1] * (codes.dim() - 1))
+                shape = [1] * codes.dim()
+                shape[self.axis] = outputs
                 codes = codes * scale.view(shape)
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale.clone())
@@ -155,25 +158,26 @@ class Weight(nn.Module):
     def forward(self) -> Tensor:
         """Return the values of the codes."""
         spec = self.spec
-        if not self.is_channelwise:
+        if self.axis is None:
             return decode(self.codes, spec, self.scale, self.zero_point, dtype=self.dtype)
         bounds = *self.codes_range, torch.int8
         codes = self.codes
+        operands = self.scale, self.zero_point, self.axis
         if self.requantizes:
-            codes = QUANTIZE_WEIGHT(codes, self.scale, self.zero_point, 0, *bounds)
-        values: Tensor = DEQUANTIZE_WEIGHT(codes, self.scale, self.zero_point, 0, *bounds)
+            codes = QUANTIZE_WEIGHT(codes, *operands, *bounds)
+        values: Tensor = DEQUANTIZE_WEIGHT(codes, *operands, *bounds)
         return values
 
 
-def is_channelwise(tensor: QuantizedTensor) -> bool:
+def is_channelwise(tensor: QuantizedTensor, axis: int) -> bool:
     """Return whether kernels can multiply a weight as it is.
 
-    That is int8 without a zero point, with one scale, or one for each index of axis 0.
+    That is int8 without a zero point, with one scale, or one for each index of the axis.
     """
     spec = tensor.spec
     if spec.dtype != "int" or tensor.dtype != torch.float32:
         return False
     if spec.quant_min < -128 or spec.quant_max > 127 or tensor.zero_point.any():
         return False
-    by_output = spec.qscheme == "per_channel" and spec.ch_axis == 0
+    by_output = spec.qscheme == "per_channel" and spec.ch_axis == axis
     return by_output or spec.qscheme == "per_tensor"
