@@ -22,6 +22,7 @@ from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
+from quantizer.graph.length_guards import LengthTrace
 from quantizer.graph.lengths import (
     Length,
     excludes_single_batches,
@@ -268,7 +269,11 @@ def _export_with_lengths(
     axes = length_axes(example)
     if not any(axes):
         return None
-    program = _try_export(module, example, batch=batch, lengths=axes)
+    watched = LengthTrace(module, leaf_shapes(example))
+    with watched.watching():
+        program = _try_export(module, example, batch=batch, lengths=axes)
+    if watched.remark:
+        logger.info("%s", watched.remark)
     if program is None or open_lengths(program):
         return program
     # A table of positions that is read whole looks like a fixed length. It is none if the model
@@ -278,7 +283,8 @@ def _export_with_lengths(
     shorter = shortened_lengths(example)
     if shorter is None:
         return program
-    shorter_program = _try_export(module, shorter, batch=batch, lengths=axes)
+    with LengthTrace(module, leaf_shapes(shorter), is_open=True).watching():
+        shorter_program = _try_export(module, shorter, batch=batch, lengths=axes)
     if shorter_program is None:
         return program
     open_leaves: set[int] = set()
