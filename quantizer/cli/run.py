@@ -52,7 +52,12 @@ from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
-from quantizer.export import require_extras, require_model
+from quantizer.export import (
+    checked_target,
+    planned_refusals,
+    require_extras,
+    require_model,
+)
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -64,7 +69,7 @@ from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
-from quantizer.plan.fitted_config import fitted_text
+from quantizer.plan.fitted_config import RefusedTensors, fitted_text
 from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -248,7 +253,14 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     config_file = options.config_file
     if config_file is None:
         preset = options.preset or preset_for(name, has_data=has_data)
-        config_file = _config_file(options, MadeFor(name, opened.loaded.name, preset), graph)
+        made_for = MadeFor(name, opened.loaded.name, preset)
+        checked = checked_target(target, options.target_choices)
+
+        def refused(plan: Plan) -> list[Key]:
+            """Return the tensors that the file to write cannot hold."""
+            return [(one.layer, one.role) for one in planned_refusals(checked, plan)]
+
+        config_file = _config_file(options, made_for, graph, refused)
     options = replace(options, config_file=config_file)
     test_options = replace(
         options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
@@ -352,7 +364,12 @@ def _on_modules(
     )
 
 
-def _config_file(options: RunOptions, made_for: MadeFor, graph: Graph) -> str:
+def _config_file(
+    options: RunOptions,
+    made_for: MadeFor,
+    graph: Graph,
+    refused: RefusedTensors | None = None,
+) -> str:
     """Return the path of the config in the folder of the run, and print what was fitted to the
     model if it is a new one.
     """
@@ -360,7 +377,7 @@ def _config_file(options: RunOptions, made_for: MadeFor, graph: Graph) -> str:
 
     def new_text() -> str:
         """Return the preset, fitted to the model."""
-        text, changes = fitted_text(preset_text(preset), preset, graph)
+        text, changes = fitted_text(preset_text(preset), preset, graph, refused)
         for change in changes:
             say_note(change)
         return text
