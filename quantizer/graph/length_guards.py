@@ -34,7 +34,7 @@ class LengthTrace(GuardedTrace):
         is_open: whether a fixed length is a reason to stop, too.
 
     Attributes:
-        stopped_by: the guard that stopped the trace, None if none has.
+        remark: a sentence on the guard that has stopped the trace, empty without.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LengthTrace(GuardedTrace):
         is_open: bool = False,
     ) -> None:
         super().__init__(module)
-        self.stopped_by: Guard | None = None
+        self.remark = ""
         self._shapes = shapes
         self._is_open = is_open
 
@@ -58,7 +58,8 @@ class LengthTrace(GuardedTrace):
         super().add(guard)
         for new in self.guards[count:]:
             if self._is_met_by_few(new):
-                self.stopped_by = new
+                if not self._is_open:
+                    self.remark = self._sentence(new)
                 raise FewLengthsError
 
     def _is_met_by_few(self, guard: Guard) -> bool:
@@ -66,7 +67,10 @@ class LengthTrace(GuardedTrace):
         is_fixed = self._is_open and guard.constant > 0
         if not guard.divides and not is_fixed:
             return False
-        return not all(guard.holds(sizes) for sizes in self._tried_sizes(guard))
+        for sizes in self._tried_sizes(guard):
+            if not guard.holds(sizes):
+                return True
+        return False
 
     def _tried_sizes(self, guard: Guard) -> Iterator[dict[str, int]]:
         """Yield values of torch's symbols, with another length in each."""
@@ -76,7 +80,9 @@ class LengthTrace(GuardedTrace):
         for symbol, length in self._traced_lengths(guard).items():
             end = 2 * length + _BEYOND
             far = [length * factor for factor in _FAR]
-            for other in (*range(length // 2, end), *far):
+            least = max(2, length // 2)
+            near = range(least, end)
+            for other in (*near, *far):
                 yield {**traced, symbol: other}
 
     def _traced_lengths(self, guard: Guard) -> dict[str, int]:
@@ -87,12 +93,8 @@ class LengthTrace(GuardedTrace):
                 lengths[symbol] = self._shapes[leaf][axis]
         return lengths
 
-    @property
-    def remark(self) -> str:
-        """Return a sentence on the guard that has stopped the trace, "" without."""
-        guard = self.stopped_by
-        if guard is None:
-            return ""
+    def _sentence(self, guard: Guard) -> str:
+        """Return a sentence on the guard that stops the trace."""
         name = "forward()"
         if guard.layer:
             layer = self._module.get_submodule(guard.layer)
