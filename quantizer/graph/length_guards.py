@@ -67,10 +67,8 @@ class LengthTrace(GuardedTrace):
         is_fixed = self._is_open and guard.constant > 0
         if not guard.divides and not is_fixed:
             return False
-        for sizes in self._tried_sizes(guard):
-            if not guard.holds(sizes):
-                return True
-        return False
+        tried = self._tried_sizes(guard)
+        return not all(guard.holds(sizes) for sizes in tried)
 
     def _tried_sizes(self, guard: Guard) -> Iterator[dict[str, int]]:
         """Yield values of torch's symbols, with another length in each."""
