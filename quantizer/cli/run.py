@@ -54,7 +54,12 @@ from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
-from quantizer.export import require_extras, require_model
+from quantizer.export import (
+    checked_target,
+    planned_refusals,
+    require_extras,
+    require_model,
+)
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -66,7 +71,7 @@ from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
-from quantizer.plan.fitted_config import fitted_text
+from quantizer.plan.fitted_config import RefusedTensors, fitted_text
 from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -260,7 +265,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         preset = options.preset or preset_for(name, has_data=has_data)
         size = "" if options.max_mb is None else f" --max_mb {options.max_mb:g}"
         made_for = MadeFor(name + size, opened.loaded.name, preset)
-        config_file = _config_file(options, made_for, graph, opened)
+        refused = _refused_by(target, options)
+        config_file = _config_file(options, made_for, graph, opened, refused=refused)
     options = replace(options, config_file=config_file)
     test_options = replace(
         options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
@@ -367,8 +373,23 @@ def _on_modules(
     )
 
 
+def _refused_by(target: str, options: RunOptions) -> RefusedTensors:
+    """Return a function that names the tensors that a target's file cannot hold."""
+    checked = checked_target(target, options.target_choices)
+
+    def refused(plan: Plan) -> list[Key]:
+        return [(one.layer, one.role) for one in planned_refusals(checked, plan)]
+
+    return refused
+
+
 def _config_file(
-    options: RunOptions, made_for: MadeFor, graph: Graph, opened: OpenedRun
+    options: RunOptions,
+    made_for: MadeFor,
+    graph: Graph,
+    opened: OpenedRun,
+    *,
+    refused: RefusedTensors | None = None,
 ) -> str:
     """Return the path of the config in the folder of the run, and print what was fitted to the
     model if it is a new one.
@@ -377,7 +398,7 @@ def _config_file(
 
     def new_text() -> str:
         """Return the preset, fitted to the model."""
-        text, changes = fitted_text(preset_text(preset), preset, graph)
+        text, changes = fitted_text(preset_text(preset), preset, graph, refused)
         for change in changes:
             say_note(change)
         return text

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 
 from quantizer.graph.trace_errors import NOT_USER_CODE
 
 _SPATIAL = (-1, -2)
 """The axes of a map that a layer may make constant."""
+_DIVISIONS = (CleanDiv, FloorDiv, Mod, PythonMod)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Guard:
         condition: its compiled form, over the names of torch's symbols.
         symbols: these names.
         constant: what a size has to be equal to; 0 for other conditions.
+        divides: whether it has a quotient or a remainder of sizes.
         layer: the path of the module that ran; None after the call of the model.
         place: ` at line 12 of net.py: …`; empty if it is not known.
     """
@@ -42,6 +45,7 @@ class Guard:
     condition: CodeType
     symbols: frozenset[str]
     constant: int
+    divides: bool
     layer: str | None
     place: str
 
@@ -145,7 +149,8 @@ class GuardedTrace:
         compiled = compile(condition, "<guard>", "eval")
         symbols = frozenset(map(str, guard.expr.free_symbols))
         constant = _constant_in(guard.expr)
-        self.guards.append(Guard(compiled, symbols, constant, layer, place))
+        divides = bool(guard.expr.has(*_DIVISIONS))
+        self.guards.append(Guard(compiled, symbols, constant, divides, layer, place))
 
     def first_failing(self, sizes: Mapping[str, int]) -> Guard | None:
         """Return the first guard that is false at these sizes, None if all are true."""

@@ -22,6 +22,7 @@ from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Graph
+from quantizer.graph.length_guards import LengthTrace
 from quantizer.graph.lengths import (
     Length,
     excludes_single_batches,
@@ -270,7 +271,7 @@ def _export_with_lengths(
     axes = length_axes(example)
     if not any(axes):
         return None
-    program = _try_export(module, example, batch=batch, lengths=axes)
+    program = _try_export(module, example, batch=batch, lengths=axes, stop="few")
     if program is None or open_lengths(program):
         return program
     # A table of positions that is read whole looks like a fixed length. It is none if the model
@@ -280,7 +281,7 @@ def _export_with_lengths(
     shorter = shortened_lengths(example)
     if shorter is None:
         return program
-    shorter_program = _try_export(module, shorter, batch=batch, lengths=axes)
+    shorter_program = _try_export(module, shorter, batch=batch, lengths=axes, stop="fixed")
     if shorter_program is None:
         return program
     open_leaves: set[int] = set()
@@ -301,12 +302,10 @@ def _are_weight_sizes(module: nn.Module, example: _Call, axes: Sequence[Sequence
     return True
 
 
-def _try_export(
-    module: nn.Module, call: _Call, *, batch: Any, lengths: Sequence[Sequence[int]] = ()
-) -> ExportedProgram | None:
+def _try_export(module: nn.Module, call: _Call, **options: Any) -> ExportedProgram | None:
     """Return what `_export` returns, None if it fails."""
     try:
-        return _export(module, *call, batch=batch, lengths=lengths)
+        return _export(module, *call, **options)
     except ModelError:
         return None
 
@@ -318,6 +317,7 @@ def _export(
     *,
     batch: Any,
     lengths: Sequence[Sequence[int]] = (),
+    stop: str = "",
 ) -> ExportedProgram:
     """Run `torch.export` without its output, and turn its failures into sentences.
 
@@ -327,10 +327,15 @@ def _export(
         kwargs: its keyword arguments.
         batch: the dynamic size of the first axes, None to fix it.
         lengths: for each leaf of the example further axes that may be dynamic.
+        stop: "few" to stop if few lengths are accepted, "fixed" also if only one is.
 
     Raises:
         ModelError: torch cannot export the module.
     """
+    watched = LengthTrace(module, leaf_shapes((args, kwargs)), stop == "fixed")
+    watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if lengths and stop:
+        watch = watched.watching()
     try:
         shapes: dict[str, Any] | None = None
         if batch is not None or lengths:
@@ -342,12 +347,15 @@ def _export(
             mark_stubs(module),
             _recurrent_weights_restored(module),
             without_stack_traces(),
+            watch,
         ):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
             return functionalize(program, type(module).__name__)
     except (ModelError, KeyboardInterrupt):
         raise
     except Exception as error:
+        if watched.remark:
+            logger.info("%s", watched.remark)
         raise explain_failure(module, error) from error
     except BaseException as error:
         # forward() called sys.exit(): the process goes on, so that it ends with a sentence.

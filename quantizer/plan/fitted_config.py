@@ -3,6 +3,7 @@ are spared.
 """
 
 import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import ConfigError
@@ -16,8 +17,10 @@ from quantizer.config.json_types import (
     JsonPath,
 )
 from quantizer.config.load import check_document, load_text
+from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
+from quantizer.graph.names import is_operator_name
 from quantizer.graph.passes import run_passes
 from quantizer.plan.fitted_algorithms import (
     leave_out_idle_algorithms,
@@ -39,7 +42,10 @@ from quantizer.plan.match import (
     SELECTED_KINDS,
     match,
 )
+from quantizer.plan.model import Key, Plan
 
+RefusedTensors = Callable[[Plan], Iterable[Key]]
+"""Returns the tensors of a plan that the file to write cannot hold."""
 _ENTRIES = (
     "layer_quantize_config",
     "layer_type_quant_config",
@@ -66,19 +72,22 @@ class FittedConfig:
     changes: tuple[str, ...]
 
 
-def fitted_text(text: str, name: str, original: Graph) -> tuple[str, tuple[str, ...]]:
+def fitted_text(
+    text: str, name: str, original: Graph, refused: RefusedTensors | None = None
+) -> tuple[str, tuple[str, ...]]:
     """Return the text of a preset as it fits a model, and a sentence for each change.
 
     Args:
         text: of the preset.
         name: of the preset, for messages.
         original: the model as traced.
+        refused: finds tensors that the file to write cannot hold, if that is known.
 
     Raises:
         ConfigError, UsageError, ModelError: the preset cannot be made to fit.
     """
     document = parse_document(Text(name, text))
-    fitted = fitted_document(document.value, original, name=name)
+    fitted = fitted_document(document.value, original, name=name, refused=refused)
     changed = edited_text(document, _with_comment(fitted))
     load_text(Text(name, changed)).require()
     return changed, fitted.changes
@@ -103,6 +112,7 @@ def fitted_document(
     original: Graph,
     *,
     name: str = "config",
+    refused: RefusedTensors | None = None,
 ) -> FittedConfig:
     """Return a config's document, changed where the model asks for it.
 
@@ -112,6 +122,7 @@ def fitted_document(
         document: of either form, such as that of a preset; it is not changed itself.
         original: the model as traced.
         name: of the config, for messages.
+        refused: finds tensors that the file to write cannot hold.
 
     Raises:
         ConfigError: the document is wrong, or contradicts itself where it applies to the model.
@@ -126,12 +137,32 @@ def fitted_document(
         parsed, _ = canonical(parsed)
     words = copy.deepcopy(dict(parsed.value))
     fitting = Fitting(words, name, graph, original)
+    if refused is not None:
+        _leave_out_computed(fitting, refused)
     for step in _STEPS:
         step(fitting)
     _require_accepted(fitting)
     if not fitting.changes:
         return FittedConfig(copy.deepcopy(dict(document)), ())
     return FittedConfig(fitting.document, tuple(fitting.changes))
+
+
+def _leave_out_computed(fitting: Fitting, refused: RefusedTensors) -> None:
+    """Leave layers in float whose weights the model computes, if a file cannot hold them."""
+    layers: dict[str, None] = {}
+    for layer, role in refused(fitting.plan):
+        path = ""
+        if role == "weights":
+            path = fitting.graph.by_name[layer].params.get("weight", "")
+        if is_operator_name(path):
+            layers[layer] = None
+    if layers:
+        names = fitting.names(layers)
+        sentence = (
+            f"{first_names(names)} left in float: the model computes the weight, and has no "
+            "place for a rounded one"
+        )
+        fitting.leave_float(names, sentence)
 
 
 def _leave_out_unmatched(fitting: Fitting) -> None:

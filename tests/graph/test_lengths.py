@@ -4,6 +4,8 @@ any of them.
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -69,6 +71,45 @@ class Columns(Words):
         return out
 
 
+class Halved(Words):
+    def done(self, x: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        return torch.cat([x[:, half:], x[:, :half]], 1)
+
+
+class Chunked(Words):
+    """A state that is handed from chunk to chunk of a padded text."""
+
+    def done(self, x: Tensor) -> Tensor:
+        count = x.shape[1]
+        padded = nn.functional.pad(x, (0, 0, 0, -count % 4))
+        chunks = padded.reshape(x.shape[0], -1, 4, 8)
+        state, parts = chunks[:, 0].mT @ chunks[:, 0], []
+        for index in range(padded.shape[1] // 4):
+            parts.append(chunks[:, index] @ state)
+            state = state + chunks[:, index].mT @ chunks[:, index]
+        return torch.cat(parts, 1)[:, :count]
+
+
+class Grouped(Words):
+    """A mean of each four tokens; other lengths cannot be cut in groups."""
+
+    def done(self, x: Tensor) -> Tensor:
+        groups = x.reshape(x.shape[0], x.shape[1] // 4, 4, 8)
+        return (groups + groups.mean(2, keepdim=True)).flatten(1, 2)
+
+
+class Sequential(Words):
+    """A state that is handed from token to token."""
+
+    def done(self, x: Tensor) -> Tensor:
+        state, states = x[:, 0], []
+        for index in range(x.shape[1]):
+            state = state * 0.5 + x[:, index]
+            states.append(state)
+        return torch.stack(states, 1)
+
+
 def ids(length: int, count: int = 2) -> Tensor:
     return torch.randint(
         0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(length)
@@ -82,6 +123,7 @@ OPEN = [  # a model, the length of the example, then least and most, and lengths
     (Causal, 8, (1, 12), (1, 7, 12)),
     (Causal, 12, (1, 12), (2, 12)),  # read whole, the mask looks like a fixed length
     (Prefixed, 8, (1, None), (1, 20)),
+    (Halved, 8, (1, None), (2, 7, 20)),
     (Branching, 8, (1, 10), (1, 10)),
     (Branching, 16, (11, None), (11, 30)),
 ]
@@ -117,6 +159,31 @@ def test_a_length_beyond_the_models_own_is_one_sentence(kind: type[Words], size:
         match=rf"input_0: the model takes sequences of 1 to {size - 1}, got one of {size}",
     ):
         network(ids(size))
+
+
+@pytest.mark.parametrize(("kind", "length"), [(Chunked, 3), (Chunked, 8), (Grouped, 8)])
+def test_a_length_that_is_divided_is_fixed_and_a_remark_names_the_line(
+    kind: type[Words], length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = kind().eval()
+    with caplog.at_level(logging.INFO):
+        graph = trace(model, (ids(length),))
+    assert graph.lengths == ()
+    torch.testing.assert_close(Network(graph)(ids(length, 3)), model(ids(length, 3)))
+    (remark,) = caplog.messages
+    expected = (
+        rf"{kind.__name__} fixes its length at {length}: forward\(\) computes with parts of a "
+        r"text at line \d+ of test_lengths.py: .*reshape.*; give batches of this length"
+    )
+    assert re.fullmatch(expected, remark)
+
+
+def test_a_loop_over_tokens_has_the_length_of_the_example() -> None:
+    """A length that is also the size of a weight is tried once more, and one shorter."""
+    model = Sequential().eval()
+    graph = trace(model, (ids(8),))
+    assert graph.lengths == ()
+    assert torch.equal(Network(graph)(ids(8, 3)), model(ids(8, 3)))
 
 
 @pytest.mark.parametrize("kind", [Flattened, Columns])
