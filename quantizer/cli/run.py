@@ -54,12 +54,7 @@ from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
-from quantizer.export import (
-    checked_target,
-    planned_refusals,
-    require_extras,
-    require_model,
-)
+from quantizer.export import refused_tensors, require_extras, require_model
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -265,7 +260,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         preset = options.preset or preset_for(name, has_data=has_data)
         size = "" if options.max_mb is None else f" --max_mb {options.max_mb:g}"
         made_for = MadeFor(name + size, opened.loaded.name, preset)
-        refused = _refused_by(target, options)
+        refused = refused_tensors(target, options.target_choices)
         config_file = _config_file(options, made_for, graph, opened, refused=refused)
     options = replace(options, config_file=config_file)
     test_options = replace(
@@ -371,16 +366,6 @@ def _on_modules(
         left_float=run.left_float,
         remedy="`exclude` in the config leaves layers in float",
     )
-
-
-def _refused_by(target: str, options: RunOptions) -> RefusedTensors:
-    """Return a function that names the tensors that a target's file cannot hold."""
-    checked = checked_target(target, options.target_choices)
-
-    def refused(plan: Plan) -> list[Key]:
-        return [(one.layer, one.role) for one in planned_refusals(checked, plan)]
-
-    return refused
 
 
 def _config_file(

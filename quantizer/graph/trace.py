@@ -211,12 +211,8 @@ def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, E
     program = _export_with_lengths(module, call, None)
     if program is None:
         program = _export(module, *call, batch=None)
-    logger.warning(
-        _FIXED_BATCH,
-        type(module).__name__,
-        size,
-        _undeclared_arguments(module, call) or _missing_axis(program),
-    )
+    remedy = _undeclared_arguments(module, call) or _missing_axis(program)
+    logger.warning(_FIXED_BATCH, type(module).__name__, size, remedy)
     return call, program
 
 
@@ -240,7 +236,8 @@ def _with_batch(call: _Call, size: int, count: int) -> _Call:
     def resized(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return torch.cat([value.detach()[:count]] * repeats)[:count]
+        samples = value.detach()[:count]
+        return torch.cat([samples] * repeats)[:count]
 
     return pytree.tree_map(resized, call)  # type: ignore[no-any-return]
 
@@ -332,7 +329,9 @@ def _export(
     Raises:
         ModelError: torch cannot export the module.
     """
-    watched = LengthTrace(module, leaf_shapes((args, kwargs)), stop == "fixed")
+    sizes = leaf_shapes((args, kwargs))
+    is_open = stop == "fixed"
+    watched = LengthTrace(module, sizes, is_open)
     watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if lengths and stop:
         watch = watched.watching()

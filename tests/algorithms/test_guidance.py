@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from quantizer.config.algorithms import (
     GPTQConfig,
     QronosConfig,
 )
+from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.nn.network import Network
 
@@ -113,6 +115,41 @@ def test_the_power_flattens_the_weights() -> None:
         root = weights.sqrt()
         torch.testing.assert_close(half[value], root / root.mean())
         assert float(weights.mean()) == pytest.approx(1, rel=1e-5)
+
+
+class OneOfTwo(Ranks):
+    """A rank that was given what the other one gathers."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, of_other: list[Any]) -> None:
+        self.rank = rank
+        self.of_other = of_other
+        self.gathered: list[Any] = []
+
+    def gather(self, value: Any, place: str) -> list[Any]:
+        self.gathered.append(value)
+        return [value, *self.of_other]
+
+
+def test_ranks_weigh_their_tokens_as_one_process_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    batches = [torch.randn(16, 8) for _ in range(3)]
+    task = task_of(model, batches, CHANNELS)
+    network = Network(task.graph)
+    alone = token_weights(network, task, 0.5)
+    gathered = []
+    for rank in range(2):
+        ranks = OneOfTwo(rank, [])
+        token_weights(network, replace(task, ranks=ranks), 0.5)
+        gathered.append(ranks.gathered)
+    for rank in range(2):
+        ranks = OneOfTwo(rank, gathered[1 - rank])
+        shared = token_weights(network, replace(task, ranks=ranks), 0.5)
+        for value, weights in alone.items():
+            own = torch.cat(weights.split(16)[rank::2])
+            torch.testing.assert_close(shared[value], own)
 
 
 class Choice(nn.Module):

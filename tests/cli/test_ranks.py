@@ -153,7 +153,7 @@ def config_file(tmp_path: Path, kind: str) -> str:
     if ALGORITHMS.issuperset(names):
         algorithms: list[dict[str, Any]] = [{"name": name} for name in names]
         if names == ["gptaq"]:
-            algorithms[0] |= {"true_sequential": False, "guidance": 0.5}
+            algorithms[0]["true_sequential"] = False
         content |= {"algorithms": algorithms}
     path = tmp_path / f"{kind.replace(' ', '_')}.json"
     path.write_text(json.dumps(content))
