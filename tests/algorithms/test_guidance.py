@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.roundings import CHANNELS, decaying, layer_names, task_of
+from support.roundings import CHANNELS, decaying, layer_names, resumed, task_of
 from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Adjustment, Run
@@ -169,3 +169,30 @@ def test_an_output_without_gradient_is_refused() -> None:
         gptq(task, GPTQConfig(guidance=0.5), Adjustment())
     assert error.value.help is not None
     assert "guidance" in error.value.help
+
+
+def test_layers_that_are_not_linear_are_named() -> None:
+    """Their positions count alike, so without linear layers nothing changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    task = task_of(model, [torch.randn(8, 3, 12, 12)], CHANNELS)
+    plain = gptq(task, GPTQConfig(), Adjustment())
+    guided = gptq(task, GPTQConfig(guidance=1.0), Adjustment())
+    named = [remark.layer for remark in guided.remarks if "guidance" in remark.text]
+    assert named == layer_names(task.graph)
+    for name, rounded_weight in plain.rounded.items():
+        assert torch.equal(guided.rounded[name].weight, rounded_weight.weight)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_interrupted_run_ends_as_a_whole_one(name: str) -> None:
+    run, settings = RUNS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+    task = task_of(model, [decaying(256, 32, 1)], CHANNELS)
+    settings = replace(settings, guidance=0.5)
+    whole = run(task, settings, Adjustment())
+    first, second = layer_names(task.graph)
+    begun = Adjustment(rounded={first: whole.rounded[first]})
+    ended = run(resumed(task, 1), settings, begun)
+    assert torch.equal(ended.rounded[second].weight, whole.rounded[second].weight)

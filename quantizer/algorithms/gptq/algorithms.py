@@ -27,7 +27,7 @@ from quantizer.algorithms.adjustment import (
     apply_adjustment,
 )
 from quantizer.algorithms.gptq.experts import round_experts
-from quantizer.algorithms.gptq.guidance import TokenWeights, token_weights
+from quantizer.algorithms.gptq.guidance import TokenWeights, token_weights, unguided_remarks
 from quantizer.algorithms.gptq.layers import (
     RoundedLayers,
     round_layers,
@@ -185,7 +185,11 @@ class _SequentialRounding:
         graph = apply_adjustment(task.graph, adjustment)
         self.weights: dict[str, Tensor] = {}
         if target.settings.guidance:
-            self.weights = token_weights(Network(graph), task, target.settings.guidance)
+            float_network = Network(graph)
+            self.weights = token_weights(float_network, task, target.settings.guidance)
+            if not task.done:
+                remarks = unguided_remarks(float_network, task)
+                self.adjustment = adjustment.with_remarks(*remarks)
         store = ActivationStore(task.memory)
         self.runner = self._runner(graph, store)
         self.float_runner: SequentialRunner | None = None

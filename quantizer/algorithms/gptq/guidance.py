@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Task
+from quantizer.algorithms.adjustment import Remark, Task
 from quantizer.algorithms.gram import quantized_layers
 from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
+from quantizer.graph.language_parts import language_head
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
 
@@ -63,6 +64,8 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
         DataError: the output has no gradient, or a gradient is not finite.
     """
     value_of_layer = _values_of_layers(network, task)
+    if not value_of_layer:
+        return {}
     by_value: dict[str, list[Tensor]] = {}
     generator = torch.Generator()
     for number, batch in enumerate(task.batches()):
@@ -93,6 +96,16 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
             # No token has any effect, so all weigh alike
             of_tokens.fill_(1)
     return weights
+
+
+def unguided_remarks(network: Network, task: Task) -> Iterator[Remark]:
+    """Yield a sentence for each layer whose positions count alike, as it is not linear."""
+    guided = _values_of_layers(network, task)
+    for group in task.structure.groups:
+        for name in quantized_layers(task, group):
+            if name not in guided:
+                text = "guidance weighs linear layers only, so all its positions count alike"
+                yield Remark(name, text, is_warning=False)
 
 
 def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
@@ -137,7 +150,7 @@ def _energies(
     layers that read a value: float32 [tokens], by the value.
     """
     energies: dict[str, Tensor] = {}
-    vocabularies = _vocabularies(network)
+    vocabulary = _vocabulary(network)
     with contextlib.ExitStack() as hooks, torch.enable_grad():
         for name, value in value_of_layer.items():
             layer = network.layers[name]
@@ -153,7 +166,7 @@ def _energies(
             raise DataError(NO_GRADIENT, help=_REMEDY)
         try:
             for left in reversed(range(_DRAWS)):
-                gradients = _drawn_gradients(outputs, vocabularies, generator)
+                gradients = _drawn_gradients(outputs, vocabulary, generator)
                 torch.autograd.backward(outputs, gradients, retain_graph=left > 0)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
@@ -163,14 +176,16 @@ def _energies(
 
 def _drawn_gradients(
     outputs: Sequence[Tensor],
-    vocabularies: Container[int],
+    vocabulary: int,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Return what a backward pass starts with at each output."""
+    """Return what a backward pass starts with at each output. Logits are those as wide as the
+    vocabulary.
+    """
     gradients = []
     for output in outputs:
         width = output.shape[-1:].numel()
-        if width in vocabularies:
+        if width == vocabulary:
             gradient = _gradient_of_drawn_classes(output, generator)
         else:
             gradient = random_signs(output, generator)
@@ -178,13 +193,14 @@ def _drawn_gradients(
     return gradients
 
 
-def _vocabularies(network: Network) -> set[int]:
-    """Return how many rows each embedding has. Logits of a language model are as many."""
-    sizes = set()
-    for layer in network.layers.values():
-        if isinstance(layer, nn.Embedding):
-            sizes.add(layer.num_embeddings)
-    return sizes
+def _vocabulary(network: Network) -> int:
+    """Return how many tokens the head of a language model knows; 0 for other models."""
+    graph = network.graph
+    names = language_head(graph)
+    if not names:
+        return 0
+    head = graph.by_name[names[-1]]
+    return len(graph.weight(head))
 
 
 def _with_gradient(
