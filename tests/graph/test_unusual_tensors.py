@@ -165,6 +165,23 @@ class Spectrogram(nn.Module):
         return self.linear(spectrum.abs().mT)
 
 
+class Spellings(nn.Module):
+    """Other names of what torch.onnx translates, on complex numbers [b, 4, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = torch.view_as_complex(self.linear(x).unflatten(-1, (4, 2)))
+        shifted = torch.fft.ifftshift(torch.fft.fftshift(values, -1).adjoint(), -1)
+        moved = shifted.movedim(1, 2).swapaxes(1, 2).swapdims(1, 2).moveaxis(1, 2)
+        turned = moved.rot90(1, (1, 2)).mH.narrow(1, 0, 3).negative().true_divide(2)
+        same = turned.view_as(turned).reshape_as(turned).to(torch.complex64)
+        back = torch.fft.ihfft(torch.fft.hfft(same, 6))
+        return back.absolute() + torch.fft.hfft2(same, (3, 4))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vectors": (Integral, (4, 5, 8)),
     "no dimensions": (Losses, (4, 8)),
@@ -172,6 +189,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "complex128": (lambda: Rotary(torch.complex128), (2, 5, 16)),
     "complex layer": (ComplexLayer, (4, 8)),
     "spectrogram": (Spectrogram, (2, 160)),
+    "spellings": (Spellings, (2, 4, 8)),
     "traced by torch.jit": (traced, (2, 3, 8, 8)),
 }
 REFUSED = {"complex128": "complex128", "complex layer": "computes exp of complex numbers"}

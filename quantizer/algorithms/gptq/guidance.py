@@ -99,7 +99,7 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
 
 
 def unguided_remarks(network: Network, task: Task) -> Iterator[Remark]:
-    """Yield a sentence for each layer whose positions count alike, as it is not linear."""
+    """Yield a sentence for each layer that is not linear. Its positions count alike."""
     guided = _values_of_layers(network, task)
     for group in task.structure.groups:
         for name in quantized_layers(task, group):

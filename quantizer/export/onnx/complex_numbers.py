@@ -27,6 +27,14 @@ _TRANSLATED = frozenset(
     fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn stft
     """.split()  # noqa: SIM905
 )
+# torch.export decomposes these into the operators above.
+_SPELLINGS = frozenset(
+    """
+    fft_hfft fft_hfft2 fft_ihfft fft_fftshift fft_ifftshift
+    absolute adjoint mH movedim moveaxis narrow negative ravel reshape_as rot90
+    swapaxes swapdims to true_divide view_as
+    """.split()  # noqa: SIM905
+)
 # The operators that are decomposed here. `getitem` takes a tensor out of the list that `split`
 # returns, and `chunk` becomes `split`.
 _DECOMPOSED = frozenset(
@@ -58,7 +66,7 @@ def complex_refusals(graph: Graph) -> Iterator[Refusal]:
         elif node.dtype == torch.complex128:
             why = "is complex128"
             remedy = "convert the model's complex tensors to complex64"
-        elif name in _TRANSLATED or name in _DECOMPOSED:
+        elif name in _TRANSLATED | _SPELLINGS | _DECOMPOSED:
             continue
         else:
             why = f"computes {name} of complex numbers, for which torch.onnx has no form"
