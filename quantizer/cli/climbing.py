@@ -55,7 +55,10 @@ def with_advice(opened: OpenedRun, climb: Climb) -> OpenedRun:
         "no change of the config meets the gate, and tune.json has what was tried: relax the "
         "bound, or choose another preset."
     )
-    if climb.is_out_of_time:
+    if climb.judged.missed_by_float:
+        gates = ", ".join(climb.judged.missed_by_float)
+        text = f"relax the bound of {gates}: the float network does not meet it either."
+    elif climb.is_out_of_time:
         text = "give more --minutes: the time was up before all changes were tried."
     return opened.with_improvement(text)
 

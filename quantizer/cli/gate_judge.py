@@ -123,10 +123,14 @@ class GateJudge:
             is_valid: whether the test found no fault. After a fault no gate holds.
         """
         shortfalls = []
+        missed_by_float = []
         for gate in self.gates:
             shortfall = gate.shortfall(metrics) if is_valid else math.inf
             shortfalls.append(shortfall)
-        return Judged(metrics, tuple(shortfalls), weight_bytes(plan)[1])
+            if gate.is_missed_by_float(metrics):
+                missed_by_float.append(gate.text)
+        _, quantized_bytes = weight_bytes(plan)
+        return Judged(metrics, tuple(shortfalls), quantized_bytes, tuple(missed_by_float))
 
     def _calibrate(self, rung: Rung) -> tuple[Calibrated, Plan]:
         """Calibrate a rung in memory, from the seed of the run."""

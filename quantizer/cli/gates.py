@@ -92,6 +92,15 @@ class Gate:
         require_known([self], metrics)
         return _COMPARE[self.comparison](metrics[self.metric], self.bound)
 
+    def is_missed_by_float(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the float network does not fulfil the gate either.
+
+        >>> parse_gate("top1>=0.9").is_missed_by_float({"top1": 0.7, "top1_float": 0.8})
+        True
+        """
+        value = metrics.get(f"{self.metric}_float")
+        return value is not None and not _COMPARE[self.comparison](value, self.bound)
+
     def shortfall(self, metrics: Mapping[str, float]) -> float:
         """Return how far the metric is from the bound, relative to the bound: 0 if the gate
         holds, infinity without a figure.

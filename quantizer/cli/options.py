@@ -300,7 +300,7 @@ class Options:
         group="Algorithm",
     )
     output_dir: str = _file(
-        "The result folder.", default="quantize_result", group="Output", metavar="DIR"
+        "The result folder.", "-o", default="quantize_result", group="Output", metavar="DIR"
     )
     report_dir: str | None = _file(
         "Where test mode writes its report, log and exports.  [default: the result folder]",

@@ -50,6 +50,8 @@ def result_lines(
     """
     if climb.judged.is_met and not climb.changes:
         yield "all gates hold with the config as it is"
+    for gate in climb.judged.missed_by_float:
+        yield f"{NOT_TRIED}: any change: the float network does not meet {gate} either"
     for change in climb.changes:
         yield f"{KEPT}: {change}"
     for reason, steps in _not_tried(climb.rows).items():
@@ -79,6 +81,7 @@ def climb_json(climb: Climb, gates: Sequence[str]) -> JsonObject:
     return {
         "gates": list(gates),
         "met": climb.judged.is_met,
+        "missed_by_float": list(climb.judged.missed_by_float),
         "out_of_time": climb.is_out_of_time,
         "changes": climb.changes,
         "fast_finetune": climb.rung.fast_finetune,

@@ -263,6 +263,19 @@ def test_a_gate_about_the_written_file_starts_no_climb(
     assert not Path("quantize_result/tune.json").exists()
 
 
+def test_nothing_is_tried_for_a_gate_that_the_float_network_does_not_meet(
+    net: Callable[[str], str], capsys: Capture
+) -> None:
+    evaluate = "\n\ndef evaluate(model, data):\n    return {'top1': 0.8}\n"
+    model = net(MODEL + APART + evaluate)
+    assert run_command(["run", model, "--to", "pt2", "--gate", "top1>=0.9"]) == 1
+    printed = capsys.readouterr()
+    assert "relax the bound of top1>=0.9: the float network does not meet it" in printed.out
+    assert [row["step"] for row in tune_json()["steps"]] == ["start"]
+    assert tuned(model, "--gate", "top1>=0.9", "--overwrite") == 1
+    assert "the float network does not meet top1>=0.9 either" in capsys.readouterr().out
+
+
 def test_a_device_leaves_out_what_it_has_no_place_for(
     net: Callable[[str], str], capsys: Capture
 ) -> None:

@@ -107,6 +107,8 @@ class Climber:
     def climb(self, start: Rung, judged: Judged | None = None) -> Climb:
         """Change a rung step by step until all gates hold.
 
+        Nothing is changed if a gate does not hold for the float network either.
+
         Args:
             start: the rung to begin with.
             judged: what was measured on it; None to measure it.
@@ -125,7 +127,7 @@ class Climber:
         rows = [row]
         best = start
         for step in self.steps:
-            if judged.is_met:
+            if judged.is_met or judged.missed_by_float:
                 break
             row, rung = self._step(step, best, judged, deadline=began + self.seconds)
             rows.append(row)

@@ -84,11 +84,13 @@ class Judged:
         shortfalls: for each gate the distance of its metric from the bound, as a share of the
             bound; 0 if the gate holds, infinity if nothing could be measured.
         weight_bytes: the bytes of all parameters, quantized.
+        missed_by_float: the gates that do not hold for the float network either.
     """
 
     metrics: Mapping[str, float]
     shortfalls: tuple[float, ...]
     weight_bytes: int
+    missed_by_float: tuple[str, ...] = ()
 
     @property
     def is_met(self) -> bool:
