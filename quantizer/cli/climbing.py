@@ -60,7 +60,7 @@ def with_advice(opened: OpenedRun, climb: Climb) -> OpenedRun:
         text = f"relax the bound of {gates}: the float network does not meet it either."
     elif climb.is_out_of_time:
         text = "give more --minutes: the time was up before all changes were tried."
-    return opened.with_improvement(text)
+    return opened.changed(improvement=text)
 
 
 def write_config(path: Path, read: ReadConfig, climb: Climb) -> None:

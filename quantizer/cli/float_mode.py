@@ -1,22 +1,28 @@
 """Run `--quant_mode float`: measure the float model alone."""
 
+from collections.abc import Sequence
+
 from rich.console import RenderableType
 
 from quantizer.cli import session
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import (
     MEASURED,
+    Gate,
+    about_all,
+    names_in_test,
     parse_gate,
     require_known,
     require_measured,
 )
 from quantizer.cli.options import Options
-from quantizer.cli.session import Outcome
+from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.table_view import config_to_look, show_layers
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.evaluation.scores import measure
+from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 
@@ -72,6 +78,36 @@ def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:
     if options.evaluate:
         return load_evaluate(options.evaluate, loaded.directions)
     return loaded.evaluate
+
+
+def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate]) -> OpenedRun:
+    """Return the run with the user's metrics of the float model, if a gate may be about one of
+    them. So a misspelt metric is refused before calibration, which may take long.
+
+    Args:
+        opened: the model and its data.
+        options: of the test.
+        gates: of the run.
+
+    Raises:
+        UsageError: the metric of a gate is not among them.
+    """
+    evaluator = evaluator_of(options, opened.loaded)
+    known = names_in_test((), options)
+    of_user = [gate for gate in about_all(gates) if gate.metric not in known]
+    if evaluator is None or not of_user or opened.batches.stands_in:
+        return opened
+    metrics = measure(
+        opened.loaded.module,
+        session.open_data(options, opened.loaded, evaluation=True),
+        session.device_of(options),
+        progress(quiet=options.quiet),
+        label="evaluate float",
+        function=evaluator,
+    )
+    require_known(of_user, names_in_test(metrics, options, evaluator.directions))
+    seed_everything(options.seed)
+    return opened.changed(float_metrics=metrics)
 
 
 def metric_lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -99,7 +99,10 @@ class Gate:
         True
         """
         value = metrics.get(f"{self.metric}_float")
-        return value is not None and not _COMPARE[self.comparison](value, self.bound)
+        if value is None:
+            return False
+        compare = _COMPARE[self.comparison]
+        return not compare(value, self.bound)
 
     def shortfall(self, metrics: Mapping[str, float]) -> float:
         """Return how far the metric is from the bound, relative to the bound: 0 if the gate

@@ -22,7 +22,7 @@ from quantizer.cli.climbing import (
     with_advice,
 )
 from quantizer.cli.divided_data import divide_data
-from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.float_mode import evaluator_of, with_float_metrics
 from quantizer.cli.follow import one_display
 from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (
@@ -255,6 +255,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     require_known_parts(gates, output_parts(graph))
     require_fitting_names(options.target_choices, model, graph)
     require_model(target, choices, model)
+    opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
     config_file = options.config_file
     if config_file is None:
         preset = options.preset or preset_for(name, has_data=has_data)

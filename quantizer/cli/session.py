@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -126,12 +127,15 @@ class OpenedRun:
         loaded: the model.
         batches: of its calibration.
         improvement: what would lose less than this run; empty if that is not known.
+        float_metrics: what the user's `evaluate` returned for the float model and the data of
+            the test; None if it was not called yet.
     """
 
     options: Options
     loaded: LoadedModel
     batches: Batches
     improvement: str = ""
+    float_metrics: Mapping[str, float] | None = None
 
     @cached_property
     def graph(self) -> Graph:
@@ -144,13 +148,11 @@ class OpenedRun:
 
     def with_batches(self, batches: Batches) -> "OpenedRun":
         """Return the same run with a part of its calibration data, and the same trace."""
-        return self._with(batches=batches)
+        # The data of the test may be another part, too
+        return self.changed(batches=batches, float_metrics=None)
 
-    def with_improvement(self, text: str) -> "OpenedRun":
-        """Return the same run with a sentence on what would lose less."""
-        return self._with(improvement=text)
-
-    def _with(self, **changes: Any) -> "OpenedRun":
+    def changed(self, **changes: Any) -> "OpenedRun":
+        """Return the same run with other fields, and the same trace."""
         other = replace(self, **changes)
         # Tracing again would take longer than all else
         vars(other)["graph"] = self.graph

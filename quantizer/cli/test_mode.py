@@ -118,7 +118,9 @@ def run_test(
         _require_measurable(options, gates, info, graph, targets_of=targets_of)
         run = _TestRun(options, ranks, info, loaded, evaluator, gates, batches, place, noted)
         if opened is not None:
-            run = replace(run, improvement=opened.improvement)
+            run = replace(
+                run, improvement=opened.improvement, float_metrics=opened.float_metrics
+            )
         return run.outcome(calibrated)
 
 
@@ -136,6 +138,7 @@ class _TestRun:
     place: Path | None
     noted: dict[str, Any]
     improvement: str = ""
+    float_metrics: Mapping[str, float] | None = None
 
     def outcome(self, calibrated: Calibrated) -> Outcome:
         """Run both networks, write the report, and export the targets of `--deploy`."""
@@ -235,6 +238,7 @@ class _TestRun:
             check=check,
             ranks=self.ranks,
             explained=not self.batches.stands_in,
+            before=self.float_metrics,
         )
 
     def _report(self, scores: Scores, graph: Graph) -> Outcome:

@@ -12,7 +12,6 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from bench_end_to_end import CLOCKS
 
-
 _FUNCTIONS = {clock[:2] for clocks in CLOCKS.values() for clock in clocks}
 
 

@@ -171,6 +171,25 @@ def test_a_gate_without_a_metric_is_refused_before_anything_is_written(
     assert not Path("quantize_result").exists()
 
 
+def test_a_gate_about_a_metric_of_evaluate_is_checked_before_calibration(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate = """
+def evaluate(model, data):
+    with open("calls", "a") as file:
+        file.write("called ")
+    return {"accuracy": 0.5}
+"""
+    run = ["run", write(MODEL + evaluate), "-q", "--to", "w8", "--gate"]
+    assert run_command([*run, "acuracy>=0.4"]) == 2
+    assert 'did you mean "accuracy"?' in capsys.readouterr().err
+    assert not Path("quantize_result").exists()
+    Path("calls").unlink()
+    assert run_command([*run, "accuracy>=0.4"]) == 0
+    # Once for each network
+    assert Path("calls").read_text().split() == ["called"] * 2
+
+
 def test_a_run_in_actions_writes_the_job_summary(
     write: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
