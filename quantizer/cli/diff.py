@@ -76,9 +76,12 @@ def diff(first: str, second: str, options: DiffOptions) -> None:
     from quantizer.cli.diff_layers import of_configs, of_folders
     from quantizer.sources.directions import how_to_declare
 
-    compare = of_folders if are_folders else of_configs
-    difference = compare(first, second, options)
-    if not options.fail_on:
+    is_judged = options.fail_on is not None
+    if are_folders:
+        difference = of_folders(first, second, options, is_judged=is_judged)
+    else:
+        difference = of_configs(first, second, options)
+    if not is_judged:
         return
     if difference.unknown:
         names = ", ".join(map(quoted, difference.unknown))

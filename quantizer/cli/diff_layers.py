@@ -6,7 +6,7 @@ import click
 
 from quantizer.cli import session
 from quantizer.cli.options import Options
-from quantizer.cli.render import say
+from quantizer.cli.render import say, say_note
 from quantizer.cli.table_view import view_of
 from quantizer.cli.traced_model import traced_model
 from quantizer.errors import UsageError
@@ -23,14 +23,43 @@ from quantizer.report.difference import (
 )
 
 
-def of_folders(first: str, second: str, options: Options) -> Difference:
+def of_folders(
+    first: str, second: str, options: Options, *, is_judged: bool = False
+) -> Difference:
     """Print and return the differences of two calibrations of one model.
+
+    Args:
+        first, second: the result folders.
+        options: how the table looks.
+        is_judged: whether a worse figure fails the command.
 
     Raises:
         ResultError: one is incomplete, or was changed.
-        UsageError: they are of different models.
+        UsageError: they are of different models, or one is judged that was not tested.
     """
-    return _show(side_of_folder(Path(first)), side_of_folder(Path(second)), options)
+    before = side_of_folder(Path(first))
+    after = side_of_folder(Path(second))
+    if not (before.is_tested and after.is_tested):
+        untested = second if before.is_tested else first
+        _report_untested(untested, is_judged=is_judged)
+        before = before.without_test()
+        after = after.without_test()
+    return _show(before, after, options)
+
+
+def _report_untested(folder: str, *, is_judged: bool) -> None:
+    """Say that only what calibration has written is compared.
+
+    Raises:
+        UsageError: the figures that test mode measures are judged.
+    """
+    fault = f"{folder} was not tested"
+    if is_judged:
+        raise UsageError(
+            f"{fault}, so --fail-on cannot judge it",
+            help=f"run `quantizer --quant_mode test --output_dir {folder} --model FILE` first",
+        )
+    say_note(f"note: {fault}, so no SQNR and no metric is compared")
 
 
 def of_configs(first: str, second: str, options: Options) -> Difference:

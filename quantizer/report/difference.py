@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from quantizer.results.folder import REPORT_FILE, read_info
 from quantizer.sources.directions import BY_NAME, Directions
 
 _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
+_SIZE = "weight_bytes"
+"""The figure that no test is needed for."""
 _NEGLIGIBLE = 1e-3
 """The relative difference of figures that may come from another machine alone."""
 _Pair = tuple[float | None, float | None]
@@ -35,6 +37,7 @@ class Side:
         paths: the module path of each layer.
         metrics: the names of the figures that `evaluate` returns.
         directions: the declared directions of metrics.
+        is_tested: whether test mode has measured it. Plans count as tested.
     """
 
     model: str
@@ -43,6 +46,23 @@ class Side:
     paths: Mapping[str, str]
     metrics: frozenset[str] = frozenset()
     directions: Directions = BY_NAME
+    is_tested: bool = True
+
+    def without_test(self) -> Side:
+        """Return the side without the figures that test mode measures."""
+        tensors = {}
+        for key, tensor in self.tensors.items():
+            calibrated = dict(tensor)
+            for name in _SQNR:
+                del calibrated[name]
+            tensors[key] = calibrated
+        figures = {_SIZE: self.figures[_SIZE]}
+        return replace(
+            self,
+            tensors=tensors,
+            figures=figures,
+            is_tested=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,7 @@ def side_of_folder(place: Path) -> Side:
                 tensor[name] = measured.get(key, {}).get(name)
             tensors[key] = tensor
     figures = _figures(tested)
-    figures["weight_bytes"] = plan["weight_bytes"]["quantized"]
+    figures[_SIZE] = plan["weight_bytes"]["quantized"]
     return Side(
         model=opened.header["model"],
         tensors=tensors,
@@ -101,6 +121,7 @@ def side_of_folder(place: Path) -> Side:
         paths=plan["paths"],
         metrics=frozenset(tested.get("pairs", {})),
         directions=Directions.from_json(tested.get("lower_is_better", {})),
+        is_tested=bool(tested.get("outputs")),
     )
 
 
@@ -165,7 +186,7 @@ def side_of_plan(plan: Plan, paths: Mapping[str, str]) -> Side:
     """
     tensors = {key: {"spec": tensor.spec.to_json()} for key, tensor in plan.tensors.items()}
     _, quantized_bytes = weight_bytes(plan)
-    return Side(plan.graph.model, tensors, {"weight_bytes": quantized_bytes}, paths)
+    return Side(plan.graph.model, tensors, {_SIZE: quantized_bytes}, paths)
 
 
 def compare_sides(first: Side, second: Side) -> Difference:

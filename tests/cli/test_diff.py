@@ -105,6 +105,19 @@ def test_results_tell_scales_and_damage_and_a_worse_one_fails(
     assert "bit_width 8 → 4" in said.out and "error: worse: cosine, sqnr_db" in said.err
     assert run_command(["diff", four, eight, "--fail-on", "worse"]) == 1, "it is larger"
     assert run_command(["diff", eight, eight, "--fail-on", "worse"]) == 0
+    untested = calibrated(net, str(tmp_path / "b.json"), tmp_path / "untested", tested=False)
+    capsys.readouterr()
+    for folders in ([eight, untested], [untested, eight]):
+        assert run_command(["diff", *folders, "--fail-on", "worse"]) == 2
+        assert f"{untested} was not tested, so --fail-on cannot" in capsys.readouterr().err
+        assert run_command(["diff", *folders, "--json"]) == 0
+        printed = capsys.readouterr()
+        assert f"note: {untested} was not tested" in printed.err
+        found = json.loads(printed.out)
+        assert list(found["figures"]) == ["weight_bytes"]
+        rows = {(row["layer"], row["tensor"]): row for row in found["tensors"]}
+        assert "bit_width" in rows[HEAD, "weights"]["spec"]
+        assert "local_sqnr_db" not in rows[HEAD, "activation"]
 
 
 @pytest.mark.slow
