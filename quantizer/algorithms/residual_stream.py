@@ -123,7 +123,11 @@ def _leaf(graph: Graph, node: Node) -> Node | None:
     return node if has_one_axis else None
 
 
-def _chain_value(graph: Graph, node: Node, start: Tensor) -> Tensor:
+def _chain_value(
+    graph: Graph,
+    node: Node,
+    start: Tensor,
+) -> Tensor:
     """Return the value of the last node of such a chain if `start` were its first tensor."""
     if node.op in _LEAVES:
         return start
@@ -296,7 +300,9 @@ class _Search:
         factor = values.get("weight", torch.ones(channels, dtype=torch.float64))
         plain = {"weight": torch.ones_like(factor), "bias": torch.zeros_like(factor)}
         neutral = tuple((node.name, key, plain[key]) for key in values)
-        self.residual.norms[node.name] = Norm(factor, values.get("bias"), neutral)
+        shift = values.get("bias")
+        norm = Norm(factor, shift, neutral)
+        self.residual.norms[node.name] = norm
         return node.name
 
     def add_norm_factor(
@@ -315,7 +321,8 @@ class _Search:
             neutral = torch.full_like(weight, number)
             if bool((_chain_value(self.graph, factor, neutral) == 1).all()):
                 factors = _chain_value(self.graph, factor, weight).double().flatten()
-                norm = Norm(factors, None, ((start.name, "weight", neutral),))
+                neutral_weight = (start.name, "weight", neutral)
+                norm = Norm(factors, None, (neutral_weight,))
                 self.residual.norms[node.name] = norm
                 return node.name
         raise _ObstacleError(node)

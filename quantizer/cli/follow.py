@@ -89,7 +89,7 @@ class Messages(Events):
 
 
 class OneBar(Events):
-    """Counts the units of several stages as those of one, for one bar."""
+    """Counts the units of several stages as units of one stage, which has one bar."""
 
     def __init__(self, whole: RunStage) -> None:
         self._whole = whole
@@ -100,13 +100,16 @@ class OneBar(Events):
 
 
 class BarOfLongUnits(Events):
-    """Counts the units of a stage that consist of stages, and says which of these runs."""
+    """Shows in the bar of one stage how far the inner stage is that runs.
+
+    A unit of the outer stage consists of inner stages, and `count` counts it.
+    """
 
     def __init__(self, whole: RunStage) -> None:
         self._whole = whole
 
     def advanced(self, stage: RunStage) -> None:
-        """Say how far the stage is that runs."""
+        """Show the inner stage's progress after that of the outer one."""
         total = f"/{stage.total}" if stage.total else ""
         self._whole.doing = f"{stage.name} {stage.done}{total} {stage.unit}"
         self._whole.advance(self._whole.done)

@@ -157,3 +157,28 @@ def test_comments_say_what_was_changed_and_changes_nothing_else() -> None:
     plain = {key: item for key, item in twice.items() if not key.startswith("// ")}
     assert json.dumps(plain) == json.dumps(value)
     assert with_tuning_comments(value, [], None) == value
+
+
+def test_a_scale_per_channel_leaves_no_percentage_that_nothing_reads() -> None:
+    weight = {**INT8, "observer_cls": "PerTensorPercentileObserver", "percentage": 99.9}
+    changed = with_channels({"global_quant_config": {"weight": weight}})
+    assert not check_document(Document.of(changed, "config")).diagnostics
+
+
+def test_groups_with_a_decimal_point_get_smaller() -> None:
+    value = {"global_quant_config": {"weight": {**INT4, "group_size": 128.0}}}
+    assert loaded(value) is not None
+    assert group_sizes(value) == [128]
+    assert group_sizes(with_group_size(value, 64)) == [64]
+
+
+@pytest.mark.parametrize(
+    ("other_name", "name"), [("smooth", "smoothquant"), ("quarot", "rotation")]
+)
+def test_an_algorithm_under_another_name_is_replaced(other_name: str, name: str) -> None:
+    value = {
+        "global_quant_config": {"weight": INT8, "input_tensors": INT8},
+        "pre_quant_opt_config": [{"name": other_name}],
+    }
+    changed = with_algorithm(value, {"name": name})
+    assert changed["pre_quant_opt_config"] == {"name": name}

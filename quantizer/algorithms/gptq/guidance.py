@@ -83,7 +83,8 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
             with prefix_batch_errors(number, batch):
                 energies = _energies(network, batch, value_of_layer, generator)
             for value, energy in energies.items():
-                batch_weights.setdefault(value, []).append(energy.pow(power))
+                weight = energy.pow(power)
+                batch_weights.setdefault(value, []).append(weight)
     weights = {}
     for value, tensors in batch_weights.items():
         weights[value] = torch.cat(tensors)
@@ -118,14 +119,18 @@ def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
     """Return the mean weight of the tokens of all ranks, by value."""
     sums = {}
     for value, weight in weights.items():
-        sums[value] = (float(weight.sum()), len(weight))
+        total = float(weight.sum())
+        sums[value] = (total, len(weight))
     totals: defaultdict[str, float] = defaultdict(float)
     tokens: defaultdict[str, int] = defaultdict(int)
     for rank_sums in ranks.gather(sums, "weights of tokens"):
         for value, (rank_total, rank_tokens) in rank_sums.items():
             totals[value] += rank_total
             tokens[value] += rank_tokens
-    return {value: total / tokens[value] for value, total in totals.items()}
+    means = {}
+    for value, total in totals.items():
+        means[value] = total / tokens[value]
+    return means
 
 
 def _values_of_layers(network: Network, task: Task) -> dict[str, str]:
@@ -155,7 +160,8 @@ def _energies(
             layer = network.layers[name]
             start = layer.register_forward_pre_hook(_with_gradient, with_kwargs=True)
             hooks.callback(start.remove)
-            end = layer.register_forward_hook(_energy_hook(energies, value))
+            add_energies = _energy_hook(energies, value)
+            end = layer.register_forward_hook(add_energies)
             hooks.callback(end.remove)
         execution = network.start(batch.args, batch.kwargs)
         execution.advance()
@@ -234,7 +240,8 @@ def _energy_hook(energies: dict[str, Tensor], value: str) -> Callable[..., None]
 
     def add(gradient: Tensor) -> None:
         squares = gradient.float().square()
-        energies[value] += squares.sum(-1).flatten()
+        by_token = squares.sum(-1)
+        energies[value] += by_token.flatten()
 
     return after_forward
 
@@ -250,7 +257,8 @@ def _gradient_of_drawn_classes(logits: Tensor, generator: torch.Generator) -> Te
     # The generator is the CPU's, so that all devices draw alike
     drawn = torch.multinomial(by_token.cpu(), 1, generator=generator)
     classes = drawn.to(logits.device)
-    minus_one = by_token.new_full(classes.shape, -1.0)
+    shape = classes.shape
+    minus_one = by_token.new_full(shape, -1.0)
     # by_token is a view of the probabilities, which change with it
     by_token.scatter_add_(1, classes, minus_one)
     return probabilities.to(logits.dtype)
