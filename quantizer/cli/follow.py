@@ -140,16 +140,14 @@ class Durations(Events):
 
 
 class Lines(Events):
-    """Prints lines such as `calib 120/500 batches 24 % eta 63 s`."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._printed = self._started
+    """Prints lines such as `calib 120/500 batches 24 % eta 63 s`, for one stage at a time."""
 
     def started(self, stage: RunStage) -> None:
         """Start the clock."""
         self._started = time.monotonic()
         self._printed = self._started
+        # A resumed stage has units that this run has spent no time on
+        self._resumed_at = stage.done
 
     def advanced(self, stage: RunStage) -> None:
         """Print a line if the last one is ten seconds old."""
@@ -162,7 +160,8 @@ class Lines(Events):
             doing = f": {stage.doing}" if stage.doing else ""
             return f"{stage.name} {stage.done} {stage.unit}{doing}"
         elapsed = time.monotonic() - self._started
-        left = elapsed / max(stage.done, 1) * (stage.total - stage.done)
+        done = stage.done - self._resumed_at
+        left = elapsed / max(done, 1) * (stage.total - stage.done)
         percent = 100 * stage.done // stage.total
         return (
             f"{stage.name} {stage.done}/{stage.total} {stage.unit} {percent} % eta {left:.0f} s"

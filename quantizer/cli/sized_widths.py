@@ -178,4 +178,4 @@ class _FileSizes:
         rows: list[WeightRow] = []
         for row in analysis.rows:
             rows.append(replace(row, sizes=self.by_layer[row.name]))
-        return replace(analysis, rows=rows, rest=self.floats)
+        return replace(analysis, rows=rows, other_bytes=self.floats)
