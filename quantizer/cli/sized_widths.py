@@ -1,6 +1,5 @@
 """`quantizer run --to w4 --max_mb`: 4 or 8 bits for each weight, within a size of the file."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ from quantizer.config.load import load_text
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import Analysis, WeightRow, width_candidates
 from quantizer.evaluation.width_changes import chosen_specs
-from quantizer.evaluation.width_choice import Budget, measured_choices
+from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, measured_choices
 from quantizer.export.compressed_tensors.predicted_size import coded_bytes, float_bytes
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
@@ -46,7 +45,7 @@ def require_sized(
     """
     if max_mb is None:
         return
-    if not 0 < max_mb < math.inf:
+    if not 0 < max_mb < LARGEST_SIZE:
         raise UsageError(
             f"--max_mb {max_mb:g} is not a size", help="write for example --max_mb 1500"
         )

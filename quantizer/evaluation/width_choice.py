@@ -15,6 +15,9 @@ from quantizer.plan.model import Plan
 CURVE_POINTS = 24
 """Budgets between the smallest and the largest widths for which a curve has the best choice."""
 
+LARGEST_SIZE = 1e12
+"""No number of a budget may be larger, in any unit: a limit in bytes has to be finite."""
+
 
 @dataclass(frozen=True)
 class Budget:

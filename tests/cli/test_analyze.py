@@ -358,6 +358,8 @@ def test_layers_that_share_a_weight_get_one_width(
         (["--size", "0.5"], 2, "--size 0.5 is not a size"),
         (["--size", "half%"], 2, "is not a share"),
         (["--budget", "nan"], 2, "--budget nan is not a size"),
+        (["--budget", "1e308"], 2, "--budget 1e+308 is not a size"),
+        (["--max_mb", "1e305"], 2, "--max_mb 1e+305 is not a size"),
         (["--choices", "2,x"], 2, "'x' is not a width"),
         (["--choices", ","], 2, "has no width"),
         (["--choices", "2,6", "--budget", "3.5"], 2, "the hierarchical form has no dtype int6"),

@@ -170,15 +170,3 @@ def test_groups_with_a_decimal_point_get_smaller() -> None:
     assert loaded(value) is not None
     assert group_sizes(value) == [128]
     assert group_sizes(with_group_size(value, 64)) == [64]
-
-
-@pytest.mark.parametrize(
-    ("other_name", "name"), [("smooth", "smoothquant"), ("quarot", "rotation")]
-)
-def test_an_algorithm_under_another_name_is_replaced(other_name: str, name: str) -> None:
-    value = {
-        "global_quant_config": {"weight": INT8, "input_tensors": INT8},
-        "pre_quant_opt_config": [{"name": other_name}],
-    }
-    changed = with_algorithm(value, {"name": name})
-    assert changed["pre_quant_opt_config"] == {"name": name}

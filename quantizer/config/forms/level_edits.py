@@ -1,5 +1,5 @@
 """Change one setting of a config's document at every level that states it, in the file's own
-form.
+form. Documents have the words of `Config.document`, in which other spellings are replaced.
 """
 
 import copy
@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
-from quantizer.config.forms.aliases import VALUE_ALIASES
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, KEY_OF
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
@@ -135,8 +134,7 @@ def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
         key = ALGORITHM_LISTS[int(finds_codes(kind))]
     remaining = []
     for other in _entries(changed, key):
-        name = other.get("name", "")
-        other_kind = ALGORITHMS.get(VALUE_ALIASES["name"].get(name, name))
+        other_kind = ALGORITHMS.get(other.get("name", ""))
         is_replaced = other_kind is kind
         if other_kind is not None and kind.stage == "round":
             is_replaced |= other_kind.stage == "round"
@@ -233,12 +231,10 @@ def _scheme(spec: JsonMapping) -> str | None:
     """Return the granularity that a spec states or its observer implies; None if neither
     does, or if its ranges are not calibrated.
     """
-    is_dynamic = spec.get("is_dynamic", spec.get("dynamic"))
-    if is_dynamic or spec.get("dtype") in CAST_ONLY:
+    if spec.get("is_dynamic") or spec.get("dtype") in CAST_ONLY:
         return None
     scheme: str | None = spec.get("qscheme")
-    word = str(spec.get("observer_cls"))
-    observer = VALUE_ALIASES["observer_cls"].get(word, word)
+    observer = spec.get("observer_cls")
     if scheme is None and observer in OBSERVER_METHODS:
         _, schemes = OBSERVER_METHODS[observer]
         scheme = schemes[0]
