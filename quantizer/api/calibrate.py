@@ -18,6 +18,7 @@ from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
+from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
@@ -148,8 +149,10 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         for name in ("seed", "batch_size", "subset_len"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if value is not None and type(value) is not int:
                 raise UsageError(f"{name} is {a_kind(value)}, not an int")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"seed is {self.seed}, not from 0 to {MAX_SEED}")
 
     @property
     def facts(self) -> dict[str, Any]:
