@@ -234,7 +234,7 @@ def _scheme(spec: JsonMapping) -> str | None:
     if spec.get("is_dynamic") or spec.get("dtype") in CAST_ONLY:
         return None
     scheme: str | None = spec.get("qscheme")
-    observer = spec.get("observer_cls")
+    observer = str(spec.get("observer_cls"))
     if scheme is None and observer in OBSERVER_METHODS:
         _, schemes = OBSERVER_METHODS[observer]
         scheme = schemes[0]
