@@ -186,7 +186,7 @@ def _by_type(
     """Return the layers of a type. Words of other tools are translated to torch's, and case may
     differ.
 
-    Layers of experts are made by a pass, so the traced graph does not have them.
+    Layers of experts are those of `graph`, where a pass has made them of traced operators.
     """
     experts = {node.name: node for node in graph.nodes if node.row.experts}
     nodes = [*(node for node in original.nodes if node.name not in experts), *experts.values()]

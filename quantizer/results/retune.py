@@ -32,8 +32,8 @@ from quantizer.results.write import scale_positions
 
 _AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
 _HISTOGRAM = "histogram"
-"""Stands for the role in the key of a histogram. Calibration stores one of each value that is
-observed, in addition to the ranges of batches.
+"""Stands for the role in the key of a histogram. Calibration stores one of a value whose
+observer has none, in addition to the ranges of batches.
 """
 
 
