@@ -2,6 +2,8 @@
 chosen widths.
 """
 
+import math
+
 from quantizer.config.json_types import JsonObject
 from quantizer.evaluation.ablation import Ablation, Effect
 from quantizer.evaluation.analyze import Analysis, WeightRow, WidthChoice
@@ -84,11 +86,14 @@ def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
 
 
 def analysis_json(analysis: Analysis, choice: WidthChoice | None = None) -> JsonObject:
-    """Return an analysis as JSON. Noise is relative to the energy of the output."""
+    """Return an analysis as JSON. Noise is relative to the energy of the output; it is None if
+    the output is zero.
+    """
     layers = []
+    energy = analysis.energy or math.nan
     widths = list(map(str, analysis.widths))
     for position, row in enumerate(analysis.rows):
-        noises = [finite_or_none(noise / analysis.energy) for noise in row.noise]
+        noises = [finite_or_none(noise / energy) for noise in row.noise]
         entry: JsonObject = {
             "layers": list(row.candidate.layers),
             "weights": row.values,

@@ -406,3 +406,22 @@ def test_a_value_that_is_not_finite_names_the_layer(
     config.write_text(json.dumps({"global_quant_config": {"weight": {"dtype": "int8"}}}))
     assert run_command(["analyze", "--config_file", str(config), "--model", str(path)]) == 4
     assert "batch 0: the input of Small::Small/Conv2d[second]/conv2d" in capsys.readouterr().err
+
+
+class Silent(Small):
+    """Returns zeros, as a network does whose last layer is not trained yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for last in (self.loud, self.quiet):
+            for parameter in last.parameters():
+                nn.init.zeros_(parameter)
+
+
+def test_noise_relative_to_an_output_of_zeros_is_not_known(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"global_quant_config": {"weight": {"dtype": "int8"}}}
+    assert analyze(weights, "--json", kind=Silent) == 0
+    rows = json.loads(capsys.readouterr().out)["layers"]
+    assert [list(row["noise"].values()) for row in rows] == [[None] * 4] * 4
