@@ -149,7 +149,9 @@ class SmoothQuantConfig(PreQuantOptConfig):
         help='write a number from 0 to 1, a list of numbers, or "auto"',
         examples=[0.5],
     )
-    scale_clamp_min: float = setting(1e-3, "Factors are at least this.", exclusiveMinimum=0)
+    scale_clamp_min: float = setting(
+        1e-3, "Factors are at least this.", exclusiveMinimum=0, maximum=1e30
+    )
     scaling_layers: list[dict[str, Any]] | None = None
     embedding_layers: list[str] | None = None
     model_decoder_layers: str | None = None
