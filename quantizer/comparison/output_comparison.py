@@ -40,8 +40,8 @@ class Recorder:
     Attributes:
         watched: the nodes that have to be shown to it.
         shapes: of their tensors.
-        values: copies of the tensors on whose values places depend, and of all other objects
-            that watched nodes return.
+        values: copies of the tensors on whose values places depend, and all objects except
+            tensors that watched nodes return.
     """
 
     def __init__(self, outputs: Sequence[Output]) -> None:

@@ -169,4 +169,6 @@ def test_groups_with_a_decimal_point_get_smaller() -> None:
     value = {"global_quant_config": {"weight": {**INT4, "group_size": 128.0}}}
     assert loaded(value) is not None
     assert group_sizes(value) == [128]
+    whole = {"global_quant_config": {"weight": {**INT4, "group_size": -1}}}
+    assert group_sizes(whole) == []
     assert group_sizes(with_group_size(value, 64)) == [64]

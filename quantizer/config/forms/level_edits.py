@@ -88,10 +88,11 @@ def with_group_size(document: JsonMapping, largest: int) -> JsonObject:
 
 
 def _group_size(spec: JsonMapping) -> int:
-    """Return the size of the groups of a spec, which files may have as 128.0; 0 if there is
-    none.
+    """Return the size of the groups of a spec, which files may have as 128.0; 0 if there are
+    none, or if a group is the whole axis (-1).
     """
-    return int(spec.get("group_size") or 0)
+    size = int(spec.get("group_size") or 0)
+    return max(0, size)
 
 
 def with_bias_correction(document: JsonMapping) -> JsonObject:
