@@ -1,5 +1,5 @@
-"""Shrink the range of weights where the error of the layer's outputs gets smaller by it, as
-AWQ does. Finds scales only; rounds nothing for good.
+"""Search smaller ranges of weights, with which the outputs of a layer have smaller errors, as
+AWQ does. Only scales are returned, and no rounded weights.
 
 Source: Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Compression and
 Acceleration" (arXiv 2306.00978), and its authors' code.
@@ -44,19 +44,24 @@ from quantizer.observers import (
 SHARES = tuple(1 - step / 20 for step in range(11))
 """Candidates for a range, as shares of the full one."""
 _FEW_BY_LENGTH = ((32, (1.0, 0.9)), (1024, (1.0, 0.75)))
-"""Fewer of them, for ranges of up to so many values, to estimate the error after clipping."""
+"""The most values of a range, and the few candidates for such ranges. They are enough to
+estimate the error after a search.
+"""
 _FEW_OF_A_CHANNEL = (1.0, 0.85, 0.7, 0.55)
-"""For longer ranges. The more values, the further out is the largest, and the more is cut."""
+"""Those for longer ranges. The more values there are, the further out is the largest, and the
+more is cut off.
+"""
 _POWERS = (1.0, 0.5, 2.0)
 """Powers of two around the range's own. The rule of MX formats cuts off up to a quarter of a
 block's largest value, which the next power does not.
 """
 _ROWS_APART = (("per_channel", 0), ("per_group", 1), ("per_group", -1))
+"""Granularity and axis of linear layers' weights with which no two rows share a scale."""
 
 
 def has_row_scales(layer: nn.Module, spec: QuantizationSpec) -> bool:
-    """Check whether each row of a linear layer's weight has scales of its own, so that rows can
-    be searched alone.
+    """Return whether no two rows of a linear layer's weight share a scale, so that any part of
+    its rows can be searched without the others.
     """
     is_apart = (spec.qscheme, spec.ch_axis) in _ROWS_APART and spec.scales_per_group == 1
     return isinstance(layer, nn.Linear) and is_apart
@@ -96,14 +101,15 @@ class ClipSearch:
     Args:
         layer: for its kind and sizes.
         spec: of its weight.
-        weight: as the layer stores it, float32. If it `has_row_scales`, rows of any number of
-            such layers.
-        gram: of the layer's inputs, [groups, depth, depth].
-        shares: of the full range, what is tried.
+        weight: float32, as the layer stores it. If it `has_row_scales`, it may be some rows, or
+            the rows of several such layers.
+        gram: the sum of x x^T over the layer's inputs, [groups, depth, depth].
+        shares: the candidates, as shares of the full range.
         shared_step: as `nearest_qparams` takes it.
 
     Attributes:
-        errors: of the best scales, float64, of `scale_shape`.
+        errors: the squared error of the outputs with each best scale, float64, in the shape of
+            `scale_shape`.
     """
 
     def __init__(
@@ -129,12 +135,12 @@ class ClipSearch:
             dtype=torch.float64,
         )
         rows = workspace(to_rows(weight, spec.cut), work_dtype_of(spec, weight.dtype))
-        # In units of the full scales, so that the weight is divided once
+        # The weight over the full scales, which every candidate multiplies by a number
         self._units = rows / self._scale.to(rows).reshape(-1, 1)
         self._buffer = torch.empty_like(rows)
         zero_point = self._full.zero_point.reshape(-1, 1)
         kernel = kernel_of(spec)
-        self._codes = kernel(zero_point.to(rows)) if zero_point.any() else kernel(0)
+        self._to_codes = kernel(zero_point.to(rows)) if zero_point.any() else kernel(0)
         for share in shares:
             self._try(share)
 
@@ -144,6 +150,7 @@ class ClipSearch:
         return QParams(self._scale, self._full.zero_point)
 
     def _try(self, share: float) -> None:
+        """Take the scales of a share of the full range where the error is smaller with them."""
         smaller = _limited(self._full.scale * share)
         scale = nearest_group_scale(
             smaller,
@@ -162,9 +169,9 @@ class ClipSearch:
         self.errors = torch.minimum(self.errors, errors)
 
     def _errors(self, scale: Tensor) -> Tensor:
-        """Return the error of each scale."""
+        """Return the squared error of the outputs with each scale, float64."""
         ratio = (self._full.scale / scale).to(self._units).reshape(-1, 1)
-        codes = self._codes(torch.mul(self._units, ratio, out=self._buffer))
+        codes = self._to_codes(torch.mul(self._units, ratio, out=self._buffer))
         change = codes.addcmul_(self._units, ratio, value=-1)
         stored = from_rows(change, self._shape, self._spec.cut)
         errors = scale_errors(
@@ -182,11 +189,17 @@ def scale_errors(
     difference: Tensor,
     gram: Tensor,
 ) -> Tensor:
-    """Return the squared error of the outputs that the weights of each scale cause by
-    themselves, of `scale_shape`.
+    """Return the squared error of the outputs that a change of the weights causes, apart for
+    the weights of each scale, in the shape of `scale_shape`.
 
-    Exact for scales of rows, of parts of rows, and of a whole tensor. For scales that are
-    across rows, inputs count as uncorrelated.
+    It is exact for scales of rows, of parts of rows, and of a whole tensor. For scales across
+    rows, inputs count as uncorrelated.
+
+    Args:
+        layer: for its kind and sizes.
+        spec: of its weight.
+        difference: the change, as the layer stores its weight.
+        gram: as in `ClipSearch`.
     """
     matrix = weight_matrix(layer, difference)
     has_groups = spec.qscheme == "per_group" and spec.scales_per_group == 1

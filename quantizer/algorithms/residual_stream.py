@@ -43,13 +43,13 @@ _ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 @dataclass(frozen=True)
 class Norm:
-    """Holds the affine part of a normalization, float64 [channels].
+    """Holds the affine part of a normalization.
 
     Attributes:
-        factor: multiplies the channels.
-        shift: is added to them afterwards.
-        neutral: layer, key and value of the parameters with which it multiplies by one and adds
-            zero.
+        factor: float64 [channels], by which the channels are multiplied.
+        shift: float64 [channels], added to them afterwards; None for no shift.
+        neutral: node, key and value of the parameters with which the norm multiplies by one and
+            adds zero.
     """
 
     factor: Tensor
@@ -62,13 +62,14 @@ class Residual:
     """Holds values that must be rotated together.
 
     Attributes:
+        channels: the size of the axis that is rotated.
         keeps_mean: whether something takes the mean over channels, so that the rotation must
             keep the vector of ones.
         members: the axis of the channels, by node.
-        readers: the norm before each linear layer that reads a member, by layer.
-        writers: the axis of the channels in each layer, parameter or constant that makes a
-            member.
-        norms: by the node that ends them.
+        readers: by linear layer that reads a member: the node of the norm before it, or None.
+        writers: the axis of the channels in the output of each layer, parameter or constant
+            that makes a member.
+        norms: by the last node of each.
         obstacle: the first node that no rotation passes; None if there is none.
     """
 
@@ -105,8 +106,10 @@ def _is_square(node: Node) -> bool:
 
 
 def _leaf(graph: Graph, node: Node) -> Node | None:
-    """Return the tensor of one axis that a chain of operators with one input begins with, if
-    no other operator reads any of it.
+    """Return the tensor of one axis from which a chain of operators computes the node's value.
+
+    Each operator of the chain has one input, and no other operator reads from the chain.
+    Return None if the value is computed otherwise.
     """
     while node.op not in _LEAVES:
         sources = list(node.refs())
@@ -120,22 +123,22 @@ def _leaf(graph: Graph, node: Node) -> Node | None:
     return node if has_one_axis else None
 
 
-def _value(
+def _chain_value(
     graph: Graph,
     node: Node,
     start: Tensor,
 ) -> Tensor:
-    """Compute such a chain with `start` as its tensor."""
+    """Return the value of the last node of such a chain if `start` were its first tensor."""
     if node.op in _LEAVES:
         return start
     [(key, source)] = node.inputs.items()
-    operand = _value(graph, graph.by_name[source.name], start)
+    operand = _chain_value(graph, graph.by_name[source.name], start)
     result: Tensor = call(node.target, {**node.attrs, key: operand})
     return result
 
 
 class _ObstacleError(Exception):
-    """Ends a search."""
+    """Ends a search at a node that no rotation passes, its only argument."""
 
 
 class _Search:
@@ -145,7 +148,7 @@ class _Search:
         self.labels = labels
         self.graph = labels.graph
         self.residual = Residual(channels)
-        # By member: the norm whose factors its channels still have
+        # By member: the node of the norm that has scaled its channels, if any
         self.norm_of: dict[str, str | None] = {}
         self.queue: deque[str] = deque()
 
@@ -230,8 +233,11 @@ class _Search:
         if dim == axis:
             raise _ObstacleError(node)
         for part in self.operands(node):
-            is_stacked = part.rank < node.rank
-            self.take_without_norm(part, axis - (dim < axis and is_stacked))
+            axis_of_part = axis
+            # Stacked parts lack the axis `dim`
+            if part.rank < node.rank and dim < axis:
+                axis_of_part -= 1
+            self.take_without_norm(part, axis_of_part)
 
     def take_sum(
         self,
@@ -252,6 +258,7 @@ class _Search:
                     return self.add_norm_shift(node, norm, other)
         for part in parts:
             self.take_without_norm(part, axis - node.rank + part.rank)
+        # One number added to all channels is a multiple of the vector of ones
         self.residual.keeps_mean |= len(parts) == 1
         return None
 
@@ -260,8 +267,8 @@ class _Search:
         node: Node,
         axis: int,
     ) -> str | None:
-        """Take in a rotated value times a number for each token, or times a parameter, which
-        has the factors of a norm.
+        """Take in a rotated value times a number for each token, or a normalized value times a
+        parameter, whose values are the factors of the norm.
         """
         operands = self.operands(node)
         is_product = node.row.axes is PRODUCT
@@ -293,11 +300,9 @@ class _Search:
         factor = values.get("weight", torch.ones(channels, dtype=torch.float64))
         plain = {"weight": torch.ones_like(factor), "bias": torch.zeros_like(factor)}
         neutral = tuple((node.name, key, plain[key]) for key in values)
-        self.residual.norms[node.name] = Norm(
-            factor,
-            values.get("bias"),
-            neutral,
-        )
+        shift = values.get("bias")
+        norm = Norm(factor, shift, neutral)
+        self.residual.norms[node.name] = norm
         return node.name
 
     def add_norm_factor(
@@ -311,15 +316,13 @@ class _Search:
         start = _leaf(self.graph, factor)
         assert start is not None
         weight = self.graph.weight(start)
+        # A factor `weight` is neutral at one, and a factor `1 + weight` at zero
         for number in (1.0, 0.0):
             neutral = torch.full_like(weight, number)
-            if bool((_value(self.graph, factor, neutral) == 1).all()):
-                factors = _value(self.graph, factor, weight).double().flatten()
-                norm = Norm(
-                    factors,
-                    None,
-                    ((start.name, "weight", neutral),),
-                )
+            if bool((_chain_value(self.graph, factor, neutral) == 1).all()):
+                factors = _chain_value(self.graph, factor, weight).double().flatten()
+                neutral_weight = (start.name, "weight", neutral)
+                norm = Norm(factors, None, (neutral_weight,))
                 self.residual.norms[node.name] = norm
                 return node.name
         raise _ObstacleError(node)
@@ -358,6 +361,7 @@ class _Search:
         if norm is None and _is_mean(node, member, axis):
             self.residual.keeps_mean = True
             return True
+        # `expand_as` and its like take only the shape of their second operand
         reads_shape = node.row.only_moves and member.name not in paths(node)
         if node.op in _ZEROS or reads_shape:
             return True
@@ -372,8 +376,9 @@ class _Search:
         return True
 
     def norm_without_shift(self, node: Node) -> str | None:
-        """Return the norm whose factors a member still has. A factor for each token would not
-        pass what is added after a norm.
+        """Return the norm that scaled a member's channels, or None.
+
+        A norm with a shift is an obstacle: a factor of each token would also scale the shift.
         """
         norm = self.norm_of[node.name]
         if norm is not None and self.residual.norms[norm].shift is not None:
@@ -411,11 +416,13 @@ def _axis_of_combination(
     member: Node,
     axis: int,
 ) -> int | None:
-    """Return where an operator that joins or combines values has the axis in its output."""
+    """Return the member's axis in the output of an operator that joins or combines values;
+    None for other operators.
+    """
     new_axes = node.rank - member.rank
     if node.row.axes is JOINED:
         dim = int(node.attrs.get("dim", 0)) % node.rank
-        return axis + (new_axes and dim <= axis)
+        return axis + new_axes if dim <= axis else axis
     combines = node.row.axes in (ALIKE, PRODUCT, QUOTIENT) or node.op in _NORMS
     return axis + new_axes if combines and node.shape else None
 

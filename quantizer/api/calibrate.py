@@ -18,6 +18,7 @@ from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
+from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
@@ -148,12 +149,14 @@ class CalibrationSettings:
     def __post_init__(self) -> None:
         for name in ("seed", "batch_size", "subset_len"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
+            if value is not None and type(value) is not int:
                 raise UsageError(f"{name} is {a_kind(value)}, not an int")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"seed is {self.seed}, not from 0 to {MAX_SEED}")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what results record."""
+        """Return the settings that results record."""
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -172,15 +175,21 @@ def calibrate_batches(
     """Quantize a traced copy of a model whose data is open; see `calibrate`.
 
     Args:
-        graph: what `trace_compared` returns; None to trace here.
+        model: the float model.
+        config: as in `calibrate`.
+        batches: the data, from `open_batches`.
+        settings: the other arguments of `calibrate`.
+        graph: the model's graph, from `trace_compared`; None to trace here.
     """
-    read, budget = read_config(config), _budget(settings.memory)
-    level = settings.dpu_accuracy
-    rules, finetuned = with_finetuning(read.require(), level, settings.fast_finetune)
+    config_result = read_config(config)
+    memory = _bytes_of(settings.memory)
+    checked_config, finetuning_mode = with_finetuning(
+        config_result.require(), settings.dpu_accuracy, settings.fast_finetune
+    )
     checkpoints: Checkpoints | None = None
     if settings.folder is not None:
         checkpoints = Checkpoints(Path(settings.folder), resume=settings.resume)
-    watching = settings.events or follower()
+    events = settings.events or follower()
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
         if settings.confirm is not None:
@@ -189,24 +198,24 @@ def calibrate_batches(
 
     request = CalibrationRequest(
         target=TracedTarget(graph or trace_compared(model, batches, settings.dynamic)),
-        config=rules,
+        config=checked_config,
         batches=batches,
-        events=ForkedEvents(*filter(None, (watching, checkpoints))),
+        events=ForkedEvents(*filter(None, (events, checkpoints))),
         checkpoints=checkpoints,
         seed=settings.seed,
-        fast_finetune=finetuned,
+        fast_finetune=finetuning_mode,
         facts=settings.facts,
-        findings=read.diagnostics,
+        findings=config_result.diagnostics,
         confirm=confirm,
-        memory=budget,
-        dpu_accuracy=level,
+        memory=memory,
+        dpu_accuracy=settings.dpu_accuracy,
     )
     lock = locked(checkpoints.folder) if checkpoints else nullcontext()
-    with lock, pointing_into(read.sources):
+    with lock, pointing_into(config_result.sources):
         state = steps.run_calibration(request)
         if checkpoints:
             checkpoints.remove()
-    return _result(model, request, state, watching)
+    return _result(model, request, state, events)
 
 
 def _result(
@@ -220,12 +229,7 @@ def _result(
     def write(folder: Path) -> None:
         header = request.header(state)
         write_results(
-            folder,
-            original,
-            state.calibration,
-            state.solution,
-            config=config,
-            run=header,
+            folder, original, state.calibration, state.solution, config=config, run=header
         )
 
     return Result(
@@ -239,8 +243,8 @@ def _result(
     )
 
 
-def _budget(memory: int | str | None) -> int | None:
-    """Return the memory in bytes; None if it is None."""
+def _bytes_of(memory: int | str | None) -> int | None:
+    """Return the argument `memory` of `calibrate` in bytes; None if it is None."""
     try:
         if memory is None or (isinstance(memory, int) and memory >= 0):
             return memory
@@ -286,8 +290,9 @@ def load(
     with evaluating(model), without_cache(model):
         original = reuse_or_trace(model, batch, info)
         calibrated = reopen_calibration(model, batch, original, info)
-    rules = stored_config(info)
-    plan = check_plan(info, rules, resolve_plan(rules, calibrated.graph, original))
+    config = stored_config(info)
+    plan = resolve_plan(config, calibrated.graph, original)
+    plan = check_plan(info, config, plan)
     return Result(
         model,
         calibrated,
@@ -325,7 +330,10 @@ def open_batches(
 
 
 def _synthetic_data(spec: str, model: nn.Module, settings: CalibrationSettings) -> Batches:
-    """Return data that are made from the model. One of transformers states their shape."""
+    """Return data that are made from the model.
+
+    Models of transformers get an example input, whose shapes the data take.
+    """
     example: Batch | None = None
     if spec == SYNTHETIC and hasattr(model, "main_input_name"):
         item = example_input(model, DEFAULT_SEQ_LEN)
@@ -340,9 +348,15 @@ def _example_batches(info: QuantInfo) -> Batches:
 
 
 def trace_compared(model: nn.Module, batches: Batches, dynamic: str | None) -> Graph:
-    """Return the graph of a model whose weights are finite, compared with the model.
+    """Trace a model on the first batch, and compare the graph's outputs with the model's.
 
-    `dynamic` is that of `calibrate`.
+    Args:
+        model: the float model.
+        batches: the data.
+        dynamic: as in `calibrate`.
+
+    Raises:
+        ModelError: a weight is not finite, or the model cannot be traced.
     """
     sizes = dynamic_sizes(dynamic)
     check_finite(model)

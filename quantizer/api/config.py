@@ -171,7 +171,7 @@ class Config:
 
     @classmethod
     def _of(cls, result: LoadResult) -> Config:
-        """Return the config of a checked document, which may use words of other versions."""
+        """Return the config of a checked document, also with other names that Quark has."""
         config = result.require()
         assert result.document is not None
         if config.form != "hierarchical":
@@ -214,7 +214,7 @@ def read_config(config: AnyConfig | None) -> LoadResult:
 
 
 def path_of(path: Any, name: str = "path") -> Path:
-    """Return the path of a text or path object.
+    """Return the path of a text or path object; `name` is the argument's name in errors.
 
     Raises:
         UsageError: it is neither, or is empty.
@@ -251,8 +251,10 @@ def _fields_to_json(value: Any) -> dict[str, Any]:
     if isinstance(value, AlgoConfig):
         defaults = vars(type(value)())
     content = {}
-    for name in (one.name for one in fields(value)):
+    for attribute in fields(value):
+        name = attribute.name
         item = getattr(value, name)
+        # The name says which algorithm it is, and is written although it is a default
         is_default = name != "name" and name in defaults and item == defaults[name]
         if item is not None and not is_default:
             content[name] = _to_json(item)
@@ -260,13 +262,21 @@ def _fields_to_json(value: Any) -> dict[str, Any]:
 
 
 def _from_json(hint: Any, value: Any) -> Any:
-    """Return a JSON value as the type of an annotation. Keys without a field are ignored."""
+    """Return a JSON value as an object of the annotated type; keys without a field are ignored.
+
+    Args:
+        hint: an annotation of a field, such as `dict[str, QuantizationConfig]`.
+        value: the content of a config file there.
+    """
     origin = get_origin(hint)
     if value is None:
         return None
     if origin in (Union, types.UnionType):
+        # In a union of a class and its list, the value shows which of them it is
         is_list = isinstance(value, list)
-        members = [one for one in get_args(hint) if (get_origin(one) is list) == is_list]
+        members = [
+            member for member in get_args(hint) if (get_origin(member) is list) == is_list
+        ]
         return _from_json(members[0], value)
     if origin is type:
         return OBSERVERS.get(value)
@@ -290,7 +300,8 @@ def _dataclass_from_json(cls: Any, value: Mapping[str, Any]) -> Any:
         cls = entry_kinds("hierarchical")[value["name"]]
     hints = get_type_hints(cls)
     arguments = {}
-    for name in (one.name for one in fields(cls)):
+    for attribute in fields(cls):
+        name = attribute.name
         if value.get(name) is not None:
             arguments[name] = _from_json(hints[name], value[name])
     return cls(**arguments)

@@ -134,7 +134,7 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data.
     """
-    place = path_of(folder, "folder")
+    run_folder = path_of(folder, "folder")
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
@@ -143,8 +143,7 @@ def quantize(
     has_data = data is not None
     preset = "" if config is not None else preset_for(name, has_data=has_data)
     check_float(model, traced=True)
-    checked = checked_target(target, choices)
-    confirm = partial(_confirm, checked)
+    confirm = partial(_confirm, checked_target(target, choices))
     settings = CalibrationSettings(seed=seed, dynamic=dynamic, events=events, confirm=confirm)
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
@@ -152,29 +151,38 @@ def quantize(
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset)
         new_text = partial(_fitted, preset, graph)
-        config = run_config(place, made_for, new_text, overwrite=overwrite)
+        config = run_config(run_folder, made_for, new_text, overwrite=overwrite)
     result = calibrate_batches(model, config, batches, settings, graph=graph)
-    result.save(place, overwrite=overwrite)
-    path = _new_path(place, result, target)
-    written = result_for_file(
+    result.save(run_folder, overwrite=overwrite)
+    path = _new_path(run_folder, result, target)
+    # The option onnx_profile="tuned" leaves layers in float where that is faster
+    in_file = result_for_file(
         result, evaluation_data, target=target, file=path, choices=choices
     )
-    comparison = written.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
-    verification = written.export(target, path, evaluation_data, **choices)
+    comparison = in_file.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
+    verification = in_file.export(target, path, evaluation_data, **choices)
     tested = comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = destination.improvement(has_data=has_data)
-    _write_findings(place, comparison, tested, path=path, verification=verification)
+    _write_findings(run_folder, comparison, tested, path=path, verification=verification)
     facts = _verdict_facts(
         result.plan.plan, tested, path=path, verification=verification, config=_name_of(config)
     )
-    return Quantized(path, place, result, comparison, verification, tuple(verdict(facts)))
+    return Quantized(path, run_folder, result, comparison, verification, tuple(verdict(facts)))
 
 
 def _verdict_facts(
     plan: Plan, tested: JsonMapping, *, path: Path, verification: Verification, config: str
 ) -> VerdictFacts:
-    """Return what the verdict is about."""
+    """Return the facts that the verdict is about.
+
+    Args:
+        plan: of the calibration.
+        tested: report.json, with the file and its improvement.
+        path: the written file or folder.
+        verification: of the file.
+        config: its path, or a name for it.
+    """
     runtime, floating = verification.in_runtime
     return VerdictFacts.of(
         plan,
@@ -197,8 +205,12 @@ def _trace(
     *,
     dynamic: str | None,
 ) -> Graph:
-    """Return the graph of a model that the target can hold, after a check of the names chosen
-    for its tensors.
+    """Return the graph of a model.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        UsageError: the target cannot hold the model, or the chosen names of inputs and outputs
+            do not fit it.
     """
     require_model(target, choices, model)
     graph = trace_compared(model, batches, dynamic)
@@ -209,7 +221,9 @@ def _trace(
 def _batches(
     model: nn.Module, data: CalibrationData | None, settings: CalibrationSettings
 ) -> Batches:
-    """Return the batches of the user's data, or an example input that reports name as such."""
+    """Return the batches of the user's data. Without data it is an example input, which
+    reports call one.
+    """
     if data is not None:
         return open_batches(model, data, settings)
     example = [example_input(model, DEFAULT_SEQ_LEN)]
@@ -217,7 +231,11 @@ def _batches(
 
 
 def _confirm(checked: CheckedTarget, request: CalibrationRequest, plan: Plan) -> None:
-    """Raise `UsageError` if the target cannot hold a plan, or there is no data for it."""
+    """Check a plan before the calibration.
+
+    Raises:
+        UsageError: the target cannot hold the plan, or the plan needs data and there is none.
+    """
     refuse(checked.words, planned_refusals(checked, plan))
     if request.needs_data(plan) and request.batches.stamp == EXAMPLE_STAMP:
         raise UsageError(
@@ -264,7 +282,7 @@ def _fitted(preset: str, graph: Graph) -> str:
 
 
 def _name_of(config: AnyConfig) -> str:
-    """Return the path of a config, or what it is called in sentences."""
+    """Return the path of a config, or "the config" for one without a file."""
     if isinstance(config, (str, os.PathLike)):
         return os.fspath(config)
     return "the config"

@@ -38,11 +38,11 @@ def decide_joins(request: CalibrationRequest, state: CalibrationState) -> Calibr
     Parts that would lose too much on one scale are brought to one range, if that is possible.
     """
     open_plan = state.plan
-    unscaled_decisions = _decisions(state.calibration)
+    unscaled_decisions = join_decisions(state.calibration)
     state, scaled = _scale_parts(request, state, unscaled_decisions)
     decisions = unscaled_decisions
     if scaled:
-        decisions = _decisions(state.calibration)
+        decisions = join_decisions(state.calibration)
     for name in scaled:
         # The report shows the losses before scaling; scaling decides which tensors are dropped
         decision = decisions.get(name)
@@ -55,14 +55,7 @@ def decide_joins(request: CalibrationRequest, state: CalibrationState) -> Calibr
     return replace(state, plan=plan, calibration=calibration, joins=decisions)
 
 
-def with_decided_joins(calibration: Calibration) -> Calibration:
-    """Return the calibration with the joins of its plan decided; no parts are scaled."""
-    decisions = _decisions(calibration)
-    plan = joins.with_decisions(calibration.plan, decisions)
-    return replace(calibration, plan=plan)
-
-
-def _decisions(calibration: Calibration) -> dict[str, JoinDecision]:
+def join_decisions(calibration: Calibration) -> dict[str, JoinDecision]:
     """Return how each open join is quantized, by name."""
     decisions = {}
     for join in calibration.plan.joins:

@@ -62,10 +62,10 @@ class Calibration:
 
     Args:
         plan: whose tensors are observed.
-        observers: by (layer, role).
+        observers: by (layer, role); those of parameters have observed them.
         histograms: the distribution of a tensor's values over all batches, by
             `TensorPlan.place`, for tensors whose observers have no histogram.
-        means: by layer.
+        means: the mean output of each channel, by layer.
         batches: how many batches were observed.
     """
 
@@ -347,11 +347,12 @@ def require_batches(calibration: Calibration) -> None:
 
 
 def watchers(calibration: Calibration) -> Watchers:
-    """Return a function for each node whose value is observed.
+    """Return a function for each node whose value is observed, by the node's name.
 
     It shows the value to each observer once, and checks a value without an observer for NaN and
     Inf.
     """
+    # By node and observer, as several layers that read a value may share an observer
     watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {}
     for layer in calibration.means:
         watched[layer] = {}
@@ -369,9 +370,9 @@ def watchers(calibration: Calibration) -> Watchers:
             watch = observer.observe
         if tensor.channels is not None:
             watch = partial(watch_channels, watch, tensor.channels)
-        most = useful_magnitude(calibration.plan.graph, tensor.source, tensor.spec)
-        if most is not None:
-            watch = partial(watch_useful, watch, most)
+        bound = useful_magnitude(calibration.plan.graph, tensor.source, tensor.spec)
+        if bound is not None:
+            watch = partial(watch_useful, watch, bound)
         watches = watched.setdefault(tensor.source, {})
         watches.setdefault(id(observer), (tensor, watch))
     by_name = {}
@@ -395,15 +396,15 @@ def _show(
 
 
 @contextmanager
-def _located(tensor: TensorPlan, error: type[QuantizerError]) -> Iterator[None]:
-    """Raise `error`, which names the tensor's layer, for the errors of an observer."""
+def _located(tensor: TensorPlan, error_type: type[QuantizerError]) -> Iterator[None]:
+    """Raise an error that names the tensor's layer for the errors of an observer."""
     try:
         yield
     except ObservationError as reason:
         remedy = "check the data and the weights"
         if isinstance(reason, NegativeValuesError):
             remedy = "make it signed, or asymmetric"
-        raise error(
+        raise error_type(
             f"{tensor.role} of {tensor.layer}: {reason}",
             help=f"{remedy}, or leave this tensor float",
         ) from reason

@@ -143,38 +143,42 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
     """Run the float model over the data, and show its values to the observers.
 
     A resumed run continues after the batches that the stopped run has observed.
+
+    Raises:
+        DataError: there is no batch, or a value is not finite.
+        ResultError: the checkpoint is damaged, or of other data.
     """
     batches = request.batches
     calibration = state.calibration.unseen()
-    seen = _resume(request, calibration)
+    fingerprint = _resume(request, calibration)
     done = calibration.batches
 
     def snapshot() -> Snapshot:
-        """Return the statistics so far, and the fingerprint of the data that they are of."""
+        """Return the statistics so far, and the fingerprint of the data they are of."""
         statistics = calibration.state_dict()
         tensors = {name: tensor.clone() for name, tensor in statistics.items()}
-        progress = {"batches": calibration.batches, "data": seen}
+        progress = {"batches": calibration.batches, "data": fingerprint}
         return Snapshot(tensors, progress)
 
-    def unseen() -> Iterator[Batch]:
+    def remaining_batches() -> Iterator[Batch]:
         """Yield the batches after those of the stopped run, which must be the same again."""
-        nonlocal seen
+        nonlocal fingerprint
         count = 0
         for count, batch in enumerate(request.read(), 1):
             if count > done:
                 yield batch
-                now = batches.seen
-                # Ranks exchange their statistics only now and then
+                # Several ranks add up their statistics only now and then, and a snapshot needs
+                # the fingerprint of the batches that are in them
                 if calibration.batches == count:
-                    seen = now
-                stage.advance(now["batches"])
-            elif count == done and batches.seen != seen:
+                    fingerprint = batches.seen
+                stage.advance(batches.seen["batches"])
+            elif count == done and batches.seen != fingerprint:
                 raise other_run("the data differ")
         if count < done:
             raise other_run("the data differ")
 
-    # A batch with padding is observed in parts
-    batches_done = seen["batches"] if seen else 0
+    # `done` counts the parts in which batches with padding are observed, this one the user's
+    batches_done = fingerprint["batches"] if fingerprint else 0
     stage = RunStage(
         request.events,
         "calib",
@@ -185,13 +189,14 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
     )
     with stage, state.target.observed() as model:
         if request.ranks.is_alone:
-            observing.observe_batches(calibration, model, unseen())
+            observing.observe_batches(calibration, model, remaining_batches())
         else:
-            rank_shards.observe_share(calibration, model, unseen(), request.ranks)
+            rank_shards.observe_share(calibration, model, remaining_batches(), request.ranks)
             observing.require_batches(calibration)
             batches.require_same(request.ranks)
-        seen = batches.seen
+        fingerprint = batches.seen
         if request.fast_finetune:
+            # Finetuning may be stopped, too, and then continues with these statistics
             stage.advance(stage.done, at_boundary=True)
     unreached = state.target.unreached()
     for layer in _uncalibrated(state.plan, unreached):
@@ -213,11 +218,11 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
     with reporting_damage(_CHECKPOINT):
         calibration.load_state_dict(checked_statistics(snapshot.tensors, _CHECKPOINT))
         calibration.batches = operator.index(snapshot.state["batches"])
-        seen = snapshot.state["data"]
+        fingerprint = snapshot.state["data"]
         names = calibration.state_dict().keys()
         if calibration.batches < 0 or snapshot.tensors.keys() != names:
             raise ValueError("it lacks tensors, or has others")
-    return seen
+    return fingerprint
 
 
 def _uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
@@ -247,11 +252,12 @@ def load_statistics(request: CalibrationRequest, state: CalibrationState) -> Cal
 
 
 def find_scales(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Find scales and zero points, from what was observed or what algorithms have found."""
-    data = request.batches.fingerprint
+    """Return the state with scales and zero points, from observers and algorithms."""
+    fingerprint = request.batches.fingerprint
     calibration = state.calibration
-    if request.algorithms_need_data and not calibration.batches and data is not None:
-        calibration = replace(calibration, batches=data["batches"])
+    # Only algorithms have read the data: results report how many batches they were
+    if request.algorithms_need_data and not calibration.batches and fingerprint is not None:
+        calibration = replace(calibration, batches=fingerprint["batches"])
         state = replace(state, calibration=calibration)
     state = decide_joins(request, state)
     solution = replace(
@@ -279,8 +285,11 @@ def align_to_dpu(request: CalibrationRequest, state: CalibrationState) -> Calibr
 def align_positions(
     solution: Solution, graph: Graph, settings: Settings
 ) -> tuple[Solution, tuple[Move, ...]]:
-    """Return the solution at aligned positions, with a note at each tensor that was moved, and
-    the moves.
+    """Return the solution with positions that the DPU has shifts for, and what was moved.
+
+    A position p stands for the scale 2^-p. Each moved tensor has a note in the solution.
+
+    Source: `quantizer.algorithms.dpu_alignment`.
     """
     positions, moves = align(
         graph,
@@ -344,8 +353,8 @@ def run_finetuning(request: CalibrationRequest, state: CalibrationState) -> Cali
 
 
 def finish(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Make the codes of quantized parameters that are stored, run and exported; or quantize the
-    modules.
+    """Quantize the parameters to codes, which are stored, run and exported. In place, quantize
+    the modules.
     """
     solution = state.target.finished(state.solution)
     return replace(state, solution=solution)

@@ -27,13 +27,13 @@ from quantizer.sources.batches import Batch
 
 @dataclass(frozen=True)
 class AlgorithmScope:
-    """What algorithms work on.
+    """The network that algorithms change, and its specs.
 
     Attributes:
-        target: takes up what the algorithms find.
+        target: the target whose `adjusted` takes the adjustments of the algorithms.
         graph: the network.
-        specs: of its tensors.
-        fitting: returns the part of a structure that an algorithm can change.
+        specs: how each tensor is quantized, by layer and role.
+        fitting: returns the groups of a structure that an algorithm can change.
     """
 
     target: Target
@@ -62,7 +62,7 @@ class Target(Protocol):
 
         Args:
             config: says which passes run.
-            refused: layers whose high biases stay, as calibration data have decided.
+            refused: layers whose high biases must stay in them. `check_high_biases` finds them.
 
         Raises:
             UsageError: the config asks for what this kind of target cannot do.
@@ -72,10 +72,10 @@ class Target(Protocol):
         """Return the plan for the graph."""
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
-        """Yield what the user should know about the plan, with levels of `logging`."""
+        """Yield messages about the plan for the user, each after its level of `logging`."""
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
-        """Return what algorithms work on; `first` is a batch to trace with.
+        """Return the network that algorithms change; `first` is a batch to trace with.
 
         Raises:
             ModelError: the model cannot be traced.
@@ -85,7 +85,7 @@ class Target(Protocol):
         """Return the target with an adjustment, which keeps the float function.
 
         Raises:
-            ModelError: an algorithm changes what has no place in a module.
+            ModelError: no module of the model can hold a change.
         """
 
     def observed(self) -> AbstractContextManager[Observable]:

@@ -2,7 +2,6 @@
 with the best widths.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -34,7 +33,7 @@ from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.analyze import Analysis, Width, WidthChoice, width_bits
 from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
-from quantizer.evaluation.width_choice import Budget, measured_choices
+from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, measured_choices
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
@@ -262,7 +261,7 @@ def parse_budget(options: AnalyzeOptions) -> Budget | None:
         raise UsageError(
             f"--size {text!r} is not a share", help="write for example 60%"
         ) from None
-    if not 0 < number < math.inf or is_percent != text.endswith("%"):
+    if not 0 < number < LARGEST_SIZE or is_percent != text.endswith("%"):
         raise UsageError(
             f"--{name} {text} is not a size",
             help="write for example --budget 4.5, --size 60% or --max_mb 20",

@@ -89,7 +89,7 @@ class Messages(Events):
 
 
 class OneBar(Events):
-    """Counts the units of several stages as those of one, for one bar."""
+    """Counts the units of several stages as units of one stage, which has one bar."""
 
     def __init__(self, whole: RunStage) -> None:
         self._whole = whole
@@ -100,13 +100,16 @@ class OneBar(Events):
 
 
 class BarOfLongUnits(Events):
-    """Counts the units of a stage that consist of stages, and says which of these runs."""
+    """Shows in the bar of one stage how far the inner stage is that runs.
+
+    A unit of the outer stage consists of inner stages, and `count` counts it.
+    """
 
     def __init__(self, whole: RunStage) -> None:
         self._whole = whole
 
     def advanced(self, stage: RunStage) -> None:
-        """Say how far the stage is that runs."""
+        """Show the inner stage's progress after that of the outer one."""
         total = f"/{stage.total}" if stage.total else ""
         self._whole.doing = f"{stage.name} {stage.done}{total} {stage.unit}"
         self._whole.advance(self._whole.done)
@@ -137,16 +140,14 @@ class Durations(Events):
 
 
 class Lines(Events):
-    """Prints lines such as `calib 120/500 batches 24 % eta 63 s`."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._printed = self._started
+    """Prints lines such as `calib 120/500 batches 24 % eta 63 s`, for one stage at a time."""
 
     def started(self, stage: RunStage) -> None:
         """Start the clock."""
         self._started = time.monotonic()
         self._printed = self._started
+        # A resumed stage has units that this run has spent no time on
+        self._resumed_at = stage.done
 
     def advanced(self, stage: RunStage) -> None:
         """Print a line if the last one is ten seconds old."""
@@ -159,7 +160,8 @@ class Lines(Events):
             doing = f": {stage.doing}" if stage.doing else ""
             return f"{stage.name} {stage.done} {stage.unit}{doing}"
         elapsed = time.monotonic() - self._started
-        left = elapsed / max(stage.done, 1) * (stage.total - stage.done)
+        done = stage.done - self._resumed_at
+        left = elapsed / max(done, 1) * (stage.total - stage.done)
         percent = 100 * stage.done // stage.total
         return (
             f"{stage.name} {stage.done}/{stage.total} {stage.unit} {percent} % eta {left:.0f} s"

@@ -115,7 +115,7 @@ class GateJudge:
     def judged_by_metrics(
         self, metrics: Mapping[str, float], plan: Plan, *, is_valid: bool = True
     ) -> Judged:
-        """Return metrics with how far each gate is from holding.
+        """Return metrics, how far each gate is from holding, and the bytes of the weights.
 
         Args:
             metrics: of a test, by the names that gates use.
@@ -133,12 +133,12 @@ class GateJudge:
         return Judged(metrics, tuple(shortfalls), quantized_bytes, tuple(missed_by_float))
 
     def _calibrate(self, rung: Rung) -> tuple[Calibrated, Plan]:
-        """Calibrate a rung in memory, from the seed of the run."""
+        """Calibrate a rung in memory with the seed of the run; return it and its plan."""
         seed_everything(self._options.seed)
         return self._subject.calibrated(rung.config, self._bar, rung.fast_finetune)
 
     def _scores(self, calibrated: Calibrated) -> Scores:
-        """Return the metrics of a calibrated rung, from the seed of the run."""
+        """Test a calibrated rung with the seed of the run; return its scores."""
         seed_everything(self._options.seed)
         scores = score(
             calibrated,
@@ -151,8 +151,8 @@ class GateJudge:
         )
         # The float network is the same for all rungs, so it is evaluated once
         if self._evaluator is not None:
-            before = {name: pair["float"] for name, pair in scores.pairs.items()}
-            self._float_metrics = before
+            pairs = scores.pairs.items()
+            self._float_metrics = {name: pair["float"] for name, pair in pairs}
         return scores
 
     def _require_metrics(self, metrics: Collection[str]) -> None:
@@ -162,7 +162,7 @@ class GateJudge:
         require_known(about_all(self.gates), names)
 
     def _refusal(self, plan: Plan) -> str:
-        """Return why a target cannot hold a plan; empty if all can."""
+        """Return why a target cannot hold a plan; an empty text if all targets can."""
         for target in self._targets:
             checked = checked_target(target, self._options.target_choices)
             try:

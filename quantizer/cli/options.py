@@ -14,6 +14,7 @@ from quantizer.cli.places import PathType, WrittenPath
 from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbose
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config import dynamic_sizes
+from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.dpu_accuracy import LEVELS
 from quantizer.export.choices import CHOICES
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
@@ -293,7 +294,9 @@ class Options:
         metavar="SIZE",
         group="Algorithm",
     )
-    seed: int = _count("Random seed.", default=0, type=click.IntRange(0), group="Algorithm")
+    seed: int = _count(
+        "Random seed.", default=0, type=click.IntRange(0, MAX_SEED), group="Algorithm"
+    )
     resume: bool = option(
         "Continue an interrupted calibration from its checkpoint.",
         default=False,

@@ -1,6 +1,5 @@
 """`quantizer run --to w4 --max_mb`: 4 or 8 bits for each weight, within a size of the file."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +15,7 @@ from quantizer.config.load import load_text
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import Analysis, WeightRow, width_candidates
 from quantizer.evaluation.width_changes import chosen_specs
-from quantizer.evaluation.width_choice import Budget, measured_choices
+from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, measured_choices
 from quantizer.export.compressed_tensors.predicted_size import coded_bytes, float_bytes
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
@@ -32,14 +31,21 @@ _TARGET = "compressed-tensors"
 def require_sized(
     max_mb: float | None, destination: str, target: str, *, has_file: bool, has_data: bool
 ) -> None:
-    """Check that a limit of the size, if there is one, fits the other options.
+    """Check that a limit of the size, if there is one, fits the other options of a run.
+
+    Args:
+        max_mb: the limit in million bytes; None for no limit.
+        destination: the value of `--to`.
+        target: the kind of file that the destination stands for.
+        has_file: whether the run has `--config_file`.
+        has_data: whether the run has calibration data.
 
     Raises:
-        UsageError: it does not.
+        UsageError: the limit does not fit them.
     """
     if max_mb is None:
         return
-    if not 0 < max_mb < math.inf:
+    if not 0 < max_mb < LARGEST_SIZE:
         raise UsageError(
             f"--max_mb {max_mb:g} is not a size", help="write for example --max_mb 1500"
         )
@@ -69,14 +75,15 @@ def require_sized(
 def config_within(
     text: str, *, options: Options, opened: OpenedRun, max_mb: float | None
 ) -> str:
-    """Return the text of a config with 4 or 8 bits for each weight, of the least noise whose
-    checkpoint has at most `max_mb` million bytes of weights.
+    """Return the text of a config with 4 or 8 bits for each weight.
+
+    The widths have the least noise with which the checkpoint is small enough.
 
     Args:
         text: of a config with one width for all weights.
         options: of the run.
         opened: its model and data.
-        max_mb: the limit; None to return the text as it is.
+        max_mb: the most million bytes of weights; None to return `text`.
 
     Raises:
         UsageError: 4 bits are too large, or 8 bits fit.
@@ -99,9 +106,9 @@ def config_within(
     analysis = sizes.applied_to(analysis)
     batches = partial(on_device, options, opened.batches, plan.graph)
     choices = measured_choices(plan, analysis, Budget(max_bytes=limit), batches)
-    label = min(choices, key=lambda name: choices[name].noise)
-    best = choices[label]
-    say_note(choice_line(label, analysis, best.widths, best.noise))
+    method = min(choices, key=lambda name: choices[name].noise)
+    best = choices[method]
+    say_note(choice_line(method, analysis, best.widths, best.noise))
     changes = chosen_specs(plan, analysis, best.widths)
     changed = with_layer_entries(config.document, changes)
     require_exact(plan, opened.graph, changes, changed)
@@ -110,14 +117,21 @@ def config_within(
 
 
 class _FileSizes:
-    """The bytes that weights take in the files of a checkpoint, at most."""
+    """The bytes that weights take in the files of a checkpoint, at most.
+
+    Attributes:
+        by_layer: the bytes of a layer's weight with each of `WIDTHS`.
+        floats: the bytes of all that stays in float.
+    """
 
     def __init__(self, plan: Plan, opened: OpenedRun) -> None:
         self.by_layer: dict[str, list[int]] = {}
         coded: list[str] = []
-        for candidate in width_candidates(plan)[0]:
+        candidates, _ = width_candidates(plan)
+        for candidate in candidates:
             name = candidate.layers[0]
             node = plan.graph.by_name[name]
+            # What a pass makes of a parameter is named after it, with "@"
             path = node.params["weight"].partition("@")[0]
             coded.append(path)
             rows, columns = plan.graph.weight(node).shape
@@ -163,4 +177,4 @@ class _FileSizes:
         rows: list[WeightRow] = []
         for row in analysis.rows:
             rows.append(replace(row, sizes=self.by_layer[row.name]))
-        return replace(analysis, rows=rows, rest=self.floats)
+        return replace(analysis, rows=rows, other_bytes=self.floats)

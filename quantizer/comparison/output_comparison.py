@@ -35,12 +35,13 @@ _MAX_SHAPES = 8
 
 
 class Recorder:
-    """Records what is needed to find the parts of outputs, while a network runs.
+    """Records, while a network runs, the shapes and values that the places of parts depend on.
 
     Attributes:
-        watched: the nodes whose values it has to see.
-        shapes: of their values.
-        values: of nodes on whose values the places depend.
+        watched: the nodes that have to be shown to it.
+        shapes: of their tensors.
+        values: copies of the tensors on whose values places depend, and all objects except
+            tensors that watched nodes return.
     """
 
     def __init__(self, outputs: Sequence[Output]) -> None:
@@ -56,10 +57,11 @@ class Recorder:
                 self._recorded |= output.order.kept
 
     def see(self, name: str, value: Any) -> None:
-        """Record the value of a node, if it is watched; of several results the last."""
+        """Record the value of a node, if it is watched."""
         if name not in self.watched:
             return
         if isinstance(value, (list, tuple)):
+            # Sorting operators return the values, and then the indices
             value = value[-1]
         if not isinstance(value, Tensor):
             self.values[name] = value
@@ -136,6 +138,7 @@ class OutputComparison:
             return list(zip(output.parts, split.of(x), strict=True))
         part = output.parts[0]
         if output.labels is not None:
+            # It has several parts, but their places cannot be found in this run
             part = OutputPart(output.name, None, output.node)
         return [(part, x)]
 
@@ -145,6 +148,7 @@ class OutputComparison:
         reference: SeenOutput,
         quantized: SeenOutput,
     ) -> OutputFigures:
+        """Return the figures of one output for one batch."""
         x = reference.value
         y = quantized.value
         figures = _empty(output)
@@ -223,8 +227,7 @@ class ComparedNetworks:
     Args:
         reference: the float network that was quantized.
         user: the user's model, if `reference` computes another function.
-        outputs: of the network that outputs are compared with; as its graph names them, if
-            None.
+        outputs: of the user's model, or else of `reference`; None for those of its graph.
     """
 
     def __init__(
@@ -244,7 +247,12 @@ class ComparedNetworks:
             self._passed = OutputComparison(passed)
 
     def empty(self) -> tuple[list[OutputFigures], list[OutputFigures]]:
-        """Return figures without a batch: of the outputs, and of those of the float network."""
+        """Return figures without a batch.
+
+        Returns:
+            The figures against the user's model or, without one, against the float network; and
+            in the first case also those against the float network.
+        """
         passed = [] if self._passed is None else self._passed.empty()
         return self._comparison.empty(), passed
 
@@ -269,7 +277,8 @@ class ComparedNetworks:
             batch: runs the user's model.
 
         Returns:
-            The outputs that were compared with, and the figures as in `empty`.
+            The outputs that the quantized ones were compared with, and the figures as in
+            `empty`.
         """
         reference = executions[0].outputs()
         quantized = executions[1].outputs()

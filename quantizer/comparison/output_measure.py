@@ -131,13 +131,11 @@ class OutputMeasure:
 
 
 def _weights(signals: Mapping[str, float]) -> dict[str, float]:
-    """Return what the energy of each part is multiplied with; a part without energy has no
-    weight.
+    """Return the factor of each part's energy with which all parts have the mean energy.
+
+    A part without energy has no factor. The factor of a single part is 1.
     """
-    present = {}
-    for name, signal in signals.items():
-        if signal > 0:
-            present[name] = signal
+    present = {name: signal for name, signal in signals.items() if signal > 0}
     if len(present) == 1:
         return dict.fromkeys(present, 1.0)
     total = math.fsum(present.values())
@@ -188,6 +186,7 @@ class OutputNoises:
         weights = _weights(signals)
         terms = []
         for name, noise in self.noises.items():
+            # An output that is all zero in the float network still counts
             weight = weights.get(name, 1.0)
             terms.append(weight * noise.error)
         return math.fsum(terms)
@@ -279,7 +278,10 @@ def _factor(
     value: Tensor,
     weights: Mapping[str, float],
 ) -> Tensor:
-    """Return what an output is multiplied with, so that its energy has these weights."""
+    """Return the factor by which an output is multiplied, so that its energy has the weights.
+
+    It is one number, or one for each index of the axis that the parts divide.
+    """
     axis = _axis_of_parts(output)
     if axis is None:
         factor = math.sqrt(weights.get(output.name, 0.0))
@@ -290,6 +292,6 @@ def _factor(
         if place is not None:
             factor = math.sqrt(weights.get(part.name, 0.0))
             factors[place.start : place.stop] = factor
-    view = [1] * value.dim()
-    view[axis] = len(factors)
-    return factors.view(view)
+    shape = [1] * value.dim()
+    shape[axis] = len(factors)
+    return factors.view(shape)

@@ -39,7 +39,15 @@ class MatchedRows:
     counts: RowCounts
 
     def select(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values of rows that both networks have, side by side."""
+        """Return the values of rows that both networks have, in the order of the float one.
+
+        Args:
+            x: the output of the float network, of any shape.
+            y: the output of the quantized network.
+
+        Returns:
+            Two tensors [shared values].
+        """
         y_places = self.places[self.is_there]
         x = x.reshape(-1)[self.is_there.to(x.device)]
         y = y.reshape(-1)[y_places.to(y.device)]
@@ -84,6 +92,7 @@ def match_rows(
     is_there[x_places] = True
     rows = len(matches)
     is_moved = is_shared & (matches != torch.arange(rows))
+    # The quantized network has other rows instead
     exchanged = rows - int(is_shared.sum())
     counts = RowCounts(rows, int(is_moved.sum()), exchanged)
     return MatchedRows(places, is_there, counts)
@@ -116,7 +125,10 @@ def _rows(order: RowOrder, run: SeenOutput) -> _Rows | None:
         return None
     count = seen.values[order.node].numel()
     table = places_of_rows(rows.reshape(-1), count)
-    return None if table is None else _Rows(*table, origins)
+    if table is None:
+        return None
+    values, outside = table
+    return _Rows(values, outside, origins)
 
 
 def count_unmatched(order: RowOrder, seen: Seen) -> RowCounts | None:

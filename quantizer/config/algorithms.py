@@ -37,6 +37,8 @@ _ONLINE = (
     "Whether an operator divides the inputs of layers where no layer before them can. "
     "Checkpoints have no place for it; with false, such layers keep their inputs."
 )
+MAX_SEED = 2**64 - 1
+"""The largest seed that torch's generators and result folders take."""
 _HEADS = Setting(
     "Of older files; not read.",
     unread="heads are found on the graph",
@@ -147,7 +149,9 @@ class SmoothQuantConfig(PreQuantOptConfig):
         help='write a number from 0 to 1, a list of numbers, or "auto"',
         examples=[0.5],
     )
-    scale_clamp_min: float = setting(1e-3, "Factors are at least this.", exclusiveMinimum=0)
+    scale_clamp_min: float = setting(
+        1e-3, "Factors are at least this.", exclusiveMinimum=0, maximum=1e30
+    )
     scaling_layers: list[dict[str, Any]] | None = None
     embedding_layers: list[str] | None = None
     model_decoder_layers: str | None = None
@@ -182,7 +186,9 @@ class RotationConfig(PreQuantOptConfig):
         "of its own.",
         is_part=True,
     )
-    seed: int = setting(0, "Draws the signs of the Hadamard matrices.", minimum=0)
+    seed: int = setting(
+        0, "Draws the signs of the Hadamard matrices.", minimum=0, maximum=MAX_SEED
+    )
     model_decoder_layers: str | None = None
 
 

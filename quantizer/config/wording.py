@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _MAX_QUOTED = 60
-_SHORT = 4
-_LONG = 8
-"""Words of at least so many letters may have one slip of typing, and two."""
+"""The most characters of a value in a message."""
+_LETTERS_FOR_ONE_SLIP = 4
+_LETTERS_FOR_TWO_SLIPS = 8
+"""The fewest letters of words that may have a slip of typing, and two slips."""
 
 
 def quoted(value: Any) -> str:
@@ -94,8 +95,9 @@ def closest_word(
     'bit_width'
     """
     by_lower = {name.lower(): name for name in known}
+    start = word.lower()[:100]
     matches = difflib.get_close_matches(
-        word.lower()[:100],
+        start,
         by_lower,
         n=1,
         cutoff=0.6,
@@ -127,9 +129,9 @@ def misspelt(word: str, known: Iterable[str]) -> str | None:
     least = min(slips.values())
     nearest = [name for name, count in slips.items() if count == least]
     max_slips = 0
-    if len(letters) >= _SHORT:
+    if len(letters) >= _LETTERS_FOR_ONE_SLIP:
         max_slips = 1
-    if len(letters) >= _LONG:
+    if len(letters) >= _LETTERS_FOR_TWO_SLIPS:
         max_slips = 2
     if len(nearest) > 1 or least > max_slips:
         return None
@@ -141,8 +143,8 @@ def _letters(word: str) -> str:
 
 
 def _format_marks(word: str) -> tuple[str, bool]:
-    """Return what makes another number format of a word: its digits, and whether it begins
-    with the u of unsigned.
+    """Return the digits of a word, and whether it begins with u. In these the names of number
+    formats differ, such as int4, int8 and uint8, and none is a slip of another.
     """
     return "".join(filter(str.isdigit, word)), word[:1] in "uU"
 
@@ -151,6 +153,7 @@ def _count_slips(word: str, known: str) -> int:
     """Return the letters to add, leave out, replace or swap with a neighbour: the optimal
     string alignment distance.
     """
+    # rows[i][j]: the slips between the first i letters of `word` and the first j of `known`
     rows = [list(range(len(known) + 1))]
     for i, letter in enumerate(word):
         row = [i + 1]

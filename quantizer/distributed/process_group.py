@@ -28,6 +28,7 @@ _MAX_SUMMED = 1 << 24
 # Lost ranks are found by their counters instead: a rank may compute for any time
 _COLLECTIVE_TIMEOUT = timedelta(days=30)
 _POLL_S = 0.0005
+"""Seconds between two looks at a collective that is not complete."""
 _LOST_HELP = (
     "see what it printed, and whether its machine had enough memory; --resume continues from "
     "the last checkpoint"
@@ -127,6 +128,7 @@ class ProcessGroup(Ranks):
 
         Gathering and adding here fixes the order of additions, which all_reduce does not.
         """
+        # Nothing is gathered, but the ranks compare their places and shapes
         self.gather((), f"{place}, {tuple(tensor.shape)}")
         is_receiver = to in (None, self.rank)
         parts: list[Tensor] = []
@@ -149,7 +151,7 @@ class ProcessGroup(Ranks):
         return torch.cat(parts).view(tensor.shape)
 
     def fail(self, error: BaseException) -> None:
-        """Report the error that ends this rank to the others. They ignore later reports."""
+        """Report the error that ends this rank to the others. Only the first report counts."""
         self._own_error = error
         if error is self._other_error or isinstance(error, RankError | KeyboardInterrupt):
             return
@@ -160,7 +162,8 @@ class ProcessGroup(Ranks):
             "code": QuantizerError.exit_code,
         }
         if isinstance(error, QuantizerError):
-            # All ranks have other errors at the same time, and rank 0 prints its own
+            # Ranks have different data, so errors of data name the rank. All ranks have the
+            # other errors alike, and rank 0 prints its own
             if not self.is_first or isinstance(error, DataError):
                 error.message = f"rank {self.rank}: {error.message}"
             report["message"] = error.message

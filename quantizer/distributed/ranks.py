@@ -72,11 +72,11 @@ class Ranks:
         return value
 
     def sum(self, tensor: Tensor, place: str, to: int | None = None) -> Tensor:
-        """Return the sum over ranks on all of them, or only on rank `to`, and a tensor without
-        values on the others.
+        """Return the sum over ranks.
 
-        The sum is computed in float64 in the order of ranks and rounded once to the tensor's
-        dtype, so that the same number of ranks gives the same bits. NaN stays NaN.
+        With `to`, only that rank gets it, and the others an empty tensor. The sum is computed
+        in float64 in the order of ranks and rounded once to the tensor's dtype, so that the
+        same number of ranks gives the same bits. NaN stays NaN.
 
         Raises:
             RankError: a rank is lost, or is at another exchange.
@@ -84,7 +84,7 @@ class Ranks:
         return tensor
 
     def by_cost(self, costs: Sequence[float]) -> list[int]:
-        """Return the rank that does each piece of work.
+        """Return the rank of each piece of work, whose costs are in any unit.
 
         The most expensive pieces are assigned first, each to the rank with the least work.
         """
@@ -106,7 +106,9 @@ ALONE = Ranks()
 
 
 def merge_in_batch_order(lists: Iterable[Iterable[_T]]) -> list[_T]:
-    """Merge lists of each rank's batches into one list in the order of batches.
+    """Merge lists with something for each of a rank's batches into one in the order of batches.
+
+    Batch 0 is the first of rank 0, batch 1 the first of rank 1, and so on.
 
     >>> merge_in_batch_order([["0", "3", "6"], ["1", "4"], ["2", "5"]])
     ['0', '1', '2', '3', '4', '5', '6']

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from quantizer.algorithms.sensitivity import (
     rounded_weights,
     with_width,
 )
-from quantizer.algorithms.sensitivity import Width as Width  # for whoever asks for widths
+from quantizer.algorithms.sensitivity import Width as Width  # re-exported
 from quantizer.comparison.output_measure import AlikeOutputs
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
@@ -35,7 +37,9 @@ from quantizer.plan.size import parameter_bytes, weight_bytes
 from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4
-"""Batches on which outputs are compared. Each costs half a pass per layer, or 8 gradients."""
+"""Batches on which outputs are compared. Each takes half a forward pass for each layer, or 8
+backward passes.
+"""
 NOISE_METHODS = ("network", "every", "fast")
 """How the output noise is found: measured at the smallest width and scaled by the layer's
 error, measured at every width, or predicted from gradients.
@@ -55,16 +59,16 @@ class WeightRow:
     Attributes:
         candidate: the layers that have it.
         values: how many values it holds.
-        own: bits in the config.
-        own_bytes: size in the config, with scales.
+        config_bits: bits of a value in the config.
+        config_bytes: size in the config, with scales.
         sizes: bytes at each width, with scales.
         noise: at each width, the energy it adds to the network's output.
     """
 
     candidate: Candidate
     values: int
-    own: int
-    own_bytes: int
+    config_bits: int
+    config_bytes: int
     sizes: Sequence[int]
     noise: Sequence[float]
 
@@ -81,18 +85,18 @@ class Analysis:
     Attributes:
         widths: the widths that were tried.
         rows: the weights, in execution order.
-        kept: the other quantized weights, with the reason why their width is not changed.
+        fixed_widths: the other quantized weights, with the reason why their width stays.
         energy: of the network's output.
-        rest: bytes of all other weights.
-        passes: one of `NOISE_METHODS`.
+        other_bytes: bytes of all other weights.
+        passes: how the noise was found, one of `NOISE_METHODS`.
         tied: the numbers of rows that get one width, because engines fuse their layers.
     """
 
     widths: Sequence[Width]
     rows: Sequence[WeightRow]
-    kept: Mapping[str, str]
+    fixed_widths: Mapping[str, str]
     energy: float
-    rest: int
+    other_bytes: int
     passes: str
     tied: Sequence[Sequence[int]] = ()
 
@@ -113,7 +117,7 @@ class Analysis:
     def bytes(self, choice: WidthChoice) -> int:
         """Return the size of all weights under a choice."""
         pairs = zip(self.rows, choice, strict=True)
-        return self.rest + sum(row.sizes[index] for row, index in pairs)
+        return self.other_bytes + sum(row.sizes[index] for row, index in pairs)
 
     def mean_bits(self, choice: WidthChoice) -> float:
         """Return the bits per value of the analysed weights, without scales."""
@@ -132,7 +136,14 @@ def analyze_weights(
     *,
     after_layer: AfterLayer,
 ) -> Analysis:
-    """Measure what rounding each weight to nearest costs at each width, the smallest first.
+    """Measure what rounding each weight to nearest costs at each width.
+
+    Args:
+        plan: quantizes the weights.
+        widths: the widths to try, the smallest first.
+        batches: the data.
+        passes: one of `NOISE_METHODS`.
+        after_layer: is called after each unit of work; see `units_of_work`.
 
     Raises:
         GateError: the plan has no weights that could get another width.
@@ -153,39 +164,31 @@ def analyze_weights(
     errors: Sequence[Sequence[float]] = ()
     if passes == "network":
         errors = layer_errors(network, candidates, widths, batches(), after_layer=after_layer)
-    noises: Sequence[Sequence[float]]
+    find_noise: Callable[..., Any] = partial(output_noise, after_layer=after_layer)
     if passes == "fast":
-        noises, energy = predicted_noise(
-            network,
-            candidates,
-            measured_widths,
-            few(batches),
-            after_projection=after_layer,
-            outputs_of=outputs_of,
-        )
-    else:
-        noises, energy = output_noise(
-            network,
-            candidates,
-            measured_widths,
-            few(batches),
-            after_layer=after_layer,
-            outputs_of=outputs_of,
-        )
+        find_noise = partial(predicted_noise, after_projection=after_layer)
+    noises, energy = find_noise(
+        network,
+        candidates,
+        measured_widths,
+        few(batches),
+        outputs_of=outputs_of,
+    )
     if passes == "network":
         noises = list(map(_scaled_noise, noises, errors))
     rows = []
     for candidate, noise in zip(candidates, noises, strict=True):
         rows.append(_row(plan, candidate, widths, noise))
     other_bytes = weight_bytes(plan)[1]
-    other_bytes -= sum(row.own_bytes for row in rows)
+    other_bytes -= sum(row.config_bytes for row in rows)
     tied = _tied_rows(plan, candidates)
     return Analysis(widths, rows, fixed_widths, energy, other_bytes, passes, tied)
 
 
 def _tied_rows(plan: Plan, candidates: Sequence[Candidate]) -> list[list[int]]:
-    """Return the numbers of candidates with layers that engines fuse, for each group, and those
-    of all experts, which engines give one scheme.
+    """Return groups of candidates, by number, that must have one width.
+
+    Engines fuse the layers of a group, or they give all experts one scheme.
     """
     numbers: dict[str, int] = {}
     for number, candidate in enumerate(candidates):
@@ -217,13 +220,13 @@ def units_of_work(passes: str, weights: int, batches: int | None) -> tuple[int, 
     if passes == "fast":
         return PROJECTIONS * compared, "projections"
     if passes == "network":
-        # The pass that measures the errors of layers.
+        # One more, for the pass over the data that measures the errors of layers
         compared += 1
     return weights * compared, "layers"
 
 
 def width_bits(width: Width) -> int:
-    """Return the bits of one value."""
+    """Return the bits of one value of a weight with this width."""
     return bits_of(with_width(QuantizationSpec(), width))
 
 
@@ -288,9 +291,11 @@ def _reason_to_keep(plan: Plan, name: str) -> str | None:
 
 
 def _candidate(plan: Plan, layers: Sequence[str]) -> Candidate:
+    """Return the candidate for a weight that these layers share."""
     tensors = [plan.tensors[name, "weights"] for name in layers]
     implied = True
     for tensor in tensors:
+        # The rule for scales follows the dtype if one entry of the file states both
         origin = tensor.origins["dtype"]
         if origin == "default" or tensor.origins["symmetric_scale"] != origin:
             implied = False
@@ -304,6 +309,7 @@ def _row(
     widths: Sequence[Width],
     noise: Sequence[float],
 ) -> WeightRow:
+    """Return the row of a candidate, whose noise at each width is known."""
     name = candidate.layers[0]
     spec = candidate.specs[0]
     path = plan.graph.by_name[name].params["weight"]
@@ -317,8 +323,8 @@ def _row(
     return WeightRow(
         candidate,
         values,
-        own=bits_of(spec),
-        own_bytes=parameter_bytes(values, spec, scales),
+        config_bits=bits_of(spec),
+        config_bytes=parameter_bytes(values, spec, scales),
         sizes=sizes,
         noise=noise,
     )
@@ -341,7 +347,7 @@ def measured_noise(
 
 
 def _alike(network: Network, batches: GetBatches) -> OutputsOf:
-    """Return a function from a run to its outputs, in which all parts of them count alike."""
+    """Return a function that returns a run's outputs, scaled so that all parts count alike."""
     outputs = output_parts(network.graph)
     part_count = sum(len(output.parts) for output in outputs)
     first = next(iter(batches()), None) if part_count > 1 else None

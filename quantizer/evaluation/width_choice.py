@@ -15,15 +15,18 @@ from quantizer.plan.model import Plan
 CURVE_POINTS = 24
 """Budgets between the smallest and the largest widths for which a curve has the best choice."""
 
+LARGEST_SIZE = 1e12
+"""No number of a budget may be larger, in any unit: a limit in bytes has to be finite."""
+
 
 @dataclass(frozen=True)
 class Budget:
     """A size limit. One field is set.
 
     Attributes:
-        bits: per value of the analysed weights, without scales.
-        share: of the size that all weights have in the config.
-        max_bytes: of all weights.
+        bits: the most bits of a value of the analysed weights in the mean, without scales.
+        share: the most bytes, as a share of those that all weights have in the config.
+        max_bytes: the most bytes of all weights, with scales.
     """
 
     bits: float | None = None
@@ -50,8 +53,9 @@ def measured_choices(
     budget: Budget,
     batches: GetBatches,
 ) -> dict[str, MeasuredChoice]:
-    """Return the best mixed widths and, if there is one, the uniform width within the budget,
-    by "mixed" and "uniform".
+    """Return the best mixed widths, by "mixed", and the largest uniform width, by "uniform".
+
+    Without a uniform width within the budget, only the first.
 
     Raises:
         GateError: the smallest widths are too large.
@@ -74,7 +78,7 @@ def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
         GateError: the smallest widths are too large.
     """
     costs, limit = _costs(analysis, budget)
-    groups = _rows_by_width(analysis)
+    groups = _row_groups(analysis)
     items = []
     for rows in groups:
         options = []
@@ -95,7 +99,7 @@ def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
             "the budget cannot be met: the smallest choice takes "
             f"{analysis.mean_bits(smallest):.4g} bits per weight, "
             f"{analysis.bytes(smallest) / 1e6:.4g} MB with all other weights "
-            f"({analysis.rest / 1e6:.4g} MB) and scales",
+            f"({analysis.other_bytes / 1e6:.4g} MB) and scales",
             help="raise the budget, or give smaller widths in --choices",
         )
     by_row = [0] * len(analysis.rows)
@@ -105,8 +109,8 @@ def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
     return tuple(by_row)
 
 
-def _rows_by_width(analysis: Analysis) -> list[Sequence[int]]:
-    """Return the numbers of all rows, those that get one width together."""
+def _row_groups(analysis: Analysis) -> list[Sequence[int]]:
+    """Return the numbers of all rows, in groups that must have one width each."""
     first_of: dict[int, Sequence[int]] = {}
     tied: set[int] = set()
     for rows in analysis.tied:
@@ -140,8 +144,8 @@ def budget_curve(analysis: Analysis) -> list[tuple[int, ...]]:
     """Return the best choices under growing budgets, from the smallest to the largest
     widths.
     """
-    smallest = analysis.rest
-    largest = analysis.rest
+    smallest = analysis.other_bytes
+    largest = analysis.other_bytes
     for row in analysis.rows:
         smallest += min(row.sizes)
         largest += max(row.sizes)
@@ -154,9 +158,9 @@ def budget_curve(analysis: Analysis) -> list[tuple[int, ...]]:
 
 
 def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
-    """Return what each row costs at each width, and the limit of their sum.
+    """Return what each row costs at each width, and the most that all rows may cost.
 
-    Both are in bits without scales, or in bytes with scales.
+    Both are in bits of codes if the budget is in bits, and else in bytes with scales.
     """
     if budget.bits is not None:
         bits = analysis.bits
@@ -168,11 +172,11 @@ def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
         return costs, limit
     limit = budget.max_bytes or 0
     if budget.share is not None:
-        size = analysis.rest
+        size = analysis.other_bytes
         for row in analysis.rows:
-            size += row.own_bytes
+            size += row.config_bytes
         limit = math.floor(budget.share * size)
-    limit -= analysis.rest
+    limit -= analysis.other_bytes
     costs = []
     for row in analysis.rows:
         costs.append(list(row.sizes))

@@ -412,8 +412,8 @@ class Converter:
         return split
 
     def _is_own(self, argument: Any) -> bool:
-        """Return whether an argument is a tensor of the module that a layer can own. Complex
-        tensors are none.
+        """Return whether an argument is a tensor of the module that a layer can own, which no
+        complex tensor is.
         """
         if not isinstance(argument, fx.Node) or argument not in self.paths:
             return False

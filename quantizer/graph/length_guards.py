@@ -15,7 +15,7 @@ from quantizer.config.wording import listed
 from quantizer.graph.size_guards import Guard, GuardedTrace
 
 _BEYOND = 64
-"""Lengths are tried from half of the traced one up to twice the traced one and this."""
+"""Lengths are tried from half the traced length to twice the traced length plus this number."""
 _FAR = (3, 4, 16, 4096)
 """These multiples of the traced length are tried, too."""
 
@@ -31,7 +31,7 @@ class LengthTrace(GuardedTrace):
     Args:
         module: what is traced.
         shapes: of the leaves of the example.
-        is_open: whether a fixed length is a reason to stop, too.
+        stops_if_fixed: whether a fixed length is a reason to stop, too.
 
     Attributes:
         remark: a sentence on the guard that has stopped the trace, empty without.
@@ -41,12 +41,12 @@ class LengthTrace(GuardedTrace):
         self,
         module: nn.Module,
         shapes: Sequence[Sequence[int]],
-        is_open: bool = False,
+        stops_if_fixed: bool = False,
     ) -> None:
         super().__init__(module)
         self.remark = ""
         self._shapes = shapes
-        self._is_open = is_open
+        self._stops_if_fixed = stops_if_fixed
 
     def add(self, guard: Any) -> None:
         """Add a guard of torch.
@@ -58,20 +58,21 @@ class LengthTrace(GuardedTrace):
         super().add(guard)
         for new in self.guards[count:]:
             if self._is_met_by_few(new):
-                if not self._is_open:
+                # A second trace, of a shorter example, does not decide what users read
+                if not self._stops_if_fixed:
                     self.remark = self._sentence(new)
                 raise FewLengthsError
 
     def _is_met_by_few(self, guard: Guard) -> bool:
         """Return whether a guard is false for one of the lengths that are tried."""
-        is_fixed = self._is_open and guard.constant > 0
+        is_fixed = self._stops_if_fixed and guard.constant > 0
         if not guard.divides and not is_fixed:
             return False
         tried = self._tried_sizes(guard)
         return not all(guard.holds(sizes) for sizes in tried)
 
     def _tried_sizes(self, guard: Guard) -> Iterator[dict[str, int]]:
-        """Yield values of torch's symbols, with another length in each."""
+        """Yield sizes by torch's symbol: those of the trace, except one length of the guard."""
         traced: dict[str, int] = {}
         for (leaf, axis), symbol in self.symbols.items():
             traced[symbol] = self._shapes[leaf][axis]
@@ -80,8 +81,8 @@ class LengthTrace(GuardedTrace):
             far = [length * factor for factor in _FAR]
             least = max(2, length // 2)
             near = range(least, end)
-            for other in (*near, *far):
-                yield {**traced, symbol: other}
+            for tried_length in (*near, *far):
+                yield {**traced, symbol: tried_length}
 
     def _traced_lengths(self, guard: Guard) -> dict[str, int]:
         """Return what the lengths in a guard were in the trace, by torch's symbol."""

@@ -50,7 +50,10 @@ class Guard:
     place: str
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether the condition is true. One on sizes that values decide always is."""
+        """Return whether the condition is true for sizes by torch's symbol.
+
+        A condition on sizes that values decide, such as that of `nonzero`, counts as true.
+        """
         if not sizes.keys() >= self.symbols:
             return True
         try:
@@ -65,8 +68,8 @@ class GuardedTrace:
     Attributes:
         symbols: the names of torch's symbols for sizes of the call, by (leaf, axis).
         guards: the guards in the order of the trace, without repetition.
-        constants: by number of guards so far, the path of a layer whose input had an open
-            size, and whose output has a constant one there.
+        constants: the paths of layers whose input had an open size, and whose output has a
+            constant one there. The key is how many guards there were when the layer ended.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -119,9 +122,9 @@ class GuardedTrace:
             for leaf, value in enumerate(pytree.tree_leaves((args, kwargs))):
                 for axis, size in enumerate(getattr(value, "shape", ())):
                     if isinstance(size, torch.SymInt):
-                        symbol = size.node
-                        self.symbols[leaf, axis] = str(symbol.expr)
-                        self._record(symbol.shape_env)
+                        sym_node = size.node
+                        self.symbols[leaf, axis] = str(sym_node.expr)
+                        self._record(sym_node.shape_env)
             self._running = [""]
             try:
                 return forward(*args, **kwargs)
@@ -162,11 +165,11 @@ class GuardedTrace:
     def constant_before(self, guard: Guard) -> str | None:
         """Return the last layer before a guard whose output has a constant size."""
         index = self.guards.index(guard)
-        before: str | None = None
+        last_path: str | None = None
         for count, path in self.constants.items():
             if count <= index:
-                before = path
-        return before
+                last_path = path
+        return last_path
 
 
 class _ReportingList(list[Any]):
@@ -191,8 +194,9 @@ def _constant_in(condition: Any) -> int:
 
 
 def _makes_constant(args: Any, output: Any) -> bool:
-    """Return whether a layer has an open size in its first argument, and a constant one of
-    several values in the same place of its output.
+    """Return whether a layer makes an open size constant, as a pooling to a fixed size does.
+
+    That axis is one of the last two, and its size in the output is more than 1.
     """
     for value in (output, *args[:1]):
         if not isinstance(value, Tensor):

@@ -143,8 +143,8 @@ def _export_sizes(
     """
     asked = size_axes(call, names)
     axes: list[tuple[int, ...]] = []
-    for of_tokens, of_sizes in zip(length_axes(call), asked, strict=True):
-        axes.append((*of_tokens, *of_sizes))
+    for token_axes, asked_axes in zip(length_axes(call), asked, strict=True):
+        axes.append((*token_axes, *asked_axes))
     _require_inputs(module, asked, names)
     attempts: list[tuple[_Call, Any]] = [(call, None)]
     if size is not None:
@@ -174,8 +174,8 @@ def _export_sizes(
 def _require_inputs(
     module: nn.Module, axes: Sequence[Sequence[int]], names: Sequence[str]
 ) -> None:
-    """Raise `ModelError` if no input has the sizes that are asked for."""
-    if any(len(of_leaf) == len(names) for of_leaf in axes):
+    """Raise `ModelError` if no input has all `names`; `axes` are those of each leaf."""
+    if any(len(leaf_axes) == len(names) for leaf_axes in axes):
         return
     rank, axis = AXES[names[0]]
     raise ModelError(
@@ -252,7 +252,7 @@ def _undeclared_arguments(module: nn.Module, call: _Call) -> str:
 
 
 def _batch_dimensions(call: _Call) -> list[Dim]:
-    """Return the open batches to try."""
+    """Return the dynamic batch dimensions to try, the wider one first."""
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [_BATCH]
@@ -262,8 +262,8 @@ def _batch_dimensions(call: _Call) -> list[Dim]:
 def _export_with_lengths(
     module: nn.Module, example: _Call, batch: Dim | None
 ) -> ExportedProgram | None:
-    """Return the program with those lengths open that the model leaves open, None if the
-    example has no lengths or torch fails.
+    """Export with those lengths dynamic that the model allows; return None if the example has
+    no lengths, or if torch fails.
     """
     axes = length_axes(example)
     if not any(axes):
@@ -271,8 +271,8 @@ def _export_with_lengths(
     program = _try_export(module, example, batch=batch, lengths=axes, stop="few")
     if program is None or open_lengths(program):
         return program
-    # A table of positions that is read whole looks like a fixed length. It is none if the model
-    # also takes fewer tokens.
+    # An example as long as a table of positions reads it whole, and torch takes that length for
+    # fixed. A shorter example shows whether the model takes other lengths.
     if not _are_weight_sizes(module, example, axes):
         return program
     shorter = shortened_lengths(example)
@@ -330,8 +330,8 @@ def _export(
         ModelError: torch cannot export the module.
     """
     sizes = leaf_shapes((args, kwargs))
-    is_open = stop == "fixed"
-    watched = LengthTrace(module, sizes, is_open)
+    stops_if_fixed = stop == "fixed"
+    watched = LengthTrace(module, sizes, stops_if_fixed)
     watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if lengths and stop:
         watch = watched.watching()
@@ -426,7 +426,7 @@ def quiet() -> Iterator[None]:
     handlers: list[logging.Handler] = []
     for name, candidate in logging.Logger.manager.loggerDict.items():
         if isinstance(candidate, logging.Logger) and name.partition(".")[0] == "torch":
-            # Their handlers also serve loggers that are created meanwhile
+            # Loggers that torch creates inside the context write to these handlers
             handlers += candidate.handlers
             if not candidate.disabled:
                 loggers.append(candidate)

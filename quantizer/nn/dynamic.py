@@ -22,8 +22,8 @@ from quantizer.observers import ObservationError, check_has_codes, code_range_of
 from quantizer.observers.observed_batch import as_rows, extremes
 
 VALUES_AT_ONCE = 4 * BLOCK_SIZE
-"""How many values are read for their ranges before they are quantized. They stay in the cache,
-and several blocks share the cost of computing scales.
+"""How many values are read for their ranges before they are quantized. So many stay in the
+processor's cache, and one call computes the scales of several blocks.
 """
 
 
@@ -34,8 +34,13 @@ def dynamic_qparams(
 ) -> QParams:
     """Return scale and zero point for the least and greatest values of `x`.
 
-    Both have the shape that `scale_shape` returns. `tensor_scale` is what calibration found for
-    a whole tensor whose groups alone have ranges at run time.
+    Both have the shape that `scale_shape` returns.
+
+    Args:
+        x: the tensor, of any floating-point dtype.
+        spec: how it is quantized.
+        tensor_scale: float32, (): the calibrated scale of the whole tensor, of which the scales
+            of groups are multiples. None unless `spec.is_dynamic` is "local".
 
     Raises:
         ObservationError: there is NaN, infinity or a negative value without a code. While torch
@@ -83,11 +88,11 @@ def _local_qparams(
 ) -> QParams:
     """Return scale and zero point of groups whose tensor has a calibrated scale.
 
-    The scale of the tensor is that of its largest value. It has the code 448, and the scales of
-    groups with larger values have this code, too.
+    The scales of groups are codes in fp8_e4m3 times one number. The calibrated scale, that of
+    the largest value, is the largest code, 448. Larger scales are clipped to it.
 
     Args:
-        low, high: the least and the greatest value of each group.
+        low, high: the least and the greatest value of each group, [groups].
         code_range: the codes.
         tensor_scale: float32, ().
 

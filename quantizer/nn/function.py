@@ -14,7 +14,7 @@ from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 
 
-def _view(input: Tensor, size: Sequence[int]) -> Tensor:  # noqa: A002 - as torch's schemas name it, but for "self"
+def _view(input: Tensor, size: Sequence[int]) -> Tensor:  # noqa: A002 - as torch's schemas name it, except "self"
     """Return a view if possible, otherwise a copy. `Tensor.view` would fail if the input is not
     laid out in memory as it was in the trace.
     """
@@ -31,7 +31,8 @@ def topk(
 ) -> tuple[Tensor, Tensor]:
     """Return the `k` largest values. Of equal values the first ones are returned, as in ONNX.
 
-    `torch.topk` may return any of equal values, and quantized values are often equal.
+    `torch.topk` may return any of equal values, and quantized values are often equal. The
+    result is always sorted, so `sorted` is only there to be accepted.
     """
     values, indices = input.sort(dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
@@ -76,6 +77,7 @@ class Function(Layer):
             self._bind(resolve_target("_.".join(self._target.rsplit(".", 1))))
         else:
             self._bind(resolve_target(self._target))
+        # Whether the operator takes images with channels last as they are
         self._any_layout = find_op(packet(self._target)).any_layout
         self._params = tuple(params or ())
         for name, shape in (params or {}).items():
@@ -93,8 +95,9 @@ class Function(Layer):
         self._is_positional = self._target not in _CALLS and not hasattr(call, "_schema")
 
     def leave_ties_open(self) -> None:
-        """Call torch's own `topk`, if that is the function, for an export to ONNX. The exported
-        TopK returns the first of equal values anyway.
+        """Call torch's own operator if the function is `topk`, for an export to ONNX.
+
+        The exported TopK returns the first of equal values anyway.
         """
         if self._target == _TOPK:
             self._bind(resolve_target(_TOPK))
@@ -110,11 +113,10 @@ class Function(Layer):
             inputs = channels_first(inputs)
         if self.quantizers:
             args, inputs = self.quantize_inputs(args, inputs)
-        if self._is_positional:
-            named = {**self._constants, **inputs}
-            sorted_values = [named[name] for name in sorted(named)]
-            return self.finish(self._call(*args, *sorted_values))
         values = {**self._constants, **inputs}
+        if self._is_positional:
+            sorted_values = [values[name] for name in sorted(values)]
+            return self.finish(self._call(*args, *sorted_values))
         if args:
             values["input"] = args[0]
         for name in self._params:

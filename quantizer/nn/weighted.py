@@ -49,7 +49,7 @@ class _Weighted(_Filled):
 
 
 def _quantized(cls: type[nn.Module]) -> Any:
-    """Return torch's layer of the same name with quantizers."""
+    """Return a class of the same name as torch's layer `cls`, with quantizers."""
     words = f"torch.nn.{cls.__name__} with quantizers."
     return type(cls.__name__, (_Weighted, cls), {"__module__": __name__, "__doc__": words})
 
@@ -102,8 +102,13 @@ class ExpertLinear(_Filled):
     ) -> Any:
         """Return the outputs [n, out_features] of rows [n, in_features].
 
-        Either the rows are sorted by expert, and those of each end before its `ends` [experts],
-        or `picks` [n] has the expert of each row. Rows without an expert give zeros.
+        Rows without an expert give zeros.
+
+        Args:
+            input: the rows.
+            ends: int [experts], for rows that are sorted by expert: the index after the last
+                row of each.
+            picks: int [n], for rows in any order: the expert of each.
         """
         x = self.quantize_input(input)
         weight = self.weight.view(self.groups, self.out_features, self.in_features)
@@ -147,7 +152,7 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor | None, picks: Tensor | No
     """Return the outputs of all experts with operators that all runtimes have.
 
     A program that torch traces cannot depend on how many rows an expert has. So all experts
-    multiply all rows, and one product of each row counts.
+    multiply all rows, and the products of other experts are replaced by zero.
     """
     if picks is None:
         assert ends is not None
@@ -159,8 +164,8 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor | None, picks: Tensor | No
 
 
 class ChannelScale(Layer):
-    """The rest of a batch norm that could not be folded: x * weight + bias, for each channel in
-    dimension 1.
+    """What is left of a batch norm that no layer could take up: x * weight + bias, for each
+    channel in dimension 1.
     """
 
     def __init__(self, num_features: int) -> None:

@@ -24,7 +24,9 @@ Kernel = Callable[["int | Tensor"], Callable[[Tensor], Tensor]]
 floating point.
 """
 Block = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
-"""Views of a tensor and of another one of its layout, with the scale and the zero point."""
+"""Views of a tensor and of another one of its layout, and their scale and zero point, which
+broadcast against the views.
+"""
 
 
 def memory_order(x: Tensor) -> list[int]:
@@ -96,8 +98,8 @@ def fill(
 ) -> Tensor:
     """Write (code - zero_point) * scale for each value of `x` to `out`, and return `out`.
 
-    `out` has the layout of `x`, or is `x`. Powers of two are divided by with a product, which
-    is as exact and costs half.
+    `out` has the layout of `x`, or is `x`. If all scales are powers of two, x is multiplied by
+    their inverses, which gives the same values as a division in half the time.
 
     Raises:
         ValueError: scale and zero point have another shape than (), or (C,) with C the size of
@@ -146,7 +148,7 @@ def _has_exact_inverse(scale: Tensor) -> bool:
     if scale.dtype != torch.float32 or scale.numel() == 0:
         return False
     bits = scale.view(torch.int32).reshape(-1)
-    # In most tensors the first scale tells
+    # In most tensors the first scale shows that not all are powers of two
     if int(bits[0]) & _FLOAT32_MANTISSA:
         return False
     parts = torch.split(bits, SCALES_AT_ONCE)

@@ -1,7 +1,7 @@
 """Searches the scales and minima of groups that are codes times factors of a super-block.
 
-Each group tries the neighbours of its codes, and the factors are fitted to all codes of the
-super-block, in turn.
+Two steps are done in turn. Each group tries the neighbours of its codes. Then the factors of a
+super-block are fitted to all of its codes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEIGHBOURS: tuple[int, ...] = (-1, 0, 1)
 class SuperBlockSearch:
     """Groups with the best codes and factors so far.
 
-    All tensors are [groups, 1]; factors are repeated for the groups.
+    All tensors are [groups, 1]. All groups of a super-block have its factor.
 
     Args:
         groups: whole super-blocks, one after the other.
@@ -63,7 +63,7 @@ class SuperBlockSearch:
         return self.minimum_codes * self.minimum_factor
 
     def searched(self) -> Scales:
-        """Return better scales and minima."""
+        """Search, and return the scales and minima with the least error, and the error."""
         for _ in range(_ROUNDS):
             self._try_neighbours()
             self._fit_factors()
@@ -99,7 +99,10 @@ class SuperBlockSearch:
         self.error = error.where(is_better, self.error)
 
     def _fit_factors(self) -> None:
-        """Take the factors that fit all codes of a super-block best, if its error shrinks."""
+        """Take the factors that fit all codes of a super-block best, if its error shrinks.
+
+        With fixed codes, values are linear in the factors, so that least squares fits them.
+        """
         steps = self.groups.codes(self.scale, self.minimum)
         steps *= self.codes
         offsets = None
@@ -138,5 +141,5 @@ class SuperBlockSearch:
         self,
         numbers: Tensor,
     ) -> Tensor:
-        """Return numbers of super-blocks for each of their groups."""
+        """Return numbers of super-blocks, repeated for each of their groups."""
         return numbers.repeat_interleave(self.layout.groups, 0)

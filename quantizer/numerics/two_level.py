@@ -14,7 +14,7 @@ PAIRS = 8
 """Pairs of values in a block of 16 that share an exponent."""
 _LARGEST_E4M3 = FLOAT_FORMATS["fp8_e4m3"].largest
 _LEAST_E4M3 = 2.0**-9
-# Between these the scales of all groups are normal float32
+# With a factor between these, no scale of a group is subnormal in float32
 _LEAST_GLOBAL = 2.0**-117
 _LARGEST_GLOBAL = 2.0**117
 _E8M0_BIAS = 127
@@ -55,17 +55,19 @@ def global_scale_of(steps: Tensor) -> Tensor:
 
 
 def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return fp8_e4m3 codes and the float32 `global_scale` () that gave the scales of
-    `with_global_scale`.
+    """Return the fp8_e4m3 codes and the float32 `global_scale` () from which
+    `with_global_scale` made `scale`.
 
-    Return None if no such codes give `scale` back, bit for bit. The factor is not unique; it is
-    the largest that does.
+    Return None if no codes and factor give `scale` back, bit for bit. Of several factors that
+    do, the largest is returned.
 
     >>> codes, factor = split_global(torch.tensor([0.25, 1.75]))
     >>> codes.float().tolist(), factor.item()
     ([64.0, 448.0], 256.0)
     """
     largest = scale.max().double()
+    # A factor may be multiplied by a power of two, which changes the codes' exponents alone. So
+    # the largest scale can have one of these codes
     for code in _TOP_CODES:
         near = (code / largest).float()
         below = torch.nextafter(near, near.new_tensor(0.0))
@@ -83,12 +85,12 @@ def nearest_group_scale(
     scale_type: str,
     shared_step: float | None = None,
 ) -> Tensor:
-    """Return the scales nearest to `scale` that groups of a tensor may have if other groups
-    have those in `known`.
+    """Return the scales nearest to `scale` that can be stored with those of other groups of the
+    tensor.
 
     Args:
         scale: of some groups.
-        known: of other groups.
+        known: of other groups, which stay.
         scale_type: as in `QuantizationSpec`.
         shared_step: the largest step of all tensors with one `global_scale`, if there are more.
 
@@ -105,8 +107,9 @@ def nearest_group_scale(
 
 
 def with_microexponents(steps: Tensor) -> Tensor:
-    """Return powers of two, those of the pairs of one block after another, no less than half of
-    the largest of a block.
+    """Return steps of pairs, each no less than half of the largest step of its block.
+
+    All are powers of two. The pairs of a block, `PAIRS`, follow each other.
 
     Source: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Long Way"
     (arXiv 2302.08007).
@@ -144,7 +147,8 @@ def pack_scales(
     Args:
         scale: of the groups of a tensor.
         scale_type: as in `QuantizationSpec`.
-        global_scale: of several tensors, as `split_global` gives it for all their scales.
+        global_scale: that of several tensors, from `split_global` of all their scales; None if
+            the tensor has its own.
 
     Exponents have 127 added. After the exponent of a block comes a byte with a bit for each of
     its pairs, the first in the lowest bit. It is set if the pair's exponent is one less.
@@ -201,6 +205,7 @@ def _blocks_of_pairs(scale: Tensor) -> Tensor:
 
 
 def _exponents(scale: Tensor) -> Tensor:
+    """Return the biased exponents of powers of two, uint8."""
     return (torch.frexp(scale.double()).exponent - 1 + _E8M0_BIAS).to(torch.uint8)
 
 

@@ -45,7 +45,7 @@ _MSE_STEPS_PER_OCTAVE = 16
 # of them gain less than 0.02 dB at 4 and 5 bits
 _GROUP_STEPS = (0, 1, 2, 3, 4, 6, 8, 12, -1)
 _GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
-# Factors of the range if scales are powers of two
+# Factors by which the range is multiplied if scales are powers of two
 _HALVINGS = tuple(0.5**halvings for halvings in range(8))
 # Octaves to cut off in each round of `auto`, from the best ends of the round before. An end of
 # o octaves is the extreme times 0.5**o
@@ -56,8 +56,7 @@ _MOST_WIDENING = 0.5
 _AUTO_POWER = 2.2
 # Each range needs a copy of all bins, so that this bounds the memory
 _AUTO_RANGES_AT_ONCE = 128
-# From the distances between so many of the greatest values follows how far a new one exceeds
-# them
+# How many of the greatest values are read to estimate how far a new value exceeds them
 _OUTERMOST = 3
 
 
@@ -286,8 +285,8 @@ def _clips(spec: QuantizationSpec) -> Tensor:
 
 
 def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
-    """Return low and high (R,) times the power of two with the least squared error. Of equally
-    good ones it is the greatest.
+    """Return low and high (R,) of the range, times the power of two with the least squared
+    error. Of equally good powers it is the greatest.
 
     The errors are those of the bins' centres with the scales that the ranges lead to.
     """
@@ -361,7 +360,9 @@ def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
 
 
 def _searched_range(values: ObservedBatch, searched: SearchedFormat) -> LowHigh:
-    """Return the range from which the found scales and minima follow exactly, float64."""
+    """Return low and high (R,), float64, of ranges that lead to the searched scales and minima
+    exactly.
+    """
     scale, minimum = searched_scales(values.rows, None, searched)
     scale = scale.double().cpu()
     row = searched.row

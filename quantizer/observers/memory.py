@@ -76,7 +76,10 @@ class Memory(ABC):
 
     @abstractmethod
     def merge(self, *others: Memory) -> None:
-        """Add the batches of other memories of this kind, one of each memory in turn."""
+        """Add the batches of other memories of this kind, one of each memory in turn.
+
+        Ranks have read them in that order.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
@@ -96,12 +99,12 @@ class Memory(ABC):
         other: Memory,
         companion: Memory | None,
     ) -> None:
-        """Fill an empty memory as if it had seen the batches of `other`, which may be of any
-        kind.
+        """Fill an empty memory of this spec as if it had seen the batches that `other` has seen
+        for another spec.
 
         Args:
-            other: the memory of the batches.
-            companion: a memory of the same values that may have a histogram.
+            other: a memory of any kind.
+            companion: another memory of the same values, which may have a histogram.
 
         Raises:
             LookupError: `other` lacks statistics that are needed. The message names them.
@@ -341,7 +344,7 @@ class PooledMemory(Memory):
         batch: ObservedBatch,
     ) -> None:
         """Make a histogram of a batch, and merge the one before into the pool."""
-        # In a sample, each value counts for `weight` values
+        # A sample of the values, each of which stands for `weight` of them
         rows, weight = batch.rows, 1
         if self.spec.has_one_scale:
             rows, weight = slices(x)

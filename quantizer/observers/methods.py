@@ -27,16 +27,17 @@ MICROEXPONENT_GROUP = PAIRS * PAIR
 INTEGER_ONLY = frozenset({"entropy", "diffs"})
 """Methods that need integer codes."""
 WITHOUT_HISTOGRAM = frozenset({"maxmin", "diffs", "group_mse"})
-"""Methods that read no histogram. All others read only histogram and extremes, so that they can
-process many batches at once.
+"""Methods that read no histogram. All others read nothing except histogram and extremes, so
+that the batches of many tensors can be processed at once.
 """
 READS_VALUES = frozenset({"diffs", "group_mse"})
 """Methods that read the values of a batch, so that they cannot read all batches together."""
 CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
+"""The centres of a histogram's bins, in widths of a bin."""
 _DIFFS_SAMPLE_SIZE = 1 << 15
 """A small sample: every value is quantized five times, and the candidates are far apart."""
 _LISTED_BITS = 8
-"""The most bits of integers whose levels are listed."""
+"""The most bits of integers for which a search of scales lists all levels."""
 _DIFFS_CANDIDATES = 5
 """The scale that clips nothing, and 1/2, 1/4, 1/8 and 1/16 of it, as in pytorch_nndct."""
 _ENTROPY_AT_ONCE = 1 << 20
@@ -89,10 +90,10 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
 
 
 def searched_format(spec: QuantizationSpec) -> SearchedFormat | None:
-    """Return the levels of a weight in groups whose scales can be searched with a weight for
-    each error. None for other specs.
+    """Return the levels of a spec whose scales can be searched by a weighted squared error.
 
-    These are the formats of llama.cpp, and symmetric integers with a float scale.
+    These are the formats of llama.cpp, and symmetric integers with a float scale, in groups.
+    Return None for other specs.
     """
     if spec.qscheme != "per_group" or spec.round_mode != "half_even":
         return None

@@ -37,8 +37,8 @@ class PlannedValue:
 def planned_values(rules: Sequence[MatchedRule], graph: Graph) -> dict[Key, PlannedValue]:
     """Return the keys and values that rules select, by layer and role."""
     strongest: dict[Key, MatchedRule] = {}
-    for row in sorted(rules, key=lambda row: row.found.rank):
-        strongest.update(dict.fromkeys(row.found.keys, row))
+    for row in sorted(rules, key=lambda row: row.match.rank):
+        strongest.update(dict.fromkeys(row.match.keys, row))
     if not strongest:
         return {}
     planned: dict[Key, PlannedValue] = {}
@@ -88,7 +88,7 @@ def _uncached(rules: Sequence[MatchedRule], graph: Graph) -> Iterator[Diagnostic
     if that is so for some of its layers, which have the names of others.
     """
     for row in rules:
-        named = row.found.named
+        named = row.match.named
         if not named:
             continue
         sources: set[str] = set()
@@ -130,7 +130,7 @@ def _missed_paths(graph: Graph, named: Sequence[str], hits: Sequence[str]) -> li
 def _none_cached(row: MatchedRule, graph: Graph) -> Diagnostic:
     """Return the error for a rule whose layers compute no keys and values."""
     paths: dict[str, None] = {}
-    for name in row.found.named:
+    for name in row.match.named:
         paths[graph.by_name[name].scope or name] = None
     remedy = "name the layers that compute keys and values, such as *.k_proj and *.v_proj"
     if not cached_values(graph):

@@ -39,10 +39,10 @@ def unmatched_selectors(
     """
     for row in rules:
         selector = row.rule.selector
-        if row.found.note:
-            yield Diagnostic("QZ404", row.found.note, selector.place, "note")
+        if row.match.note:
+            yield Diagnostic("QZ404", row.match.note, selector.place, "note")
         may_be_missing = not selector.required or selector.text in SELECTED_KINDS
-        is_matched = bool(row.found.layers or row.found.named)
+        is_matched = bool(row.match.layers or row.match.named)
         if is_matched or selector.kind == "all" or may_be_missing:
             continue
         if selector.kind == "weighted":
@@ -55,10 +55,10 @@ def unmatched_selectors(
                     selector.place,
                     help="`quantizer inspect --top all` lists all layers",
                 )
-        elif row.found.absorbed:
+        elif row.match.absorbed:
             yield Diagnostic(
                 "QZ402",
-                f"all {len(row.found.absorbed)} layers of type {selector.text!r} are folded "
+                f"all {len(row.match.absorbed)} layers of type {selector.text!r} are folded "
                 "into the layers before them",
                 selector.place,
                 help="select those layers instead, by type or by name",
@@ -77,15 +77,15 @@ def overridden(rules: Sequence[MatchedRule]) -> Iterator[Diagnostic]:
     # The last rule so far, by rank and layer, or the key of an input
     owner: dict[tuple[int, str | Key], int] = {}
     for index, row in enumerate(rules):
-        if not row.found.rank:
+        if not row.match.rank:
             continue
-        selected: Sequence[str | Key] = row.found.keys or row.found.layers
-        keys = [(row.found.rank, place) for place in selected]
+        selected: Sequence[str | Key] = row.match.keys or row.match.layers
+        keys = [(row.match.rank, place) for place in selected]
         earlier = {owner[key] for key in keys if key in owner}
         for other in sorted(earlier):
             if _disagree(row.rule, rules[other].rule):
                 labels = f"{row.rule.label} overrides {rules[other].rule.label}"
-                text = f"{labels}: both select by {RANKS[row.found.rank]}"
+                text = f"{labels}: both select by {RANKS[row.match.rank]}"
                 yield Diagnostic("QZ403", text, row.rule.selector.place, "warning")
         owner.update(dict.fromkeys(keys, index))
 
@@ -115,8 +115,8 @@ def embeddings(
             continue
         if row.rule.selector.kind == "weighted":
             global_rules.append(row.rule)
-        if row.found.rank > RANKS.index("weighted"):
-            selected.update(row.found.layers)
+        if row.match.rank > RANKS.index("weighted"):
+            selected.update(row.match.layers)
     names = []
     for node in graph.nodes:
         if node.row.looks_up and (node.name, "weights") in planned:
@@ -183,7 +183,7 @@ def ineffective(
 ) -> Iterator[Diagnostic]:
     """Yield a warning for each rule that matches layers but sets nothing."""
     for row in rules:
-        layers = row.found.layers
+        layers = row.match.layers
         kind = row.rule.selector.kind
         is_empty = kind == "weighted" and not row.rule.fields
         if not layers or row.effects or kind == "all" or is_empty:

@@ -135,8 +135,8 @@ def fitted_document(
     if config.form == "hierarchical":
         # Steps know the form's own words only
         parsed, _ = canonical(parsed)
-    words = copy.deepcopy(dict(parsed.value))
-    fitting = Fitting(words, name, graph, original)
+    changed = copy.deepcopy(dict(parsed.value))
+    fitting = Fitting(changed, name, graph, original)
     if refused is not None:
         _leave_out_computed(fitting, refused)
     for step in _STEPS:
@@ -180,13 +180,13 @@ def _leave_out_unmatched(fitting: Fitting) -> None:
             reason = f"all layers {selector.text} are folded into others"
         path = fitting.parsed.paths_at[str(selector.place)]
         unmatched[path[:2]] = f"{rule.label} left out: {reason}"
-    # From the last, as an index counts those before it
+    # From the last, as the removal of an entry changes the indices of later ones
     for path, sentence in reversed(unmatched.items()):
         fitting.remove(path, sentence)
 
 
 def _require_layers(fitting: Fitting) -> None:
-    """Refuse a config that quantizes only layers with weights, for a model without any."""
+    """Raise `UsageError` if a config only quantizes layers with weights, and there are none."""
     for rule in fitting.config.rules:
         if rule.selector.kind != "weighted" or not rule.fields:
             continue
@@ -207,13 +207,13 @@ def _leave_out_idle_entries(fitting: Fitting) -> None:
         is_entry = path[:1] and path[0] in _ENTRIES
         if is_entry and rule.layers and not rule.took_effect:
             idle[path[:2]] = rule.label
-    # From the last, as an index counts those before it
+    # From the last, as the removal of an entry changes the indices of later ones
     for path, label in reversed(idle.items()):
         fitting.remove_idle(path, label)
 
 
 def _require_accepted(fitting: Fitting) -> None:
-    """Refuse a config that calibration would refuse, or that would quantize nothing."""
+    """Raise an error if calibration would refuse the config, or if it quantizes nothing."""
     if fitting.errors:
         raise ConfigError(fitting.errors)
     if fitting.plan.tensors:

@@ -22,7 +22,7 @@ class JoinPlanner:
     """A planner of the decisions that calibration has to make about joins.
 
     Args:
-        where: the layout of the graph.
+        layout: the joins and origins of values in the graph.
         graph: the planned graph.
         tensors: the planned tensors, for both ways of each join.
         stated: inputs of layers that an entry of the config asks for, which are not dropped.
@@ -30,13 +30,13 @@ class JoinPlanner:
 
     def __init__(
         self,
-        where: Layout,
+        layout: Layout,
         graph: Graph,
         tensors: Mapping[Key, TensorPlan],
         *,
         stated: Container[Key],
     ) -> None:
-        self.where = where
+        self.layout = layout
         self.graph = graph
         self.tensors = tensors
         self.stated = stated
@@ -46,18 +46,18 @@ class JoinPlanner:
         their own. They have the spec of the whole.
         """
         parts: dict[Key, TensorPlan] = {}
-        for join in (*open_joins(self.where).values(), *self.where.blends.values()):
+        for join in (*open_joins(self.layout).values(), *self.layout.blends.values()):
             whole = self._whole(join)
             if whole is None or join.is_single:
                 continue
             spans = self._spans(join)
             for first, length in spans.values():
-                span = (self.where.runs[join.group.point].axis, first, length)
+                span = (self.layout.runs[join.group.point].axis, first, length)
                 key = self._span_key(join, first, length)
                 parts[key] = replace(_like(whole, key), channels=span)
-            if spans or join.group.point in self.where.blends:
+            if spans or join.group.point in self.layout.blends:
                 continue
-            for name in self.where.origins[join.name].sources:
+            for name in self.layout.origins[join.name].sources:
                 key = self._part_key(name)
                 node = self.graph.by_name[name]
                 is_constant = node.row.kind == "structural" and not is_entry(node)
@@ -69,16 +69,20 @@ class JoinPlanner:
         self,
         observed: Container[Key],
     ) -> list[JoinPlan]:
-        """Return the open joins. `observed` are the parts that are quantized in neither way."""
+        """Return the open joins.
+
+        Args:
+            observed: the keys of `unplanned_parts`, whose tensors are only observed.
+        """
         plans: list[JoinPlan] = []
-        for join in open_joins(self.where).values():
+        for join in open_joins(self.layout).values():
             if self._spans(join):
                 plan = self._plan_of_channels(join)
             else:
                 plan = self._plan(join, observed)
             if plan.single is not None or plan.inputs:
                 plans.append(plan)
-        for join in self.where.blends.values():
+        for join in self.layout.blends.values():
             if self._spans(join):
                 plans.append(self._plan_of_channels(join))
         return plans
@@ -99,11 +103,11 @@ class JoinPlanner:
                 inputs.append(key)
             if self._is_scalable(product):
                 runs = []
-                for number, channels in groupby(self.where.runs[product.value].numbers):
+                for number, channels in groupby(self.layout.runs[product.value].numbers):
                     runs.append((keys[number], len([*channels])))
                 parts[product.layer] = tuple(runs)
         single = self._single_key(join)
-        if single is not None and join.group.point in self.where.blends:
+        if single is not None and join.group.point in self.layout.blends:
             inputs.clear()
         return JoinPlan(
             name=join.name,
@@ -129,13 +133,13 @@ class JoinPlanner:
         """
         whole = self._whole(join)
         point = join.group.point
-        runs = self.where.runs.get(point)
+        runs = self.layout.runs.get(point)
         if whole is None or runs is None or join.is_single or not whole.is_calibrated:
             return {}
         if whole.spec.dtype != "int" or not whole.spec.has_one_scale:
             return {}
         scalable = [self._is_scalable(product) for product in join.products]
-        is_possible = all(scalable) if point in self.where.blends else any(scalable)
+        is_possible = all(scalable) if point in self.layout.blends else any(scalable)
         return runs.spans() if is_possible else {}
 
     def _span_key(
@@ -165,8 +169,9 @@ class JoinPlanner:
         join: Join,
         observed: Container[Key],
     ) -> JoinPlan:
+        """Return the plan of a join whose parts are outputs of layers."""
         sources = self._source_keys(join)
-        has_scales = len(sources) >= len(self.where.origins[join.name].sources)
+        has_scales = len(sources) >= len(self.layout.origins[join.name].sources)
         inputs: list[Key] = []
         divisible: list[Key] = []
         scalable: list[str] = []
@@ -224,7 +229,7 @@ class JoinPlanner:
 
     def _part_key(self, source: str) -> Key:
         """Return the key of a part, whether it is planned or not."""
-        return self._key_at(quantization_point(self.graph, self.where, source) or source)
+        return self._key_at(quantization_point(self.graph, self.layout, source) or source)
 
     def _source_keys(
         self,
@@ -237,7 +242,7 @@ class JoinPlanner:
         for part in join.alone:
             alone.update(dict.fromkeys(part.members, self._key_at(part.point)))
         keys: dict[Key, None] = {}
-        for source in self.where.origins[join.name].sources:
+        for source in self.layout.origins[join.name].sources:
             key = alone.get(source) or self._part_key(source)
             weights = (source, "weights")
             is_structural = self.graph.by_name[source].row.kind == "structural"
@@ -255,7 +260,7 @@ class JoinPlanner:
         the run's length.
         """
         runs: list[tuple[Key | None, int]] = []
-        for source, length in self.where.origins[product.value].parts:
+        for source, length in self.layout.origins[product.value].parts:
             key = self._part_key(source) if source else None
             if key not in self.tensors:
                 key = None
@@ -270,7 +275,7 @@ class JoinPlanner:
         some of the weight.
         """
         node = self.graph.by_name[product.layer]
-        origins = self.where.origins.get(product.value)
+        origins = self.layout.origins.get(product.value)
         if origins is None or origins.axis is None or origins.constants:
             return False
         if node.row.scales_channels:
@@ -287,11 +292,11 @@ class JoinPlanner:
         can undo factors.
         """
         node = self.graph.by_name[product.layer]
-        parts = self.where.runs.get(product.value) or self.where.origins.get(product.value)
+        parts = self.layout.runs.get(product.value) or self.layout.origins.get(product.value)
         if parts is None:
             return False
         if node.row.scales_channels:
-            # With a scale each, the products of parts are as good
+            # Its channels are not added up, so other parts can just as well have a scale each
             return isinstance(parts, Runs) and parts.axis == node.row.channels
         if not node.is_multiplying or node.operands.get("input") != product.value:
             return False

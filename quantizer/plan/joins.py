@@ -33,10 +33,10 @@ def single_joins(
         return EVERY_JOIN
     named: set[str] = set()
     for row in rules:
-        layers = row.found.layers
-        is_entry_of_layers = row.found.rank > RANKS.index("weighted")
+        layers = row.match.layers
+        is_entry_of_layers = row.match.rank > RANKS.index("weighted")
         are_joins = all(graph.by_name[layer].is_join for layer in layers)
-        if are_joins and is_entry_of_layers and row.speaks_of("activation"):
+        if are_joins and is_entry_of_layers and row.configures("activation"):
             named.update(layers)
     return named
 

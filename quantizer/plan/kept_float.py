@@ -24,8 +24,8 @@ def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]
     layers = before_norms(graph)
     for rule in rules:
         # Only the selector "all" has rank 0
-        if rule.found.rank:
-            layers.difference_update(rule.found.layers)
+        if rule.match.rank:
+            layers.difference_update(rule.match.layers)
     return layers
 
 
@@ -41,8 +41,8 @@ def layers_kept_float(
     routers = router_layers(graph)
     named: set[str] = set()
     for rule in rules:
-        if RANKS[rule.found.rank] not in ("all", "weighted", "type"):
-            named.update(rule.found.layers)
+        if RANKS[rule.match.rank] not in ("all", "weighted", "type"):
+            named.update(rule.match.layers)
     for router in routers:
         if router not in named:
             reasons[router] = ROUTER

@@ -42,11 +42,15 @@ _OTHER_WORDS = {"dense": "Linear"}
 
 @dataclass(frozen=True)
 class Match:
-    """The layers that a selector matches, how specific it is, and a `note` if it was not taken
-    literally. `absorbed` are matched layers that were folded into others.
+    """The layers that a selector matches.
 
-    A selector of attentions has the `keys` of their inputs that it selects. `named` are the
-    layers that a selector of the key-value cache names.
+    Attributes:
+        layers: their names.
+        rank: how specific the selector is, an index into `RANKS`.
+        note: what the selector was read as, if it was not taken literally.
+        absorbed: matched layers that were folded into others.
+        keys: for a selector of the key-value cache, the inputs of attentions that it selects.
+        named: for such a selector, the layers that it names.
     """
 
     layers: tuple[str, ...]
@@ -64,19 +68,19 @@ class MatchedRule:
     """
 
     rule: ConfigRule
-    found: Match
+    match: Match
     effects: int = 0
 
-    def speaks_of(self, role: Role) -> bool:
-        """Return whether it configures a role."""
+    def configures(self, role: Role) -> bool:
+        """Return whether it says how, or whether, tensors of a role are quantized."""
         roles = (*(self.rule.roles or ()), *self.rule.adds)
         return role in roles or bool(self.rule.fields.get(role))
 
     def selects(self, layers: Set[str]) -> bool:
-        """Return whether it is about all tensors of one of the layers. A rule with keys is
-        about these inputs only.
+        """Return whether it selects one of the layers with all tensors. A rule with keys
+        selects these inputs only.
         """
-        return not self.found.keys and not layers.isdisjoint(self.found.layers)
+        return not self.match.keys and not layers.isdisjoint(self.match.layers)
 
     def quantizes(
         self,
@@ -96,10 +100,10 @@ class MatchedRule:
         return RuleMatch(
             label=self.rule.label,
             selector=selector.text or selector.kind,
-            layers=self.found.layers,
+            layers=self.match.layers,
             took_effect=self.effects,
             place=str(selector.place or ""),
-            leaves_float=self.rule.leaves_float and self.found.rank >= RANKS.index("type"),
+            leaves_float=self.rule.leaves_float and self.match.rank >= RANKS.index("type"),
         )
 
 
@@ -182,8 +186,7 @@ def _by_type(
     """Return the layers of a type. Words of other tools are translated to torch's, and case may
     differ.
 
-    Layers of experts have the names of their tensors, which no module of the traced graph has
-    run.
+    Layers of experts are those of `graph`, where a pass has made them of traced operators.
     """
     experts = {node.name: node for node in graph.nodes if node.row.experts}
     nodes = [*(node for node in original.nodes if node.name not in experts), *experts.values()]
@@ -228,7 +231,7 @@ def closest_layers(
         if scope and _scope(node.name) == scope:
             same_scope.append(node.name)
     near = difflib.get_close_matches(selector.text, sorted(known), 3, 0.5)
-    return (same_scope + near)[:3]
+    return list(dict.fromkeys(same_scope + near))[:3]
 
 
 def _scope(name: str) -> str:
@@ -370,7 +373,7 @@ def _survivors(
     for name in names:
         while name in graph.absorbed:
             name = graph.absorbed[name]
-        # Nothing takes the place of what only moved a weight
+        # An operator that only moved a weight was removed, and no layer took its place
         if name in graph.by_name:
             alive[name] = None
     absorbed = tuple(name for name in names if name in graph.absorbed)

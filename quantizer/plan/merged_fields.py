@@ -121,7 +121,7 @@ def count_silenced(rules: Sequence[MatchedRule], role: Role) -> None:
     for row in rules:
         was_quantized = is_quantized
         is_quantized = row.quantizes(role, was_quantized)
-        if row.found.rank and was_quantized and not is_quantized:
+        if row.match.rank and was_quantized and not is_quantized:
             row.effects += 1
 
 

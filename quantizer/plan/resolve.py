@@ -169,7 +169,7 @@ class _Resolver:
             elif not self._add(node.name, output_role(node), group, self._view(group)):
                 self.floats[node.name] = LEFT_FLOAT
                 for rule in self._rules_for(group.members):
-                    if RANKS[rule.found.rank] == "exclude":
+                    if RANKS[rule.match.rank] == "exclude":
                         self.floats[node.name] = EXCLUDED
 
     def _group_of(self, node: Node) -> Group | None:
@@ -275,7 +275,7 @@ class _Resolver:
         if node.row.kind not in ("mac", "compute") or node.name in self.kept_float:
             return
         rules = self._rules_for((node.name,))
-        ranks = [row.found.rank for row in rules if row.speaks_of("input")]
+        ranks = [row.match.rank for row in rules if row.configures("input")]
         # Rank 0 is that of rules for all layers
         if not any(ranks):
             return
@@ -439,7 +439,7 @@ class _Resolver:
         """
         layers = set(members)
         rules = [row for row in self.rules if row.selects(layers)]
-        return sorted(rules, key=lambda row: row.found.rank)
+        return sorted(rules, key=lambda row: row.match.rank)
 
     def _merge(
         self,

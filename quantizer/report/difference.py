@@ -22,8 +22,9 @@ _SQNR = ("local_sqnr_db", "accumulated_sqnr_db")
 _SIZE = "weight_bytes"
 """The figure that no test is needed for."""
 _NEGLIGIBLE = 1e-3
-"""The relative difference of figures that may come from another machine alone."""
+"""Figures may differ by this share because they were measured on different machines."""
 _Pair = tuple[float | None, float | None]
+"""The values of a figure on the first side and on the second."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Side:
 
     Attributes:
         model: the name of the model.
-        tensors: by key, the spec as JSON. Calibrations also have scales and SQNRs.
-        figures: by name.
+        tensors: by key, an entry with the "spec" as JSON. Calibrations also have scale, zero
+            point and SQNRs.
+        figures: the values of figures, by name.
         paths: the module path of each layer.
         metrics: the names of the figures that `evaluate` returns.
         directions: the declared directions of metrics.
@@ -70,7 +72,7 @@ class Difference:
     """The tensors and the figures that differ between two sides.
 
     Attributes:
-        rows: a row for each tensor that differs, with both values of what differs.
+        rows: a row for each tensor that differs, with both values of each entry that differs.
         figures: both values of each figure that differs. A value is None if the side has none.
         worse: the names of figures that are worse on the second side.
         unknown: the names of figures of which it is not known whether less is better.
@@ -294,9 +296,11 @@ def difference_table(different: Difference, view: TableView) -> Listing:
 
 
 def _changes(row: JsonMapping) -> Iterator[str]:
-    """Yield what changed in the spec of a tensor."""
+    """Yield the changes of a tensor that no other column shows."""
     if "only_in" in row:
         yield f"only in the {row['only_in']}"
+    if "zero_point" in row and "scale" not in row:
+        yield "zero point"
     for name, (before, after) in row.get("spec", {}).items():
         yield f"{name} {before} → {after}"
 

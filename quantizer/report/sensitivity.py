@@ -2,6 +2,8 @@
 chosen widths.
 """
 
+import math
+
 from quantizer.config.json_types import JsonObject
 from quantizer.evaluation.ablation import Ablation, Effect
 from quantizer.evaluation.analyze import Analysis, WeightRow, WidthChoice
@@ -66,7 +68,7 @@ def _choice_table(analysis: Analysis, choice: WidthChoice, view: TableView) -> L
 
 
 def _weight_texts(row: WeightRow) -> tuple[str, str, str]:
-    return row.name, str(row.values), str(row.own)
+    return row.name, str(row.values), str(row.config_bits)
 
 
 def _percent(part: float, whole: float) -> str:
@@ -78,21 +80,24 @@ def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
     reason.
     """
     lines = []
-    for name, why in analysis.kept.items():
+    for name, why in analysis.fixed_widths.items():
         lines.append(view.text(f"not analysed: {name}: {why}"))
     return lines
 
 
 def analysis_json(analysis: Analysis, choice: WidthChoice | None = None) -> JsonObject:
-    """Return an analysis as JSON. Noise is relative to the energy of the output."""
+    """Return an analysis as JSON. Noise is relative to the energy of the output; it is None if
+    the output is zero.
+    """
     layers = []
+    energy = analysis.energy or math.nan
     widths = list(map(str, analysis.widths))
     for position, row in enumerate(analysis.rows):
-        noises = [finite_or_none(noise / analysis.energy) for noise in row.noise]
+        noises = [finite_or_none(noise / energy) for noise in row.noise]
         entry: JsonObject = {
             "layers": list(row.candidate.layers),
             "weights": row.values,
-            "config_bits": row.own,
+            "config_bits": row.config_bits,
             "noise": dict(zip(widths, noises, strict=True)),
             "bytes": dict(zip(widths, row.sizes, strict=True)),
         }
@@ -105,7 +110,7 @@ def analysis_json(analysis: Analysis, choice: WidthChoice | None = None) -> Json
     return {
         "passes": analysis.passes,
         "layers": layers,
-        "kept": dict(analysis.kept),
+        "kept": dict(analysis.fixed_widths),
         "curve": [_size_json(analysis, best) for best in budget_curve(analysis)],
         "uniform": uniform,
     }

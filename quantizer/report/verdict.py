@@ -108,23 +108,22 @@ class VerdictFacts:
 
 
 def _main_formats(plan: Plan) -> str:
-    """Return the most frequent number formats of weights and activations, as a sentence's
-    part: two of weights, and one of activations. Keys and values are named if no other
-    activations are quantized.
+    """Return the most frequent number formats: two of weights, and one of activations.
 
-    Example: "int4 and int8 weights, uint8 activations".
+    Example: "int4 and int8 weights, uint8 activations". The format of keys and values is named
+    if no other activations are quantized.
     """
     counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
     cache: Counter[str] = Counter()
     cached_keys = {(cached.layer, cached.role) for cached in cached_values(plan.graph)}
     for key, tensor in plan.tensors.items():
-        what = base_role(key[1])
-        if what == "bias":
+        role = base_role(key[1])
+        if role == "bias":
             continue
         number_format = describe_spec(tensor.spec).partition(" ")[0]
         if key in cached_keys:
             cache[number_format] += 1
-        elif what == "weights":
+        elif role == "weights":
             counts["weights"][number_format] += 1
         else:
             counts["activations"][number_format] += 1
@@ -162,13 +161,13 @@ def _weight_bits(plan: Plan) -> int | None:
 
 def verdict(facts: VerdictFacts) -> list[str]:
     """Return at most eight lines of plain words about a run."""
-    lines = [_made(facts)]
+    lines = [_written(facts)]
     if facts.gates:
         lines.append("; ".join(facts.gates))
     lines += [*measured_lines(facts.tested), *_warnings(facts.tested)]
     if facts.runtime:
         lines.append(f"{facts.runtime}.")
-    # The last line is the one that is left out where there are too many
+    # These come last, as the last lines are left out where there are too many
     lines += _left_float(facts.left_float)
     return [*lines[: MAX_LINES - 1], f"Next: {_next_step(facts)}"]
 
@@ -187,7 +186,8 @@ def measured_lines(tested: JsonMapping) -> Iterator[str]:
         yield f"The network was calibrated on {tested['calibration_stamp']}."
 
 
-def _made(facts: VerdictFacts) -> str:
+def _written(facts: VerdictFacts) -> str:
+    """Return the line on the file that was written."""
     if facts.path is None:
         return f"Nothing was written of {facts.model}."
     size = size_text(facts.size)
@@ -247,6 +247,7 @@ def _warnings(tested: JsonMapping) -> Iterator[str]:
 
 
 def _error(row: JsonMapping) -> str:
+    """Return the error of an output, such as "5 % (SQNR 26.0 dB)"."""
     return f"{_share(row['sqnr_db'])} (SQNR {row['sqnr_db']:.1f} dB)"
 
 

@@ -173,9 +173,12 @@ class TableView:
         Each row begins with the exact name of a layer.
 
         Args:
-            titles: as in `Listing`, and so are `rows`, `numbers` and `layouts`. ranks: of each
-            row. Rows with the lowest ranks are shown first if there are too many. None marks
-            rows that say little.
+            titles: as in `Listing`.
+            rows: as in `Listing`.
+            ranks: of each row. If there are too many rows, those with the lowest ranks are
+                shown. None marks rows that are not worth showing then.
+            numbers: as in `Listing`.
+            layouts: as in `Listing`.
             what: the noun for a row.
             idle: what the rows without a rank have in common, as in "3 of them without loss".
             file: the file that has all rows.

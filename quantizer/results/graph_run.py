@@ -40,7 +40,8 @@ class GraphRun:
 
     def __init__(self, graph: Graph, call: Call) -> None:
         self._graph = graph
-        # Other lengths of texts may have other scales, so they are traced
+        # Sizes that the user asked to leave open may be any; another number of tokens is traced
+        # again, as other lengths of texts may have other scales
         self._takes_any_size = False
         for length in graph.lengths:
             self._takes_any_size |= length.is_asked_for
@@ -76,8 +77,9 @@ class GraphRun:
         self._advance(len(self._graph.nodes))
 
     def take(self, target: str, arguments: _Arguments, product: Tensor) -> None:
-        """Run the nodes before the one that has the same weight. Take the product as its value
-        if it has the same arguments, because it would compute the same.
+        """Take a product that the module has computed as the value of the graph's node for it.
+
+        The nodes before that node run first. The product is taken if all arguments are equal.
 
         Args:
             target: of the function that the module called.
@@ -116,7 +118,7 @@ class GraphRun:
         return None
 
     def _advance(self, stop: int) -> None:
-        """Run the nodes before index `stop`, with random numbers of this run alone."""
+        """Run the nodes before index `stop`, with the random numbers of a run by itself."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self._random_state)
         for node in self._graph.nodes[self._position : stop]:
@@ -186,8 +188,7 @@ class GraphRun:
         return arguments
 
     def check_sizes(self, node: Node, several: "GraphRun", fewer: "GraphRun") -> None:
-        """Check that exactly those sizes of a node follow the batch size and the input lengths
-        of which the graph says so.
+        """Check that exactly the open sizes of a node follow the batch size and the lengths.
 
         Args:
             node: a node that gives a tensor.
@@ -196,7 +197,7 @@ class GraphRun:
             fewer: the same run with one sample less.
 
         Raises:
-            DifferentError: another size does, or one of these does not.
+            DifferentError: another size follows them, or an open one does not.
         """
         name = node.name
         shape = self.shapes[name]

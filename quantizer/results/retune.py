@@ -32,7 +32,8 @@ from quantizer.results.write import scale_positions
 
 _AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
 _HISTOGRAM = "histogram"
-"""Replaces the role in the key of a histogram that calibration stores in addition to ranges.
+"""Stands for the role in the key of a histogram. Calibration stores one of a value whose
+observer has none, in addition to the ranges of batches.
 """
 
 
@@ -159,8 +160,7 @@ class RetunedFolder:
         missing: dict[str, list[str]] = {}
         sources_of_ranges: set[str] = set()
         for (source, spec), keys in _shared_observers(folder, folder.specs).items():
-            # The activations of a group share one observer. Its state is under one of their
-            # keys
+            # These activations share one observer, whose state has the key of one of them
             owner = next(key for key in keys if key in states)
             if owner in self.tensors:
                 after = self.tensors[owner].after
@@ -231,6 +231,7 @@ class RetunedFolder:
             origin: its origin in the old text.
         """
         layer, role = key
+        # The most specific place comes first; None stands for all fields of the tensor
         for field_key in (
             (layer, role, field),
             (layer, base_role(role), field),

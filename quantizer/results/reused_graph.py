@@ -94,10 +94,10 @@ def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
     if graph.lengths:
         # Several samples are compared at another length, which costs less
         samples = 1
-    whole, structure = _alike(graph, module, calls, samples)
+    whole, structure = _run_both(graph, module, calls, samples)
     several = whole
     if graph.lengths:
-        several, _ = _alike(graph, module, calls, _SAMPLES, at_other_lengths=True)
+        several, _ = _run_both(graph, module, calls, _SAMPLES, at_other_lengths=True)
     fewer = several
     if calls.are_open:
         call = calls.of(_SAMPLES - 1, at_other_lengths=bool(graph.lengths))
@@ -109,7 +109,7 @@ def _verify_graph(graph: Graph, module: nn.Module, batch: Batch) -> Graph:
     return with_output(graph, graph.output, structure)
 
 
-def _alike(
+def _run_both(
     graph: Graph,
     module: nn.Module,
     calls: SmallCalls,
@@ -117,11 +117,22 @@ def _alike(
     *,
     at_other_lengths: bool = False,
 ) -> tuple[GraphRun, Any]:
-    """Return a run of the graph and the structure of what the module returns for that call;
-    raise an error if both return something else.
+    """Run the graph and the module on the same call; return the run of the graph, and the
+    structure of the module's output.
+
+    Args:
+        graph: the stored graph.
+        module: the user's model.
+        calls: small calls of both.
+        samples: of the call.
+        at_other_lengths: whether its lengths are others than those of the batch.
+
+    Raises:
+        DifferentError: the outputs differ.
     """
     call = calls.of(samples, at_other_lengths=at_other_lengths)
     run = GraphRun(_with_copied_buffers(graph, module), call)
+    # Tensors of their own, as both may write into their inputs
     args, kwargs = calls.of(samples, at_other_lengths=at_other_lengths)
     if graph.device.type != "cpu":
         # Both would draw from one generator of the device in turns
@@ -154,7 +165,7 @@ def _check_outputs(expected: Sequence[Any], leaves: Sequence[Any]) -> None:
         DifferentError: it does not.
     """
     if len(expected) != len(leaves):
-        raise DifferentError("the module returns more or less")
+        raise DifferentError("the module returns another number of values")
     for value, leaf in zip(expected, leaves, strict=True):
         if not are_nearly_equal(value, leaf):
             raise DifferentError("the outputs differ")

@@ -105,22 +105,19 @@ class Batch:
 
     def first(self, count: int) -> Batch:
         """Return the first `count` samples."""
-        size = self.size
-
-        def cut(tensor: Tensor) -> Tensor:
-            if tensor.dim() and tensor.shape[0] == size:
-                return tensor[:count]
-            return tensor
-
-        return self._map(cut)
+        return self._cut(slice(count))
 
     def last(self, count: int) -> Batch:
         """Return the last `count` samples."""
+        return self._cut(slice(self.size - count, None))
+
+    def _cut(self, samples: slice) -> Batch:
+        """Return some samples. Tensors of another size along dimension 0 stay whole."""
         size = self.size
 
         def cut(tensor: Tensor) -> Tensor:
             if tensor.dim() and tensor.shape[0] == size:
-                return tensor[size - count :]
+                return tensor[samples]
             return tensor
 
         return self._map(cut)
@@ -196,8 +193,8 @@ def count_not_finite(
     """
     if not tensor.is_floating_point():
         return 0
-    # The usual case, in one pass: if the sum is finite, so are all values. Formats of one byte
-    # have no sum; others are not copied, which would take eight times as long
+    # If the sum is finite, so are all values, which is the usual case and takes one pass. torch
+    # has no sum for formats of one byte. Others are not converted: it takes eight times as long
     is_narrow = tensor.element_size() == 1
     total = tensor.float().sum() if is_narrow else tensor.sum()
     if torch.isfinite(total):
@@ -274,6 +271,7 @@ def _from_mapping(
     raw: Any,
     arguments: Arguments,
 ) -> Batch:
+    """Return the batch of keyword arguments; a label among them replaces `target`."""
     if not all(isinstance(name, str) for name in item):
         raise BatchError("is a dict with keys that are not strings")
     labels = [name for name in arguments.labels if name in item]
@@ -288,6 +286,7 @@ def _from_sequence(
     item: tuple[Any, ...] | list[Any],
     arguments: Arguments,
 ) -> Batch:
+    """Return the batch of positional inputs, or of a dict and a target."""
     _require_one_batch(item, arguments)
     if not arguments.has_target(item):
         return Batch(tuple(item), {}, None, item)
@@ -411,6 +410,9 @@ def _digest(tensor: Tensor) -> tuple[int, list[int]]:
     values = tensor.detach().resolve_conj().resolve_neg()
     bits = values.contiguous().reshape(-1).view(torch.uint8)
     if bits.numel() % 8 == 0:
+        if bits.storage_offset() % 8:
+            # torch reads 8 bytes only from a multiple of 8 on
+            bits = bits.clone()
         bits = bits.view(torch.int64)
     step = max(1, bits.numel() // _SAMPLED)
     total = bits.sum(dtype=torch.int64)

@@ -38,6 +38,8 @@ _Converted = TypeVar("_Converted")
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 _MAX_PIXELS = 200_000_000
 _MAX_SETTINGS_BYTES = 1_000_000
+_MAX_NUMBER = 1e30
+"""The largest mean or std. In float32, numbers that are a little larger become infinite."""
 PREPROCESS_EXAMPLE = (
     '{"resize": 256, "crop": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}'
 )
@@ -122,7 +124,7 @@ def parse_preprocess(text: str) -> Preprocess:
         raise UsageError(f"{place} is not a JSON object", help=remedy)
     _check_fields(fields, place)
     for name in ("mean", "std"):
-        fields[name] = tuple(fields[name])
+        fields[name] = tuple(map(float, fields[name]))
     return Preprocess(**fields)
 
 
@@ -185,6 +187,7 @@ def _require_same_shape(
     tensors: Sequence[Tensor],
     images: Sequence[tuple[Path, int | None]],
 ) -> None:
+    """Raise `DataError` if the tensors of some images cannot be one batch."""
     first = tensors[0].shape
     for tensor, (path, _) in zip(tensors, images, strict=True):
         if tensor.shape != first:
@@ -196,6 +199,11 @@ def _require_same_shape(
 
 
 def _centre(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom of the square in the centre, in pixels.
+
+    Raises:
+        DataError: the image is smaller.
+    """
     width, height = size
     if min(width, height) < crop:
         raise DataError(f"is {width}x{height}, smaller than the crop of {crop}")
@@ -229,10 +237,14 @@ def _as_rgb(image: Any) -> Any:
 
 
 def _opened(path: Path, convert: Callable[[Any], _Converted]) -> _Converted:
-    """Return what `convert` makes of the image in a file."""
+    """Return what `convert` makes of the image in a file.
+
+    Raises:
+        DataError: the file cannot be read as an image, or `convert` raises it.
+    """
     pillow = _pillow()
     limit = pillow.MAX_IMAGE_PIXELS
-    # `max_pixels` limits them instead
+    # `Preprocess.max_pixels` limits the pixels instead
     pillow.MAX_IMAGE_PIXELS = None
     try:
         require_file_or_folder(path)
@@ -245,6 +257,7 @@ def _opened(path: Path, convert: Callable[[Any], _Converted]) -> _Converted:
 
 
 def _reason(cause: Exception) -> object:
+    """Return the system's text of an error, without the path that it repeats."""
     return getattr(cause, "strerror", None) or cause
 
 
@@ -253,7 +266,10 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_mean(value: Any) -> bool:
-    return fits(value, list[float]) and len(value) in (1, 3) and all(map(math.isfinite, value))
+    if not fits(value, list[float]) or len(value) not in (1, 3):
+        return False
+    # JSON has whole numbers of any size. NaN is not in this range, either
+    return all(-_MAX_NUMBER <= number <= _MAX_NUMBER for number in value)
 
 
 def _is_std(value: Any) -> bool:
@@ -271,6 +287,9 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_fields(fields: Mapping[str, Any], place: str) -> None:
+    """Raise `UsageError` for a key or a value that `Preprocess` does not take; `place` is where
+    they are written.
+    """
     for name, value in fields.items():
         if name not in _FIELDS:
             close = closest_word(name, _FIELDS)

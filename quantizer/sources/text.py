@@ -63,7 +63,14 @@ class Windows:
 
 @dataclass(frozen=True)
 class TextData:
-    """The windows of some files, tokenized once."""
+    """The windows of some files, tokenized once.
+
+    Attributes:
+        paths: the files.
+        label: names the data in messages.
+        windows: how the text is split.
+        module: the model that reads the windows; None if there is none.
+    """
 
     paths: Sequence[Path]
     label: str
@@ -71,8 +78,9 @@ class TextData:
     module: nn.Module | None = None
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield batches of `size` full windows [b, seq_len]. The last may have fewer. Rows with
-        images are a batch each, as the processor of the model makes it.
+        """Yield batches of `size` full windows, int64 [b, seq_len]. The last may have fewer.
+
+        Rows with images are a batch each, as the processor of the model makes it.
 
         The targets are the tokens, or -100 where an earlier window has scored them: each token
         is scored once, with at least `seq_len - stride` tokens before it.
@@ -84,6 +92,7 @@ class TextData:
         Source: the strided sliding window of
         https://huggingface.co/docs/transformers/perplexity.
         """
+        # Read first, as it refuses models that cannot take a text
         is_scored = self._is_scored
         if any(document.images for document in self._documents):
             if size > 1:
@@ -140,7 +149,12 @@ class TextData:
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """Return the text's token ids [n], without those of the last, incomplete window."""
+        """Return the text's token ids, int64 [n], without those of an incomplete window.
+
+        Raises:
+            DataError: the text is too short, or has tokens that the model does not know.
+            UsageError: there is no tokenizer.
+        """
         if self.windows.tokenizer is None:
             raise UsageError(
                 f"{self.label} is text, and there is no tokenizer",
@@ -196,7 +210,8 @@ class TextData:
         if parts[-1] == _BETWEEN_TEXTS:
             parts.pop()
         ids = tokenizer.encode("".join(parts))
-        # Some templates write the token with which the tokenizer begins each text
+        # Some templates write the token with which the tokenizer begins each text, so that it
+        # would be there twice
         first = tokenizer.encode("")[:1]
         is_chat = isinstance(self._documents[0].content, list)
         if is_chat and first and ids[:2] == first * 2:
@@ -204,6 +219,7 @@ class TextData:
         return ids
 
     def _check_vocabulary(self, ids: list[int]) -> None:
+        """Raise `DataError` if the model's config has fewer tokens than the ids need."""
         config = getattr(self.module, "config", None)
         vocab_size = getattr(config, "vocab_size", None)
         if isinstance(vocab_size, int) and max(ids) >= vocab_size:

@@ -111,7 +111,8 @@ class FileSetKind:
 
     Attributes:
         index: the file that lists the others with their sha256.
-        changed: the predicate of messages about a file whose sha256 differs from the index.
+        changed: what messages say of a file whose sha256 differs from the index, after its
+            path.
         missing: the help of messages about a folder without such a set.
         again: the help of messages about a damaged set.
         main: the file that messages name if there is no set; by default the index.
@@ -211,10 +212,11 @@ def open_files(
         if is_same and index is not None and fault is None:
             files[kind.index] = index
             return OpenedFiles(folder, kind, files, index.digest())
-        seen = (snapshot.state, {name: file.identity for name, file in files.items()})
-        if fault is not None and seen == previous:
+        identities = {name: file.identity for name, file in files.items()}
+        current = (snapshot.state, identities)
+        if fault is not None and current == previous:
             raise fault
-        previous = seen
+        previous = current
     raise ResultError(
         f"{folder} is written again and again by other runs", help="wait for them"
     )
@@ -233,10 +235,10 @@ def _missing_set_error(
 def _checked_names(
     listed: Mapping[str, str], path: Path, kind: FileSetKind
 ) -> Mapping[str, str]:
-    """Return the list of an index.
+    """Return the digests that an index lists, after a check of the names.
 
     Raises:
-        ResultError: it has a name that is not of a file in the folder.
+        ResultError: a name is not of a file in the folder itself.
     """
     for name in listed:
         if not _is_name_in_set(name) or "/" in name:

@@ -4,6 +4,7 @@ not report it. Imports no torch.
 
 import contextlib
 import gc
+import math
 import mmap
 import re
 import sys
@@ -75,7 +76,7 @@ def pause_garbage_collection() -> Iterator[None]:
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
     """Suspend garbage collection inside the `with` block. If the block imports `module` for the
-    first time, `skip_existing_objects` at its end.
+    first time, later collections skip all objects that exist at its end.
     """
     is_new = module not in sys.modules
     with pause_garbage_collection():
@@ -124,10 +125,10 @@ def parse_size(text: str) -> int:
     if parts is None:
         raise ValueError(text)
     number, unit = parts.groups()
-    size = float(number)
-    if unit.upper() not in _UNITS or not 0 <= size < float("inf"):
+    size = float(number) * _UNITS.get(unit.upper(), math.nan)
+    if not 0 <= size < math.inf:
         raise ValueError(text)
-    return int(size * _UNITS[unit.upper()])
+    return int(size)
 
 
 def size_text(size: int) -> str:
@@ -144,8 +145,8 @@ def size_text(size: int) -> str:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield (size, free memory) of the machine, and of each control group that limits this
-    process.
+    """Yield size and free memory, in bytes, of the machine and of each control group that
+    limits this process.
     """
     machine = _numbers(Path("/proc/meminfo"))
     if "MemTotal" in machine and "MemAvailable" in machine:

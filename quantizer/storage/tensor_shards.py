@@ -55,8 +55,9 @@ def write_shards(
 
 
 def tensor_files_and_index(name: str, files: Iterable[str]) -> list[str]:
-    """Return the names among `files` that `write_shards` gives to the files of `name`, and the
-    name of the index.
+    """Return the names among `files` of the file `name` and of its shards.
+
+    The name of their index follows, whether there is one or not.
     """
     shards = tensor_files_of(name, files)
     return [*shards, _index_name(name)]
@@ -106,13 +107,13 @@ def tensor_files_of(name: str, files: Iterable[str]) -> list[str]:
 def _split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Distribute tensors over shards, in the order of their names."""
     shards: list[dict[str, Tensor]] = [{}]
-    filled = 0
+    shard_bytes = 0
     for name, tensor in sorted(tensors.items()):
-        if shards[-1] and filled + tensor.nbytes > MAX_SHARD_BYTES:
+        if shards[-1] and shard_bytes + tensor.nbytes > MAX_SHARD_BYTES:
             shards.append({})
-            filled = 0
+            shard_bytes = 0
         shards[-1][name] = tensor
-        filled += tensor.nbytes
+        shard_bytes += tensor.nbytes
     return shards
 
 

@@ -120,6 +120,8 @@ def test_a_budget_of_memory_changes_no_result(
     assert not differing(tmp_path / "plenty", tmp_path / "none")
     with pytest.raises(UsageError, match="memory='lots' is not a size"):
         quantizer.calibrate(network, HIERARCHICAL, data, memory="lots")
+    with pytest.raises(UsageError, match="is not a size"):
+        quantizer.calibrate(network, HIERARCHICAL, data, memory="9" * 300 + "GB")
 
 
 @pytest.mark.parametrize("form", FORMS)

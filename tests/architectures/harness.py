@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.dpu_networks import with_decided_joins
 from support.generated import imported
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration import fingerprint, observing
-from quantizer.calibration.joins import with_decided_joins
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config
 from quantizer.evaluation.compare import compare

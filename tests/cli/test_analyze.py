@@ -358,6 +358,8 @@ def test_layers_that_share_a_weight_get_one_width(
         (["--size", "0.5"], 2, "--size 0.5 is not a size"),
         (["--size", "half%"], 2, "is not a share"),
         (["--budget", "nan"], 2, "--budget nan is not a size"),
+        (["--budget", "1e308"], 2, "--budget 1e+308 is not a size"),
+        (["--max_mb", "1e305"], 2, "--max_mb 1e+305 is not a size"),
         (["--choices", "2,x"], 2, "'x' is not a width"),
         (["--choices", ","], 2, "has no width"),
         (["--choices", "2,6", "--budget", "3.5"], 2, "the hierarchical form has no dtype int6"),
@@ -404,3 +406,22 @@ def test_a_value_that_is_not_finite_names_the_layer(
     config.write_text(json.dumps({"global_quant_config": {"weight": {"dtype": "int8"}}}))
     assert run_command(["analyze", "--config_file", str(config), "--model", str(path)]) == 4
     assert "batch 0: the input of Small::Small/Conv2d[second]/conv2d" in capsys.readouterr().err
+
+
+class Silent(Small):
+    """Returns zeros, as a network does whose last layer is not trained yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for last in (self.loud, self.quiet):
+            for parameter in last.parameters():
+                nn.init.zeros_(parameter)
+
+
+def test_noise_relative_to_an_output_of_zeros_is_not_known(
+    analyze: Analyze, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"global_quant_config": {"weight": {"dtype": "int8"}}}
+    assert analyze(weights, "--json", kind=Silent) == 0
+    rows = json.loads(capsys.readouterr().out)["layers"]
+    assert [list(row["noise"].values()) for row in rows] == [[None] * 4] * 4

@@ -65,6 +65,7 @@ def test_the_weights_take_at_most_so_many_bytes(
         (["--max_mb", "5"], r"more than 8 bits need, which is 0\.2\d+ MB\nhelp: give --to w8"),
         (["--max_mb", "-1"], "is not a size"),
         (["--max_mb", "nan"], "is not a size"),
+        (["--max_mb", "1e305"], "is not a size"),
         (["--max_mb", "0.2", "--to", "w8"], "--to w8 has one width"),
         (["--max_mb", "0.2", "--config_file", "c.json"], "--config_file gives one"),
     ],

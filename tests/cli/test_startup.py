@@ -68,6 +68,7 @@ def test_help_lists_every_command_and_exit_code() -> None:
         (["--quant_mode", "calib", "validate", "x.json"], "exclude each other"),
         (["--seed", "3", "plan"], "error: --seed is before the command plan"),
         (["--quant_mode", "calib", "--batch_size", "0"], "--batch_size: 0 is not in the range"),
+        (["--quant_mode", "calib", "--seed", f"{1 << 64}"], "is not in the range 0<=x<="),
         (["--quant_mode", "calib", "--seed", "x"], "--seed: 'x' is not a whole number"),
         (
             ["--quant_mode", "calib", "--seed"],

@@ -321,3 +321,20 @@ def test_a_second_rotation_of_the_same_values_is_told() -> None:
         }
     ).diagnostics
     assert found.message.startswith("values, online of rotation is done by an entry before")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("rotation", "seed", 1 << 64),
+        ("smoothquant", "scale_clamp_min", 1e39),
+    ],
+)
+def test_numbers_that_torch_cannot_hold_are_findings(
+    name: str, setting: str, value: Any
+) -> None:
+    algorithms = [{"name": name, setting: value}]
+    weights = {"weight": {"dtype": "int8"}, "input_tensors": {"dtype": "int8"}}
+    result = check({"global_quant_config": weights, "pre_quant_opt_config": algorithms})
+    assert result.config is None
+    assert f"is out of range for {setting}" in result.diagnostics[0].message

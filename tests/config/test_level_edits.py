@@ -157,3 +157,18 @@ def test_comments_say_what_was_changed_and_changes_nothing_else() -> None:
     plain = {key: item for key, item in twice.items() if not key.startswith("// ")}
     assert json.dumps(plain) == json.dumps(value)
     assert with_tuning_comments(value, [], None) == value
+
+
+def test_a_scale_per_channel_leaves_no_percentage_that_nothing_reads() -> None:
+    weight = {**INT8, "observer_cls": "PerTensorPercentileObserver", "percentage": 99.9}
+    changed = with_channels({"global_quant_config": {"weight": weight}})
+    assert not check_document(Document.of(changed, "config")).diagnostics
+
+
+def test_groups_with_a_decimal_point_get_smaller() -> None:
+    value = {"global_quant_config": {"weight": {**INT4, "group_size": 128.0}}}
+    assert loaded(value) is not None
+    assert group_sizes(value) == [128]
+    whole = {"global_quant_config": {"weight": {**INT4, "group_size": -1}}}
+    assert group_sizes(whole) == []
+    assert group_sizes(with_group_size(value, 64)) == [64]

@@ -111,6 +111,14 @@ def test_kinds_are_found_in_any_model_and_none_is_no_error() -> None:
     assert closest_layers(Selector("name", "kind:heads"), original)[0] == "kind:head"
 
 
+def test_close_names_are_listed_once() -> None:
+    original = traced("residual")
+    names = set(original.by_name)
+    for name in names:
+        close = closest_layers(Selector("name", f"{name}s"), original)
+        assert len(close) == len(set(close))
+
+
 def test_an_old_name_is_taken_with_a_note() -> None:
     assert found(ROOT + "Conv2d[conv1]/conv2d").note is None
     note = found(ROOT + "Conv2d[conv1]/input.2").note

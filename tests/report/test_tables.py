@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from quantizer.graph.ir import Graph, Node
+from quantizer.report.difference import Side, compare_sides, difference_table
 from quantizer.report.tables import damage_table, layer_table
 from quantizer.report.view import Listing, TableView
 
@@ -27,6 +28,15 @@ ROWS = [
 EXACT = {**ROWS[0], "local_sqnr_db": 200.0, "accumulated_sqnr_db": None}
 PATHS = {row["layer"]: f"layer{index}.0.conv1" for index, row in enumerate(ROWS)}
 BELOW = "--top all shows them"
+
+
+def test_a_difference_in_the_zero_point_alone_is_named() -> None:
+    sides = []
+    for zero_point in (3, 5):
+        entry = {"spec": {"dtype": "int"}, "scale": 0.5, "zero_point": zero_point}
+        sides.append(Side("net", {("fc", "input"): entry}, {}, {}))
+    (row,) = difference_table(compare_sides(*sides), TableView()).rows
+    assert row[:3] == ("fc", "input", "zero point")
 
 
 def printed(table: Listing, width: int) -> str:

@@ -120,6 +120,8 @@ def test_preprocessing_may_stand_in_a_file() -> None:
         ("{", "--preprocess is not JSON"),
         ("{" * 100_000, "--preprocess is not JSON"),
         ("{}", "'mean' is missing"),
+        (f'{{"mean": [1{"0" * 400}], "std": [1]}}', "'mean' must be a list of one or three"),
+        (f'{{"mean": [1], "std": [1{"0" * 60}]}}', "'std' must be a list of one or three"),
         ('{"mean": [0], "std": [1], "crops": 3}', "unknown key 'crops'"),
         ('{"mean": [0], "std": [1], "crop": 0}', "'crop' must be a number of pixels, not 0"),
         ('{"mean": [0], "std": [1], "resize": true}', "'resize' must be a number of pixels"),

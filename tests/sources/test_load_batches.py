@@ -240,6 +240,20 @@ def test_the_fingerprint_is_that_of_the_inputs() -> None:
     assert len({known["digest"], *(other["digest"] for other in others)}) == 5
 
 
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_slice_of_a_tensor_has_the_fingerprint_of_its_copy(start: int) -> None:
+    # 9 values of 4 bytes: the memory of a slice begins at no multiple of 8 bytes
+    samples = torch.arange(45.0).view(5, 9)
+    part = samples[start : start + 2]
+    digests = []
+    for item in (part, part.clone()):
+        batches = load_batches([item])
+        list(batches)
+        assert batches.fingerprint is not None
+        digests.append(batches.fingerprint["digest"])
+    assert digests[0] == digests[1]
+
+
 def test_random_data_is_seeded_and_stamped() -> None:
     batches = load_batches("random:5x3x2", batch_size=2, seed=1)
     assert batches.stamp == "random data"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer.calibration import observing
-from quantizer.calibration.joins import with_decided_joins
+from quantizer.calibration.joins import join_decisions
+from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.steps import align_positions
 from quantizer.config.load import default_config
@@ -20,6 +21,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
+from quantizer.plan import joins
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
@@ -117,6 +119,12 @@ def solved(name: str) -> tuple[Graph, Solution]:
     """A network of the table, calibrated on one batch and aligned."""
     torch.manual_seed(0)
     return calibrated(planned(NETWORKS[name]()))
+
+
+def with_decided_joins(calibration: Calibration) -> Calibration:
+    """The calibration with the joins of its plan decided; no parts are scaled."""
+    plan = joins.with_decisions(calibration.plan, join_decisions(calibration))
+    return dataclasses.replace(calibration, plan=plan)
 
 
 def calibrated(plan: Plan, dtype: torch.dtype = torch.float32) -> tuple[Graph, Solution]:

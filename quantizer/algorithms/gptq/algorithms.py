@@ -162,7 +162,7 @@ class _GatheredLayers:
             self.drift.merge(ranks, to)
 
     def products(self) -> list[Products]:
-        """Return the sums of each group of channels."""
+        """Return the sums of each group of a convolution, or of each expert."""
         grams = self.gram.matrix
         if self.drift is None:
             return [Products(gram) for gram in grams]
@@ -183,10 +183,11 @@ class _SequentialRounding:
         self.adjustment = adjustment
         self.target = target
         graph = apply_adjustment(task.graph, adjustment)
-        self.weights: dict[str, Tensor] = {}
+        # By value: float32 [tokens]
+        self.guidance: dict[str, Tensor] = {}
         if target.settings.guidance:
             float_network = Network(graph)
-            self.weights = token_weights(float_network, task, target.settings.guidance)
+            self.guidance = token_weights(float_network, task, target.settings.guidance)
             if not task.done:
                 remarks = unguided_remarks(float_network, task)
                 self.adjustment = adjustment.with_remarks(*remarks)
@@ -220,7 +221,7 @@ class _SequentialRounding:
             if number not in pending:
                 continue
             if number != pending[0] and runner is self.runner:
-                # The runner stays at the first group, as its weights change now
+                # The runner stays at the first group, and goes on from there with rounded ones
                 runner = self.runner.branch()
             for layers in self._gather(runner, quantized_layers(self.task, group)):
                 gathered.append((number, layers))
@@ -235,7 +236,10 @@ class _SequentialRounding:
                 self.task.after_group(self.adjustment, number + 1)
 
     def _gather(self, runner: SequentialRunner, names: Sequence[str]) -> list[_GatheredLayers]:
-        """Run up to the values that the layers read, and sum up their products."""
+        """Run up to the values that the layers read, and sum up their products.
+
+        Layers that are too deep get a note, and are left out.
+        """
         network = runner.network
         # Layers with the same inputs and geometry multiply the same patches
         by_patches: dict[tuple[Any, ...], list[str]] = {}
@@ -253,7 +257,8 @@ class _SequentialRounding:
             layer = network.layers[first_name]
             drift = Drift(layer) if self.float_runner else None
             layers = _GatheredLayers(alike, Gram(layer), drift)
-            runner.advance(*watching(network, first_name, self._watcher(layers)))
+            last_node, watchers = watching(network, first_name, self._watcher(layers))
+            runner.advance(last_node, watchers)
             gathered.append(layers)
         return gathered
 
@@ -270,8 +275,8 @@ class _SequentialRounding:
             first_name = gathered.names[0]
             [source] = network.graph.by_name[first_name].operands.values()
             is_linear = isinstance(network.layers[first_name], nn.Linear)
-            if is_linear and source in self.weights:
-                weights = TokenWeights(self.weights[source])
+            if is_linear and source in self.guidance:
+                weights = TokenWeights(self.guidance[source])
             if self.float_runner is not None:
                 self.float_runner.advance(source)
                 float_values = iter(self.float_runner.value(source))
@@ -296,7 +301,10 @@ class _SequentialRounding:
     def _solve_all(
         self, gathered: list[tuple[int, _GatheredLayers]]
     ) -> dict[int, list[RoundedLayers]]:
-        """Return the results of each group. Several ranks share the work."""
+        """Round all layers, which are taken from the list. Return the results by group number.
+
+        The rank that rounds layers is chosen by cost, and gets the sums of all ranks.
+        """
         ranks = self.task.ranks
         owners = ranks.by_cost([layers.cost(self.runner.network) for _, layers in gathered])
         for (_, layers), owner in zip(gathered, owners, strict=True):
@@ -308,10 +316,11 @@ class _SequentialRounding:
             result = RoundedLayers()
             if owner == ranks.rank:
                 result = self._round(layers)
-            solved.append((number, f"{layers.names[0]}, rounded", result))
+            solved.append((number, layers.names[0], result))
+        # Only now, as a broadcast waits for its owner, and all ranks round at the same time
         results: dict[int, list[RoundedLayers]] = {}
-        for (number, place, result), owner in zip(solved, owners, strict=True):
-            result = ranks.broadcast(result, place, owner)
+        for (number, first_name, result), owner in zip(solved, owners, strict=True):
+            result = ranks.broadcast(result, f"{first_name}, rounded", owner)
             results.setdefault(number, []).append(result)
         return results
 
@@ -325,7 +334,7 @@ class _SequentialRounding:
             return self._round_loaded(gathered)
 
     def _round_loaded(self, gathered: _GatheredLayers) -> RoundedLayers:
-        """Round layers, which are all experts or all other layers."""
+        """Round layers that share one value: either all of them are experts, or none is."""
         layers = {name: self.runner.network.layers[name] for name in gathered.names}
         specs = {name: self.task.specs[name, "weights"] for name in gathered.names}
         fixed = self.adjustment.qparams
@@ -350,7 +359,7 @@ class _SequentialRounding:
         return round_layers(members, gathered.products(), gathered.gram.tokens, self.target)
 
     def _quantized_weight(self, name: str) -> Tensor:
-        """Return the layer's weight from now on, rounded to nearest if nothing was found."""
+        """Return the rounded weight of a layer; to nearest, if the algorithm left it out."""
         if name in self.adjustment.rounded:
             return self.adjustment.rounded[name].weight
         spec = self.task.specs[name, "weights"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -28,12 +29,14 @@ from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
 
 _DRAWS = 4
-"""Backward passes of each batch. With one, results depend on what is drawn."""
+"""Backward passes of each batch. With one, results depend on the numbers that are drawn."""
 _REMEDY = 'calibrate with "guidance": 0'
 
 
 class TokenWeights:
-    """Hands out the roots of the weights of one value's tokens, in the order of the batches.
+    """Hands out the square roots of the weights of one value's tokens, batch after batch.
+
+    Scaling x by the root of w gives products w x x^T.
 
     Args:
         weights: float32 [tokens], with a mean of 1.
@@ -44,7 +47,7 @@ class TokenWeights:
         self._position = 0
 
     def next(self, value: Tensor) -> Tensor:
-        """Return the roots for the next tokens, as many as the value has: [..., 1]."""
+        """Return the roots for a value [..., channels] of the next tokens: float32 [..., 1]."""
         tokens = value.shape[:-1]
         start = self._position
         self._position += tokens.numel()
@@ -53,12 +56,17 @@ class TokenWeights:
 
 
 def token_weights(network: Network, task: Task, power: float) -> dict[str, Tensor]:
-    """Return the weights of all tokens of this rank's batches, float32 [tokens], by the name of
-    the value. Only values that linear layers with quantized weights read have them.
+    """Return the weights of all tokens of this rank's batches, float32 [tokens], by value.
 
-    The loss of a language model is the cross entropy with tokens drawn from its own
-    distribution. That of other outputs is their squared error, by random signs. Neither needs
-    labels. Memory holds all weights, and what the backward pass of one batch needs.
+    Only values that linear layers with quantized weights read have weights. The loss of a
+    language model is the cross entropy with tokens drawn from its own distribution. That of
+    other outputs is their squared error, estimated with random signs. Neither needs labels.
+    Memory holds all weights, and what the backward pass of one batch needs.
+
+    Args:
+        network: the float network.
+        task: names the layers, the batches and the ranks.
+        power: of the squared gradient, above 0 up to 1.
 
     Raises:
         DataError: the output has no gradient, or a gradient is not finite.
@@ -66,21 +74,20 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
     value_of_layer = _values_of_layers(network, task)
     if not value_of_layer:
         return {}
-    by_value: dict[str, list[Tensor]] = {}
+    batch_weights: dict[str, list[Tensor]] = {}
     generator = torch.Generator()
     for number, batch in enumerate(task.batches()):
         if task.ranks.owns(number):
-            # Several ranks draw for each batch what one rank does
+            # Seeded by the batch, so that the draws do not depend on the number of ranks
             generator.manual_seed(number)
             with prefix_batch_errors(number, batch):
                 energies = _energies(network, batch, value_of_layer, generator)
             for value, energy in energies.items():
                 weight = energy.pow(power)
-                of_batches = by_value.setdefault(value, [])
-                of_batches.append(weight)
+                batch_weights.setdefault(value, []).append(weight)
     weights = {}
-    for value, of_batches in by_value.items():
-        weights[value] = torch.cat(of_batches)
+    for value, tensors in batch_weights.items():
+        weights[value] = torch.cat(tensors)
     means = _means(weights, task.ranks)
     for mean in means.values():
         if not math.isfinite(mean):
@@ -88,18 +95,18 @@ def token_weights(network: Network, task: Task, power: float) -> dict[str, Tenso
                 "a gradient of the float model's loss is not finite",
                 help="check data and weights",
             )
-    for value, of_tokens in weights.items():
+    for value, weight in weights.items():
         mean = means[value]
         if mean > 0:
-            of_tokens /= mean
+            weight /= mean
         else:
             # No token has any effect, so all weigh alike
-            of_tokens.fill_(1)
+            weight.fill_(1)
     return weights
 
 
 def unguided_remarks(network: Network, task: Task) -> Iterator[Remark]:
-    """Yield a sentence for each layer that is not linear. Its positions count alike."""
+    """Yield a note for each layer that guidance does not weigh because it is not linear."""
     guided = _values_of_layers(network, task)
     for group in task.structure.groups:
         for name in quantized_layers(task, group):
@@ -109,23 +116,20 @@ def unguided_remarks(network: Network, task: Task) -> Iterator[Remark]:
 
 
 def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
-    """Return the mean weight of the tokens of all ranks, by the value."""
+    """Return the mean weight of the tokens of all ranks, by value."""
     sums = {}
-    for value, of_tokens in weights.items():
-        total = float(of_tokens.sum())
-        tokens = len(of_tokens)
-        sums[value] = (total, tokens)
-    totals: dict[str, tuple[float, int]] = {}
-    for of_rank in ranks.gather(sums, "weights of tokens"):
-        for value, (total, tokens) in of_rank.items():
-            before, tokens_before = totals.get(value, (0.0, 0))
-            total += before
-            tokens += tokens_before
-            totals[value] = (total, tokens)
+    for value, weight in weights.items():
+        total = float(weight.sum())
+        sums[value] = (total, len(weight))
+    totals: defaultdict[str, float] = defaultdict(float)
+    tokens: defaultdict[str, int] = defaultdict(int)
+    for rank_sums in ranks.gather(sums, "weights of tokens"):
+        for value, (rank_total, rank_tokens) in rank_sums.items():
+            totals[value] += rank_total
+            tokens[value] += rank_tokens
     means = {}
-    for value, of_all in totals.items():
-        total, tokens = of_all
-        means[value] = total / tokens
+    for value, total in totals.items():
+        means[value] = total / tokens[value]
     return means
 
 
@@ -156,8 +160,8 @@ def _energies(
             layer = network.layers[name]
             start = layer.register_forward_pre_hook(_with_gradient, with_kwargs=True)
             hooks.callback(start.remove)
-            add = _adding(energies, value)
-            end = layer.register_forward_hook(add)
+            add_energies = _energy_hook(energies, value)
+            end = layer.register_forward_hook(add_energies)
             hooks.callback(end.remove)
         execution = network.start(batch.args, batch.kwargs)
         execution.advance()
@@ -165,9 +169,9 @@ def _energies(
         if not outputs:
             raise DataError(NO_GRADIENT, help=_REMEDY)
         try:
-            for left in reversed(range(_DRAWS)):
+            for draw in range(1, _DRAWS + 1):
                 gradients = _drawn_gradients(outputs, vocabulary, generator)
-                torch.autograd.backward(outputs, gradients, retain_graph=left > 0)
+                torch.autograd.backward(outputs, gradients, retain_graph=draw < _DRAWS)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error
@@ -179,11 +183,13 @@ def _drawn_gradients(
     vocabulary: int,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Return what a backward pass starts with at each output. Logits are those as wide as the
-    vocabulary.
+    """Return for each output the gradient of a drawn loss by it, in its shape and dtype.
+
+    Outputs whose last axis is as long as the vocabulary are logits.
     """
     gradients = []
     for output in outputs:
+        # A scalar has no last axis, and counts as one channel
         width = output.shape[-1:].numel()
         if width == vocabulary:
             gradient = _gradient_of_drawn_classes(output, generator)
@@ -206,30 +212,34 @@ def _vocabulary(network: Network) -> int:
 def _with_gradient(
     _: nn.Module, args: tuple[()], operands: dict[str, Tensor]
 ) -> tuple[tuple[()], dict[str, Tensor]]:
-    """Return a layer's operands with gradients. Weights have none, so others start here. A
-    later layer may overwrite the output in place, but nothing overwrites this copy.
+    """Return a layer's operands, all with gradients, so that its output has one.
+
+    The network's parameters and inputs have none: the first layers start the backward pass.
     """
     watched = {}
     for key, operand in operands.items():
         watched[key] = operand
         if not operand.requires_grad:
-            copied = operand.detach()
-            watched[key] = copied.requires_grad_()
+            # Detached, as a later operator may write into the operand, but not into a leaf
+            leaf = operand.detach()
+            watched[key] = leaf.requires_grad_()
     return args, watched
 
 
-def _adding(energies: dict[str, Tensor], value: str) -> Callable[..., None]:
-    """Return a hook that makes the backward pass add the squares of an output's gradient."""
+def _energy_hook(energies: dict[str, Tensor], value: str) -> Callable[..., None]:
+    """Return a forward hook of a layer that reads `value`.
+
+    It makes the backward pass add the squared gradients of the layer's output to `energies`.
+    """
 
     def after_forward(_: nn.Module, args: object, output: Tensor) -> None:
         tokens = output.shape[:-1].numel()
-        nothing = output.new_zeros(tokens, dtype=torch.float32)
-        energies.setdefault(value, nothing)
+        zeros = output.new_zeros(tokens, dtype=torch.float32)
+        energies.setdefault(value, zeros)
         output.register_hook(add)  # type: ignore[no-untyped-call]
 
     def add(gradient: Tensor) -> None:
-        float_gradient = gradient.float()
-        squares = float_gradient.square()
+        squares = gradient.float().square()
         by_token = squares.sum(-1)
         energies[value] += by_token.flatten()
 
@@ -237,7 +247,10 @@ def _adding(energies: dict[str, Tensor], value: str) -> Callable[..., None]:
 
 
 def _gradient_of_drawn_classes(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the gradient of the cross entropy with drawn classes by logits [..., classes]."""
+    """Return the gradient of the cross entropy by logits [..., classes]: softmax minus one-hot.
+
+    The class of each token is drawn from its softmax.
+    """
     values = logits.detach().float()
     probabilities = values.softmax(-1)
     by_token = probabilities.flatten(0, -2)
@@ -246,5 +259,6 @@ def _gradient_of_drawn_classes(logits: Tensor, generator: torch.Generator) -> Te
     classes = drawn.to(logits.device)
     shape = classes.shape
     minus_one = by_token.new_full(shape, -1.0)
+    # by_token is a view of the probabilities, which change with it
     by_token.scatter_add_(1, classes, minus_one)
     return probabilities.to(logits.dtype)

@@ -28,27 +28,29 @@ ROLE_OF: Mapping[str, Role] = {
     "weight": "weights",
     "bias": "bias",
 }
+"""The role of a tensor, by the form's key for it."""
+
 KEY_OF = {role: key for key, role in ROLE_OF.items()}
-"""The role of each of the form's keys for a tensor, and the other way round."""
+"""The form's key for a tensor, by its role."""
 
 SPEC_KEYS = tuple(
     key
     for key, entry in block_of("hierarchical", "spec")["properties"].items()
     if "code" not in entry
 )
-"""The keys of a spec that have a meaning; those with a code are only accepted."""
+"""The keys of a spec that have an effect. The schema has a message code for all others."""
 
 ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
 """The lists of algorithms, in the order in which they run."""
 
 _WHOLE = frozenset({"ch_axis", "group_size"})
-"""Keys of a spec that are whole numbers; JSON may have them with a decimal point."""
+"""Keys of a spec that are whole numbers. A file may have them with a decimal point: 128.0."""
 
 CACHE_BLOCK = "kv_cache_quant_config"
 """The key of the block that is about the key-value cache."""
 
 _CACHE_KEY = "output_tensors"
-"""The key of a spec of the cache in an entry of that block."""
+"""The key of a tensor whose spec, in an entry of that block, is about the cache."""
 
 _HEAD_AXIS = 1
 """The axis of the heads in keys and values, which are [batch, heads, tokens, features]."""
@@ -61,11 +63,15 @@ _LEVEL_KINDS: Mapping[str, Literal["type", "name"]] = {
 
 @dataclass(frozen=True)
 class HierarchicalLevel:
-    """One `QuantizationConfig`: which layers it selects, and what it states of each role's
-    spec, in the form's words.
+    """One `QuantizationConfig` of a file: the layers that it selects, and the specs it states.
 
-    `wider` is what the global level states of all its roles; it is empty for that level itself,
-    and for the specs of the key-value cache, which inherit nothing.
+    Attributes:
+        selector: the layers.
+        label: how messages call the level.
+        pointer: the path to it in the document.
+        specs: the keys and values that it states, by role.
+        wider: those of the global level, by role. It is empty for that level itself, and for
+            the key-value cache, which inherits nothing.
     """
 
     selector: Selector
@@ -80,22 +86,24 @@ class HierarchicalLevel:
         return self.selector.kind in ("cache", "cache_source")
 
     def inherited(self, role: Role) -> Words:
-        """Return what the wider level states of the role."""
+        """Return the keys that the wider level states for the role."""
         return Words(role, self.wider.get(role, {}))
 
     def merged(self, role: Role) -> Words:
-        """Return what holds for the role where this level is merged with the wider one, key by
-        key.
-        """
+        """Return the keys of the role after this level has overridden the wider one."""
         return Words(role, self.specs[role]).over(self.inherited(role))
 
     def rule(self) -> ConfigRule:
-        """Return what this level adds to the wider one."""
+        """Return the rule with all fields that this level changes in the wider one."""
         fields = {role: self._fields(role) for role in self.specs}
         return ConfigRule(self.selector, self.label, fields=fields, adds=frozenset(self.specs))
 
     def _fields(self, role: Role) -> dict[str, Sourced]:
-        """Return the fields that the level's keys decide, and those that change with them."""
+        """Return the fields of `QuantizationSpec` that the level states or changes.
+
+        A key may decide several fields, and a field may depend on keys of both levels. So both
+        are read with and without this level, and fields that differ are changed by it.
+        """
         stated = self.specs[role]
         stated_places = {sourced.place for sourced in stated.values() if sourced.place}
         inherited = self.inherited(role).fields()
@@ -114,10 +122,15 @@ class HierarchicalLevel:
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """The file level by level, the global one first, then types, then names, and as a config.
+    """A file in the hierarchical form, level by level and as a config.
 
-    The config's rules are: nothing is quantized; then what each level adds; then what is
-    excluded. `listed` are the names of its algorithms, in the order of the file.
+    Attributes:
+        document: the content of the file.
+        config: the config. Its first rule quantizes nothing, then follows one for each level,
+            and then one for each entry of `exclude`.
+        levels: the global one first, then those of types, names and the key-value cache.
+        listed: the names of the algorithms and their places, in the order of the file.
+        ignored: pointers to values that are wrong.
     """
 
     document: Document
@@ -127,8 +140,9 @@ class Hierarchical:
     ignored: frozenset[str] = frozenset()
 
     def is_wrong(self, key: str) -> bool:
-        """Return whether a value of this key is wrong somewhere, so that the key is not
-        missing.
+        """Return whether a value of this key was left out somewhere because it is wrong.
+
+        Then a check must not report the key as missing.
         """
         return any(pointer.endswith(f"/{key}") for pointer in self.ignored)
 
@@ -175,7 +189,7 @@ class _Translator(ValidDocument):
             stated["target_device"] = device
         if device_place:
             places["target_device"] = device_place
-        # In reverse, so that the first place of a switch is left
+        # In reverse, so that the first entry of a switch decides its place
         for name, place in reversed(listed):
             if name in SWITCHES:
                 switch = SWITCHES[name].switch
@@ -208,8 +222,10 @@ class _Translator(ValidDocument):
         yield from self._cache_levels(everywhere)
 
     def _cache_levels(self, everywhere: Mapping[Role, Fields]) -> Iterator[HierarchicalLevel]:
-        """Yield a level for the cache of each entry, and before it one for the layers' other
-        tensors, if the entry states any.
+        """Yield the levels of the entries about the key-value cache.
+
+        Each has one for the keys or values that its layers compute. Before it comes one for
+        the other tensors of the layers, if the entry states any.
         """
         is_after_rotation = self.get("kv_cache_post_rope") is not False
         role: Role = "input" if is_after_rotation else "activation"
@@ -250,17 +266,17 @@ class _Translator(ValidDocument):
             yield ConfigRule(selector, f"exclude[{number}]", frozenset(), place)
 
     def _specs(self, *path: str) -> dict[Role, Fields]:
-        """Return what a level states of each role that it states anything of."""
+        """Return the keys and values that a level states, by role."""
         specs: dict[Role, Fields] = {}
-        for word, role in ROLE_OF.items():
-            if not isinstance(self.get(*path, word), dict):
+        for tensor, role in ROLE_OF.items():
+            if not isinstance(self.get(*path, tensor), dict):
                 continue
             spec: dict[str, Sourced] = {}
             for key in SPEC_KEYS:
-                value = self._value(*path, word, key)
+                value = self._value(*path, tensor, key)
                 if value is None:
                     continue
-                spec[key] = Sourced(value, self.place(*path, word, key))
+                spec[key] = Sourced(value, self.place(*path, tensor, key))
             if spec:
                 specs[role] = spec
         return specs
@@ -274,7 +290,9 @@ class _Translator(ValidDocument):
 
 
 def _with_axis_of_heads(role: Role, stated: Fields) -> Fields:
-    """Return a spec of the cache, where scales of channels are those of heads."""
+    """Return a spec of the cache, in which `per_channel` without an axis means one scale for
+    each head.
+    """
     words = Words(role, stated)
     if words.scheme != "per_channel" or words.is_per_token or "ch_axis" in stated:
         return stated

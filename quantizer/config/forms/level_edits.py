@@ -1,5 +1,5 @@
 """Change one setting of a config's document at every level that states it, in the file's own
-form.
+form. Documents have the words of `Config.document`, in which other spellings are replaced.
 """
 
 import copy
@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
-from quantizer.config.forms.aliases import VALUE_ALIASES
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, KEY_OF
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
@@ -64,6 +63,7 @@ def with_channels(document: JsonMapping) -> JsonObject:
             spec["qscheme"] = "per_channel"
             spec["ch_axis"] = 0
             spec["observer_cls"] = _PER_CHANNEL_OBSERVER
+            spec.pop("percentage", None)
     return changed
 
 
@@ -73,20 +73,26 @@ def group_sizes(document: JsonMapping) -> list[int]:
         return []
     sizes = set()
     for spec in _stated_specs(document, _WEIGHTS):
-        size = spec.get("group_size")
-        if isinstance(size, int) and size > 0:
-            sizes.add(size)
-    return sorted(sizes, reverse=True)
+        size = _group_size(spec)
+        sizes.add(size)
+    return sorted(sizes - {0}, reverse=True)
 
 
 def with_group_size(document: JsonMapping, largest: int) -> JsonObject:
     """Return the document in which no group of weights is larger than `largest`."""
     changed = copy.deepcopy(dict(document))
     for spec in _stated_specs(changed, _WEIGHTS):
-        size = spec.get("group_size")
-        if isinstance(size, int) and size > largest:
+        if _group_size(spec) > largest:
             spec["group_size"] = largest
     return changed
+
+
+def _group_size(spec: JsonMapping) -> int:
+    """Return the size of the groups of a spec, which files may have as 128.0; 0 if there are
+    none, or if a group is the whole axis (-1).
+    """
+    size = int(spec.get("group_size") or 0)
+    return max(0, size)
 
 
 def with_bias_correction(document: JsonMapping) -> JsonObject:
@@ -114,8 +120,13 @@ def with_equalization(document: JsonMapping) -> JsonObject:
 
 
 def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
-    """Return the document with an algorithm, in the place of another one of its name. Of the
-    algorithms that round weights there is one only.
+    """Return the document with an algorithm, which replaces one of its kind.
+
+    An algorithm that rounds weights replaces any other that does, and comes last.
+
+    Args:
+        document: the content of a config file.
+        entry: the algorithm in the form of the file.
     """
     changed = copy.deepcopy(dict(document))
     kind = ALGORITHMS[entry["name"]]
@@ -140,7 +151,7 @@ def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
 
 
 def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
-    """Return the algorithms of a list, which may be a single one."""
+    """Return the algorithms of a list, for which a file may have a single one."""
     entries: Any = document.get(key) or []
     return [entries] if isinstance(entries, dict) else list(entries)
 
@@ -150,7 +161,7 @@ def _set_entries(
     key: str,
     entries: list[JsonObject],
 ) -> None:
-    """Set the algorithms of a list; a single one is written as the presets have it."""
+    """Set the algorithms of a list; in the hierarchical form, a single one has no list."""
     is_single = len(entries) == 1 and key != "algorithms"
     document[key] = entries
     if is_single:
@@ -172,14 +183,18 @@ def _layered_blocks(
 
 
 def _layered_value(level: JsonMapping, role: Role, word: str) -> Any:
-    """Return what a level states of a role, in its own block or in the overall one."""
+    """Return the value of a key that a level states for a role; None if it states none.
+
+    The block of the role overrides that of all roles.
+    """
     tensors = level.get("tensor_quantize_config") or {}
     overall = level.get("overall_quantize_config") or {}
-    return (tensors.get(role) or {}).get(word, overall.get(word))
+    block = tensors.get(role) or {}
+    return block.get(word, overall.get(word))
 
 
 def _set_layered(level: JsonObject, role: Role, word: str, value: Any) -> bool:
-    """Set a word of a role, and return whether it had another value before."""
+    """Set a key in the block of a role; return whether it had another value before."""
     if _layered_value(level, role, word) == value:
         return False
     blocks = level.get("tensor_quantize_config") or {}
@@ -192,11 +207,14 @@ def _stated_specs(
     document: JsonMapping,
     roles: Collection[Role],
 ) -> Iterator[JsonObject]:
-    """Yield the specs of these roles that decide a granularity, at all levels."""
-    words = [KEY_OF[role] for role in roles]
+    """Yield the specs of these roles that decide a granularity, at all levels.
+
+    The specs are parts of the document, so that callers can change them in it.
+    """
+    keys = [KEY_OF[role] for role in roles]
     for level in _hierarchical_levels(document):
-        for word in words:
-            spec = level.get(word)
+        for key in keys:
+            spec = level.get(key)
             if isinstance(spec, dict) and _scheme(spec) is not None:
                 yield spec
 
@@ -214,14 +232,13 @@ def _scheme(spec: JsonMapping) -> str | None:
     """Return the granularity that a spec states or its observer implies; None if neither
     does, or if its ranges are not calibrated.
     """
-    is_dynamic = spec.get("is_dynamic", spec.get("dynamic"))
-    if is_dynamic or spec.get("dtype") in CAST_ONLY:
+    if spec.get("is_dynamic") or spec.get("dtype") in CAST_ONLY:
         return None
     scheme: str | None = spec.get("qscheme")
-    word = spec.get("observer_cls")
-    observer = VALUE_ALIASES["observer_cls"].get(str(word), str(word))
+    observer = str(spec.get("observer_cls"))
     if scheme is None and observer in OBSERVER_METHODS:
-        scheme = OBSERVER_METHODS[observer][1][0]
+        _, schemes = OBSERVER_METHODS[observer]
+        scheme = schemes[0]
     return scheme
 
 

@@ -30,8 +30,8 @@ _ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 _METHODS = ("auto", "percentile", "mse", "maxmin")
 _WEIGHT_METHODS = ("mse", "group_mse")
 _FINETUNING = "finetuning"
-# Scales are searched too if a weight has at most so many bits
 _FEW_BITS = 4
+"""With weights of at most so many bits, scales are searched too."""
 _SMALLEST_GROUP = 32
 """The smallest groups that all engines for integers have."""
 
@@ -43,7 +43,8 @@ class LadderStep:
     Attributes:
         name: in tables.
         cost: what it costs to measure and at run time, as words.
-        trials: yields the changes to measure, each of the best rung so far.
+        trials: yields the changes to measure, each a change of the best rung so far. Raises
+            `UsageError` with the reason if there is nothing to change.
     """
 
     name: str

@@ -42,9 +42,10 @@ _INEXACT_IN_LITERT = (
     _ATEN.leaky_relu.default,
     _ATEN.leaky_relu_.default,
 )
-"""Operators of several values, and such that compute values between codes. Their int8 kernels
-have one scale and zero point for all values before and after them, or scale with 8 bits, as
-those of a leaky ReLU.
+"""Operators whose int8 kernels in LiteRT lose accuracy.
+
+Most have one scale and zero point for all values that they read and make. That of leaky ReLU
+multiplies by factors of 8 bits.
 """
 
 
@@ -63,6 +64,7 @@ def pad_kernels(program: ExportedProgram) -> None:
         is_dilated = any(size != 1 for size in settings["dilation"])
         if name is None or is_dilated or not any(amounts):
             continue
+        # `pad` takes the sizes before and after each axis, from the last axis on
         sizes: list[int] = []
         for amount in reversed(amounts):
             sizes.append(0)
@@ -88,7 +90,7 @@ def cut_padding(program: ExportedProgram) -> None:
     for node in _calls(program, _TRANSPOSED):
         settings = _settings(node)
         padding = settings["padding"]
-        is_plain = all(size == 1 for size in settings["dilation"])
+        is_undilated = all(size == 1 for size in settings["dilation"])
         weight = settings["weight"].meta["val"]
         kernel = [*weight.shape[2:]]
         sums: list[int] = []
@@ -96,7 +98,8 @@ def cut_padding(program: ExportedProgram) -> None:
             sums.append(step + 2 * cut)
         if not any(padding):
             continue
-        if is_plain and sums == kernel:
+        # The result has as many strides as the input has values if kernel = stride + 2 padding
+        if is_undilated and sums == kernel:
             continue
         settings["padding"] = [0] * len(padding)
         node.args = tuple(settings.values())
@@ -108,7 +111,9 @@ def cut_padding(program: ExportedProgram) -> None:
 
 
 def _sliced(node: Node, padding: list[int]) -> Node:
-    """Insert slices that leave out a padding of each axis from the third on."""
+    """Insert slices after a node that cut the padding off each axis from the third on; return
+    the last slice.
+    """
     graph = node.graph
     result = node.meta["val"]
     last = node
@@ -131,7 +136,7 @@ def _calls(program: ExportedProgram, targets: tuple[Any, ...]) -> list[Node]:
 
 
 def _settings(node: Node) -> dict[str, Any]:
-    """Return the arguments of a convolution by name, lists as long as it has axes."""
+    """Return a convolution's arguments by name; lists have one item for each spatial axis."""
     axes = node.meta["val"].dim() - 2
     target: Any = node.target
     arguments = target._schema.arguments
@@ -174,8 +179,9 @@ def keep_scales_of_shares(program: ExportedProgram) -> None:
 def keep_scales_of_joins(program: ExportedProgram) -> None:
     """Join and interpolate in float, unless all values before and after have the same codes.
 
-    The converter would round all values to the scale of one of them, and clip what it does not
-    hold. It does not see through products. Those with 2 and 0.5 change no value.
+    The converter would round all values to the scale of one of them, and clip those beyond its
+    range. Products with 2 before and 0.5 after the operator change no value, and keep the
+    converter from using its int8 kernel.
     """
     graph = program.graph
     for node in _calls(program, _INEXACT_IN_LITERT):
@@ -202,13 +208,15 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
 
 
 def _codes_after(reader: Node) -> Any:
-    """Return how what reads a value quantizes it; None if it does not."""
+    """Return scale, zero point and codes with which a reader quantizes a value; None if it does
+    not quantize.
+    """
     return reader.args[1:] if reader.target is QUANTIZE else None
 
 
 def _codes_of(value: Node) -> Any:
-    """Return how the codes of a value are decoded, perhaps before it was moved; None if it has
-    none.
+    """Return scale, zero point and codes of a value that was decoded and then at most moved;
+    None for other values.
     """
     while value.target in ONE_SCALE and len(value.all_input_nodes) == 1:
         (value,) = value.all_input_nodes

@@ -18,7 +18,7 @@ _PADDING_INDEX = 4
 """The argument of a convolution with its padding; the arguments before it have defaults."""
 _IMAGE_AXES = ([2, 3], [-2, -1])
 _IMAGE_ENDS = 4
-"""The sizes of a padding of height and width."""
+"""How many sizes a padding of height and width has: two ends of each axis."""
 _DEFAULTS = (None, [1, 1], [0, 0])
 _ATEN = torch.ops.aten
 ONE_SCALE = (
@@ -53,7 +53,7 @@ _CONVOLUTIONS_1D = {
 }
 """The same convolutions with two axes."""
 _LIST_FILLS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
-"""What the second axis has, by the argument of a convolution."""
+"""The value that a second axis gets, by the argument of a convolution."""
 
 
 def infer_batches(
@@ -107,7 +107,9 @@ def _quantized(
     node: Node,
     quantize: Node,
 ) -> Node:
-    """Insert the same quantization and dequantization of a value after it."""
+    """Insert a quantization of a node and its dequantization, with the scale of `quantize`;
+    return the latter.
+    """
     graph = node.graph
     qparams = quantize.args[1:]
     codes = graph.call_function(QUANTIZE, (node, *qparams))

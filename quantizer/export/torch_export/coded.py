@@ -37,11 +37,12 @@ class ProgramForm:
 
     Attributes:
         activations: the integer type of activations, a key of `CODE_TYPES`.
-        decoded: the layers whose weights are codes for float operators to decode, so that no
-            integer kernel matches them.
+        decoded: the layers whose weights float operators decode from codes, so that no integer
+            kernel matches them.
         constant: the layers whose weights are constants in float.
         is_shared: whether all readers of a value share its dequantization.
-        weight_codes: the ends that the operators of weights state; those of the spec if None.
+        weight_codes: the least and greatest code that the operators of weights state; those of
+            the spec if None.
         requantizes: whether weights are constants in float that an operator quantizes.
         has_transposed: whether kernels multiply by the codes of transposed convolutions.
         most_samples: the largest batch; None if there is no limit.
@@ -161,6 +162,7 @@ def _output_axis(node: Node, form: ProgramForm) -> int | None:
 
 
 def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None:
+    """Return the dtype of the value that a node's quantizer of this role takes."""
     if role == "activation" or node.op == "input":
         return node.dtype
     return graph.by_name[node.input_roles()[role]].dtype
@@ -169,11 +171,11 @@ def _activation_dtype(graph: Graph, node: Node, role: str) -> torch.dtype | None
 def _moved_inputs(
     graph: Graph, solution: Solution, form: ProgramForm
 ) -> dict[str, QuantizedTensor]:
-    """Return how inputs were quantized that reach their layer through data movement, or through
-    a join of values that one layer made.
+    """Return the quantization of inputs that a layer does not read directly, by the layer.
 
-    Quantizing them again gives the same codes, and integer kernels find the quantization
-    directly before the layer, where they look for it.
+    Between their quantization and the layer, data is moved, or values that one layer made are
+    joined. Quantizing them again gives the same codes. Integer kernels look for the
+    quantization directly before the layer, and find it there.
     """
     inputs: dict[str, QuantizedTensor] = {}
     for node in graph.nodes:

@@ -29,17 +29,6 @@ class MethodSettings:
         """Return the name of the method."""
         return str(self.fields.get("quant_method") or "an unknown method")
 
-    def positive_integer(self, name: str, default: int | None = None) -> int:
-        """Return a setting that must be an integer above zero.
-
-        Raises:
-            ModelError: it is something else, or missing without a default.
-        """
-        value = self.fields.get(name, default)
-        if type(value) is not int or value < 1:
-            raise self.refusal(name, value, "an integer above zero")
-        return value
-
     def one_of(self, name: str, known: Sequence[Any], default: Any = None) -> Any:
         """Return a setting that must be one of some values.
 
@@ -59,9 +48,12 @@ class MethodSettings:
         Raises:
             ModelError: it is not an integer above zero, -1 or null.
         """
-        if self.fields.get("group_size") in (None, -1):
+        size = self.fields.get("group_size")
+        if size in (None, -1):
             return None
-        return self.positive_integer("group_size")
+        if type(size) is not int or size < 1:
+            raise self.refusal("group_size", size, "an integer above zero")
+        return size
 
     def refusal(self, name: str, value: Any, expected: str) -> ModelError:
         """Return the error for a setting with a value that cannot be read.

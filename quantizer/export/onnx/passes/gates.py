@@ -21,11 +21,11 @@ from quantizer.export.onnx.builder import (
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.tensors import UINT8
 
-# Gates are between 0 and 1.
+# Gates are between 0 and 1
 _GATE_STEP = 1 / 255
-# Of a step
+# How far a number of steps may be from a whole one to count as whole
 _TINY_SHARE = 1e-3
-# Sums in float32 are right to this share
+# More than the rounding error of a sum in float32, as a share of it
 _ROUNDING = 2**-20
 
 
@@ -100,14 +100,15 @@ def _add_in_integers(hard_sigmoid: ir.Node) -> None:
     if zero.dtype != "uint8" or zero.any():
         return
     if round(1 / step) < UINT8.high:
-        # Its largest value has a smaller code than the type ends with
+        # The gate's largest value, 1, has a code below 255, where the codes do not end
         return
     alpha, beta = _slope(hard_sigmoid)
     builder = NodeBuilder(
         str(hard_sigmoid.outputs[0].name),
         hard_sigmoid,
     )
-    # 0 becomes 127.5 steps of 1 / 255. The sum falls to the side that test mode rounds it to
+    # With beta 0.5, the gate of x = 0 is halfway between two codes. So the constant is moved a
+    # little toward the code that test mode rounds to
     code = round(float(np.float32(beta) / step_array))
     share = -_ROUNDING
     if code * step > beta:
@@ -160,7 +161,8 @@ def _clipped_codes(
 ) -> ir.Value | None:
     """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`.
 
-    None if no code is where it becomes 0, or an end is no whole number of steps from zero.
+    Return None if no code of `x` is where the gate becomes 0, or if an end of the slope is not
+    a whole number of steps from zero.
     """
     dequantize = producer_of(x, "DequantizeLinear")
     assert dequantize is not None

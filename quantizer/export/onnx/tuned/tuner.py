@@ -33,14 +33,14 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
 
 METER: Callable[[], Meter] = RuntimeMeter
-"""Makes what measures."""
+"""Returns an object that measures files. Tests put another one here."""
 _MOST_SAMPLES = 10
-"""Of the larger batch that is measured. The smaller one has one sample."""
+"""The most samples of the larger batch that is measured. The smaller one has one sample."""
 _ATTEMPTS = 3
 _INTEGERS = "all in integers"
 _FLOATS = "all activations in float"
-_SLOWEST = 1.0
-"""A file is chosen only if it is at least as fast as float with each batch."""
+_LEAST_RATIO = 1.0
+"""The least speed, as a ratio to that of float, that a file must reach with each batch."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class _Trial:
 
     Attributes:
         floats: the blocks that stay in float.
-        left_out: the activations that do.
-        speeds: for each batch.
+        left_out: the activations that are not quantized.
+        speeds: for each batch; empty before they are measured.
     """
 
     floats: frozenset[str]
@@ -194,20 +194,21 @@ class _Tuner:
 
 
 def fastest_trial(trials: Sequence[_Trial]) -> _Trial:
-    """Return the trial with the highest speed on average over batches.
+    """Return the trial with the highest geometric mean of its speeds with all batches.
 
     One that is slower than float with a batch is not chosen. If all are, it is the last one,
     which computes in float.
     """
-    chosen = trials[-1]
+    fastest = trials[-1]
     best = 0.0
     for trial in trials:
         ratios = [speed.ratio for speed in trial.speeds]
-        average = prod(ratios)
-        if min(ratios) >= _SLOWEST and average > best:
-            chosen = trial
-            best = average
-    return chosen
+        # Their products are in the order of their means
+        product = prod(ratios)
+        if min(ratios) >= _LEAST_RATIO and product > best:
+            fastest = trial
+            best = product
+    return fastest
 
 
 def _ratios(trial: _Trial) -> list[float]:
@@ -219,7 +220,10 @@ def _feeds(
     deployment: Deployment,
     model: ModelProto,
 ) -> tuple[list[int], list[Feed]]:
-    """Return sizes of batches, and inputs of these sizes: one sample, and up to ten."""
+    """Return the sizes of the batches to measure, and the inputs of each, by name.
+
+    The sizes are one sample and up to ten. A model with a fixed batch has only that one.
+    """
     feed = named_inputs(model, deployment, deployment.args, deployment.kwargs)
     axes: dict[str, int] = {}
     shapes = [shape for shape in input_shapes(deployment.graph) if shape is not None]
@@ -228,11 +232,11 @@ def _feeds(
             axes[name] = shape.index(None)
     if not axes:
         return [1], [feed]
-    whole = _MOST_SAMPLES
+    larger = _MOST_SAMPLES
     for name, axis in axes.items():
         samples = feed[name].shape[axis]
-        whole = min(whole, samples)
-    sizes = sorted({1, whole})
+        larger = min(larger, samples)
+    sizes = sorted({1, larger})
     feeds: list[Feed] = []
     for size in sizes:
         part = dict(feed)
@@ -243,7 +247,7 @@ def _feeds(
 
 
 def _elements(graph: Graph, samples: int, key: Key) -> int:
-    """Return the size of an activation for a number of samples."""
+    """Return how many values an activation has for a number of samples."""
     layer, role = key
     node = graph.by_name[layer]
     if role != "activation" and node.op != "input":
