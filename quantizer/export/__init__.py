@@ -61,7 +61,7 @@ def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
         missing = [name for name in EXPORTERS[target].needs if find_spec(name) is None]
         if missing:
             raise UsageError(
-                f"--deploy {target} needs {', '.join(missing)}, which this Python does not "
+                f"the target {target} needs {', '.join(missing)}, which this Python does not "
                 "have",
                 help=pip_line(EXPORTERS[target].extra),
             )
