@@ -38,6 +38,7 @@ from quantizer.export import (
     checked_target,
     planned_refusals,
     refuse,
+    refused_tensors,
     require_extras,
     require_model,
 )
@@ -55,7 +56,7 @@ from quantizer.export.targets import CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
-from quantizer.plan.fitted_config import fitted_text
+from quantizer.plan.fitted_config import RefusedTensors, fitted_text
 from quantizer.plan.model import Plan
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
@@ -151,9 +152,7 @@ def quantize(
     require_extras([target])
     choices = choices_for(name, checked_choices(options, target))
     has_data = data is not None
-    given = "" if config is None else "config"
-    require_sized(max_mb, name, target, given=given, has_data=has_data)
-    preset = "" if given else preset_for(name, has_data=has_data)
+    preset = _preset(name, target, max_mb, has_config=config is not None, has_data=has_data)
     check_float(model, traced=True)
     confirm = partial(_confirm, checked_target(target, choices))
     settings = CalibrationSettings(seed=seed, dynamic=dynamic, events=events, confirm=confirm)
@@ -163,7 +162,8 @@ def quantize(
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset, max_mb)
         sized = _sized_run(model, graph, batches, events)
-        config = _config_file(place, made_for, sized, overwrite=overwrite)
+        refused = refused_tensors(target, choices)
+        config = _config_file(place, made_for, sized, refused, overwrite=overwrite)
     result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(place, overwrite=overwrite)
     path = _new_path(place, result, target)
@@ -280,6 +280,19 @@ def _new_path(folder: Path, result: Result, target: str) -> Path:
     return path
 
 
+def _preset(
+    name: str, target: str, max_mb: float | None, *, has_config: bool, has_data: bool
+) -> str:
+    """Return the preset of a destination, empty if there is a config, after a check of the
+    limit of the size.
+    """
+    given = "config" if has_config else ""
+    require_sized(max_mb, name, target, given=given, has_data=has_data)
+    if has_config:
+        return ""
+    return preset_for(name, has_data=has_data)
+
+
 def _sized_run(
     model: nn.Module, graph: Graph, batches: Batches, events: Events | None
 ) -> SizedRun:
@@ -289,13 +302,15 @@ def _sized_run(
     return SizedRun(model, graph, data, logger.info)
 
 
-def _config_file(folder: Path, made_for: MadeFor, run: SizedRun, *, overwrite: bool) -> Path:
+def _config_file(
+    folder: Path, made_for: MadeFor, run: SizedRun, refused: RefusedTensors, *, overwrite: bool
+) -> Path:
     """Return the path of the config in the folder of the run, which is written if it is new."""
     preset = made_for.preset
 
     def new_text() -> str:
         """Return the preset, fitted to the model."""
-        text, _ = fitted_text(preset_text(preset), preset, run.graph)
+        text, _ = fitted_text(preset_text(preset), preset, run.graph, refused)
         return text
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)

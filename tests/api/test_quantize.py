@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.llamas import llama, tokens
+from support.llamas import VOCABULARY, llama, tokens
 from torch import Tensor, nn
 
 import quantizer
@@ -136,3 +136,18 @@ def test_sizes_that_cannot_be_kept_are_refused(
     with pytest.raises(UsageError, match=message):
         sized(folder, limit, **settings)
     assert not folder.exists()
+
+
+def test_weights_that_a_model_computes_stay_float(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "state_size": 8,
+        "vocab_size": VOCABULARY,
+    }
+    heads = {"head_dim": 16, "num_heads": 4, "n_groups": 1, "use_cache": False}
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, **heads)).eval()
+    made = quantizer.quantize(model, tokens(1), "w8", folder=tmp_path)
+    assert "In float: backbone.layers.0.mixer" in repr(made)
