@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from quantizer.api.calibrate import (
 )
 from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of
+from quantizer.api.notebook import follower
 from quantizer.api.result import Result, require_real, result_for_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
@@ -29,12 +31,14 @@ from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.config.wording import closest_word
 from quantizer.errors import ModelError, UsageError
+from quantizer.evaluation.analyze import WatchedData
 from quantizer.export import (
     EXPORTERS,
     FOLDER,
     checked_target,
     planned_refusals,
     refuse,
+    refused_tensors,
     require_extras,
     require_model,
 )
@@ -46,12 +50,13 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
-from quantizer.plan.fitted_config import fitted_text
+from quantizer.plan.fitted_config import RefusedTensors, fitted_text
 from quantizer.plan.model import Plan
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
@@ -60,9 +65,12 @@ from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.hugging_face import example_input
+from quantizer.sources.padding import without_padding
 from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.sources.user_code import user_exits
 from quantizer.storage.files import write_json, write_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,6 +119,7 @@ def quantize(
     lower_is_better: Collection[str] = (),
     seed: int = 0,
     dynamic: str | None = None,
+    max_mb: float | None = None,
     overwrite: bool = False,
     events: Events | None = None,
     **options: str | os.PathLike[str],
@@ -127,12 +136,14 @@ def quantize(
         evaluation_data: the data to test and verify with; `data` if None.
         evaluate, lower_is_better: as in `Result.test`.
         seed, dynamic, events: as in `calibrate`.
+        max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
+            so many 10^6 bytes in the checkpoint.
         overwrite: whether results of another model, and the config in the folder, are replaced.
         options: the options of the target, as in `Result.export`.
 
     Raises:
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
-        UsageError: there is no such destination, or it needs data.
+        UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
     run_folder = path_of(folder, "folder")
     name = _known_destination(to or default_destination(model))
@@ -141,7 +152,7 @@ def quantize(
     require_extras([target])
     choices = choices_for(name, checked_choices(options, target))
     has_data = data is not None
-    preset = "" if config is not None else preset_for(name, has_data=has_data)
+    preset = _preset(name, target, max_mb, has_config=config is not None, has_data=has_data)
     check_float(model, traced=True)
     confirm = partial(_confirm, checked_target(target, choices))
     settings = CalibrationSettings(seed=seed, dynamic=dynamic, events=events, confirm=confirm)
@@ -149,9 +160,10 @@ def quantize(
     require_real(batches, evaluate, evaluation_data)
     graph = _trace(model, batches, target, choices, dynamic=dynamic)
     if config is None:
-        made_for = MadeFor(name, type(model).__name__, preset)
-        new_text = partial(_fitted, preset, graph)
-        config = run_config(run_folder, made_for, new_text, overwrite=overwrite)
+        made_for = MadeFor(name, type(model).__name__, preset, max_mb)
+        sized = _sized_run(model, graph, batches, events)
+        refused = refused_tensors(target, choices)
+        config = _config_file(run_folder, made_for, sized, refused, overwrite=overwrite)
     result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(run_folder, overwrite=overwrite)
     path = _new_path(run_folder, result, target)
@@ -161,14 +173,26 @@ def quantize(
     )
     comparison = in_file.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     verification = in_file.export(target, path, evaluation_data, **choices)
-    tested = comparison.to_json()
+    improvement = destination.improvement(has_data=has_data)
+    quantized = Quantized(path, run_folder, result, comparison, verification, ())
+    lines = _verdict(quantized, target, improvement=improvement, config=_name_of(config))
+    return replace(quantized, verdict=lines)
+
+
+def _verdict(
+    quantized: Quantized, target: str, *, improvement: str, config: str
+) -> tuple[str, ...]:
+    """Return the verdict, after the figures are written."""
+    path, verification = quantized.path, quantized.verification
+    tested = quantized.comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
-    tested["improvement"] = destination.improvement(has_data=has_data)
-    _write_findings(run_folder, comparison, tested, path=path, verification=verification)
-    facts = _verdict_facts(
-        result.plan.plan, tested, path=path, verification=verification, config=_name_of(config)
+    tested["improvement"] = improvement
+    _write_findings(
+        quantized.folder, quantized.comparison, tested, path=path, verification=verification
     )
-    return Quantized(path, run_folder, result, comparison, verification, tuple(verdict(facts)))
+    plan = quantized.result.plan.plan
+    facts = _verdict_facts(plan, tested, path=path, verification=verification, config=config)
+    return tuple(verdict(facts))
 
 
 def _verdict_facts(
@@ -275,10 +299,41 @@ def _new_path(folder: Path, result: Result, target: str) -> Path:
     return path
 
 
-def _fitted(preset: str, graph: Graph) -> str:
-    """Return the text of a preset as it fits a model."""
-    text, _ = fitted_text(preset_text(preset), preset, graph)
-    return text
+def _preset(
+    name: str, target: str, max_mb: float | None, *, has_config: bool, has_data: bool
+) -> str:
+    """Return the preset of a destination, empty if there is a config, after a check of the
+    limit of the size.
+    """
+    given = "config" if has_config else ""
+    require_sized(max_mb, name, target, given=given, has_data=has_data)
+    if has_config:
+        return ""
+    return preset_for(name, has_data=has_data)
+
+
+def _sized_run(
+    model: nn.Module, graph: Graph, batches: Batches, events: Events | None
+) -> SizedRun:
+    """Return what chooses widths within a size."""
+    start = partial(without_padding, batches, graph)
+    data = WatchedData(start, batches.total, events or follower())
+    return SizedRun(model, graph, data, logger.info)
+
+
+def _config_file(
+    folder: Path, made_for: MadeFor, run: SizedRun, refused: RefusedTensors, *, overwrite: bool
+) -> Path:
+    """Return the path of the config in the folder of the run, which is written if it is new."""
+    preset = made_for.preset
+
+    def new_text() -> str:
+        """Return the preset, fitted to the model."""
+        text, _ = fitted_text(preset_text(preset), preset, run.graph, refused)
+        return text
+
+    finish = partial(config_within, max_mb=made_for.max_mb, run=run)
+    return run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
 
 
 def _name_of(config: AnyConfig) -> str:

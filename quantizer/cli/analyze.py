@@ -13,32 +13,31 @@ from typing import Any
 import click
 
 from quantizer.calibration import absorption
-from quantizer.calibration.events import RunStage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
-from quantizer.cli.analyzed_data import on_device
-from quantizer.cli.follow import progress
+from quantizer.cli.analyzed_data import on_device, watched_data
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import say_note
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
-from quantizer.config.diagnostics import ConfigError
-from quantizer.config.document.document import Document
 from quantizer.config.forms.weight_widths import with_layer_entries
-from quantizer.config.load import check_document
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.analyze import Analysis, Width, WidthChoice, width_bits
-from quantizer.evaluation.width_changes import WidthChanges, chosen_specs, unwanted_changes
-from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, measured_choices
+from quantizer.evaluation.width_changes import chosen_specs, require_exact
+from quantizer.evaluation.width_choice import (
+    LARGEST_SIZE,
+    Budget,
+    choice_line,
+    measured_choices,
+)
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve_plan
 from quantizer.printable import json_text
 from quantizer.report import sensitivity
 from quantizer.report.files import REPORT_INPUTS, write_report
@@ -46,11 +45,8 @@ from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, rea
 from quantizer.results.result_set import locked_as_opened
 from quantizer.results.same_calibration import check_model, check_plan
 from quantizer.seeding import seed_everything
-from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
 
-MAX_MEASURED = 200
-"""With more weights, noise is predicted from gradients unless --passes is given."""
 _FLOATS = tuple(sorted(CAST_ONLY - {"float32"}))
 """The float formats that --choices may name."""
 
@@ -81,7 +77,7 @@ class AnalyzeOptions(Options):
     passes: str | None = option(
         "How the noise at the output is found: measured at the smallest width (network), at "
         "every width (every), or predicted from gradients (fast).  [default: network, or fast "
-        f"for more than {MAX_MEASURED} weights]",
+        f"for more than {engine.MAX_MEASURED} weights]",
         type=click.Choice(engine.NOISE_METHODS),
     )
     tensors: bool = option(
@@ -341,7 +337,8 @@ def _analyze_widths(
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
         say_note(f"note: errors are those of round-to-nearest, without {names}")
-    analysis = measure(options, plan, widths, batches)
+    data = watched_data(options, batches, plan.graph)
+    analysis = engine.measured_analysis(plan, widths, data, options.passes)
     if budget is not None:
         return _choose(options, subject, plan, analysis, budget=budget, tensors=tensors)
     content = sensitivity.analysis_json(analysis)
@@ -382,7 +379,7 @@ def _choose(
         name = label
         if label == "uniform":
             name += f" {analysis.widths[choice.widths[0]]}"
-        lines.append(sensitivity.choice_line(name, analysis, choice.widths, choice.noise))
+        lines.append(choice_line(name, analysis, choice))
     if best == "uniform":
         lines.append("note: the uniform width measures better, so the config has that one")
         lines.append("note: --passes every or other --choices may find better widths")
@@ -398,51 +395,3 @@ def _choose(
         lines=lines,
         tensors=tensors,
     )
-
-
-def measure(
-    options: AnalyzeOptions, plan: Plan, widths: tuple[Width, ...], batches: Batches
-) -> Analysis:
-    """Measure the loss of each weight at each width.
-
-    Raises:
-        GateError: the plan has no weights that could get another width.
-        DataError: an input of a layer or an output of the network is not finite.
-    """
-    count = len(engine.width_candidates(plan)[0])
-    passes = options.passes
-    if passes is None:
-        passes = "network" if count <= MAX_MEASURED else "fast"
-    total, unit = engine.units_of_work(passes, count, batches.total)
-    with RunStage(progress(quiet=options.json), "analyze", total, unit) as stage:
-        return engine.analyze_weights(
-            plan,
-            widths,
-            partial(on_device, options, batches, plan.graph),
-            passes,
-            after_layer=stage.advance,
-        )
-
-
-def require_exact(
-    plan: Plan,
-    original: Graph,
-    changes: WidthChanges,
-    config: dict[str, Any],
-) -> None:
-    """Check that a changed config gives each weight the chosen width and changes nothing else.
-
-    Raises:
-        ConfigError: it is not valid, for example because the device lacks a width.
-        UsageError: its form cannot express the widths.
-    """
-    checked = check_document(Document.of(config, "the config with the chosen widths"))
-    after = resolve_plan(checked.require(), plan.graph, original)
-    if any(finding.severity == "error" for finding in after.diagnostics):
-        raise ConfigError(after.diagnostics, checked.sources)
-    wrong = unwanted_changes(plan, after, changes)
-    if wrong:
-        raise UsageError(
-            f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
-            help="state the weights' dtype, scheme and axis in one place, global or overall",
-        )

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session, torchrun
+from quantizer.cli.analyzed_data import watched_data
 from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.climbing import (
     TUNED_CONFIG,
@@ -45,7 +46,6 @@ from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
-from quantizer.cli.sized_widths import config_within, require_sized
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.document.document import Text
@@ -62,6 +62,7 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
@@ -236,7 +237,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
     has_file = options.config_file is not None
-    require_sized(options.max_mb, name, target, has_file=has_file, has_data=has_data)
+    given = "--config_file" * has_file
+    require_sized(options.max_mb, name, target, given=given, has_data=has_data)
     require_extras([target])
     choices = choices_for(name, options.target_choices)
     options = replace(options, onnx_profile=choices["onnx_profile"])
@@ -259,8 +261,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     config_file = options.config_file
     if config_file is None:
         preset = options.preset or preset_for(name, has_data=has_data)
-        size = "" if options.max_mb is None else f" --max_mb {options.max_mb:g}"
-        made_for = MadeFor(name + size, opened.loaded.name, preset)
+        made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
         refused = refused_tensors(target, options.target_choices)
         config_file = _config_file(options, made_for, graph, opened, refused=refused)
     options = replace(options, config_file=config_file)
@@ -389,7 +390,9 @@ def _config_file(
             say_note(change)
         return text
 
-    finish = partial(config_within, options=options, opened=opened, max_mb=options.max_mb)
+    data = watched_data(options, opened.batches, graph)
+    sized = SizedRun(opened.loaded.module, graph, data, say_note)
+    finish = partial(config_within, max_mb=options.max_mb, run=sized)
     folder = Path(options.output_dir)
     path = run_config(folder, made_for, new_text, finish=finish, overwrite=options.overwrite)
     return str(path)

@@ -24,6 +24,7 @@ from quantizer.comparison.row_matching import (
     match_rows,
 )
 from quantizer.errors import ModelError
+from quantizer.graph.ir import Graph
 from quantizer.graph.label_replay import Seen
 from quantizer.graph.output_parts import Output, OutputPart, output_parts, parts_named_as
 from quantizer.nn.execution import Execution, Watchers
@@ -83,10 +84,17 @@ class Recorder:
 
 
 class OutputComparison:
-    """Compares outputs batch by batch; finds the places of parts once for each shape."""
+    """Compares outputs batch by batch; finds the places of parts once for each shape.
 
-    def __init__(self, outputs: Sequence[Output]) -> None:
+    Args:
+        outputs: of the networks.
+        graph: of the network that has them, to know which of them have positions; None if
+            padding counts, too.
+    """
+
+    def __init__(self, outputs: Sequence[Output], graph: Graph | None = None) -> None:
         self.outputs = outputs
+        self._graph = graph
         self._splits: dict[tuple[Any, ...], _Split] = {}
 
     def empty(self) -> list[OutputFigures]:
@@ -99,6 +107,8 @@ class OutputComparison:
         quantized: Sequence[Tensor],
         left: Recorder,
         right: Recorder,
+        *,
+        included: Tensor | None = None,
     ) -> list[OutputFigures]:
         """Return the figures of one batch.
 
@@ -107,6 +117,7 @@ class OutputComparison:
             quantized: the outputs of the quantized network.
             left: has watched the float network.
             right: has watched the quantized network.
+            included: as `Batch` has it.
 
         Raises:
             DataError: an output of the float network is not finite.
@@ -116,8 +127,23 @@ class OutputComparison:
         for number, output in enumerate(self.outputs):
             x = SeenOutput(reference[number], left.seen)
             y = SeenOutput(quantized[number], right.seen)
-            figures.append(self._of_output(output, x, y))
+            if included is not None and self._has_positions(output, x.value, included):
+                figures.append(_of_tokens(output, x.value, y.value, included))
+            else:
+                figures.append(self._of_output(output, x, y))
         return figures
+
+    def _has_positions(self, output: Output, x: Tensor, included: Tensor) -> bool:
+        """Return whether an output has samples and positions as its first axes."""
+        graph = self._graph
+        if graph is None or output.labels is not None or output.order is not None:
+            return False
+        if x.shape[:2] != included.shape:
+            return False
+        if graph.lengths:
+            return 1 in graph.by_name[output.node].open_axes
+        # Otherwise the second axis may be one of features
+        return x.dim() > included.dim()
 
     def pieces(
         self,
@@ -237,14 +263,14 @@ class ComparedNetworks:
         outputs: Sequence[Output] | None,
     ) -> None:
         self._user = user
+        expected = reference if user is None else user
         if outputs is None:
-            expected = reference if user is None else user
             outputs = output_parts(expected.graph)
-        self._comparison = OutputComparison(outputs)
+        self._comparison = OutputComparison(outputs, expected.graph)
         self._passed: OutputComparison | None = None
         if user is not None:
             passed = parts_named_as(reference.graph, user.graph)
-            self._passed = OutputComparison(passed)
+            self._passed = OutputComparison(passed, reference.graph)
 
     def empty(self) -> tuple[list[OutputFigures], list[OutputFigures]]:
         """Return figures without a batch.
@@ -283,13 +309,17 @@ class ComparedNetworks:
         reference = executions[0].outputs()
         quantized = executions[1].outputs()
         if self._user is None or self._passed is None:
-            figures = self._comparison.figures(reference, quantized, *recorders)
+            figures = self._comparison.figures(
+                reference, quantized, *recorders, included=batch.included
+            )
             return reference, figures, []
-        passed = self._passed.figures(reference, quantized, *recorders)
+        passed = self._passed.figures(reference, quantized, *recorders, included=batch.included)
         recorder = Recorder(self._comparison.outputs)
         execution = self._user.start(batch.args, batch.kwargs)
         expected = execution.advance(watch=recorder.watchers).outputs()
-        figures = self._comparison.figures(expected, quantized, recorder, recorders[1])
+        figures = self._comparison.figures(
+            expected, quantized, recorder, recorders[1], included=batch.included
+        )
         return expected, figures, passed
 
 
@@ -330,6 +360,36 @@ class _Split:
             x_pieces.append(x.reshape(-1)[shared.to(x.device)])
             y_pieces.append(y.reshape(-1)[others.to(y.device)])
         return x_pieces, y_pieces
+
+
+def _of_tokens(
+    output: Output,
+    x: Tensor,
+    y: Tensor,
+    included: Tensor,
+) -> OutputFigures:
+    """Return the figures of an output of one part, without padding.
+
+    Args:
+        output: with samples and positions as its first axes.
+        x: its values in the float network.
+        y: its values in the quantized network.
+        included: as `Batch` has it.
+    """
+    require_same_shape("the output", x, y)
+    figures = _empty(output)
+    mask = included.to(x.device)
+    # One sample that has all tokens, so that axes keep their numbers
+    x = x[mask].unsqueeze(0)
+    y = y[mask].unsqueeze(0)
+    ranges = None
+    axis = output.channel_axis
+    if axis is not None and axis >= mask.dim() and x.is_floating_point():
+        figures.channels = ChannelExtents.of(x, y, axis)
+    if figures.channels is not None:
+        ranges = figures.channels.whole
+    figures.whole.add(x, y, ranges)
+    return figures
 
 
 def _empty(output: Output) -> OutputFigures:

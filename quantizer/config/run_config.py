@@ -28,14 +28,23 @@ class MadeFor:
     """What a config is made for.
 
     Attributes:
-        to: the destination, as `--to` names it, with the options that change it.
+        destination: as `--to` names it.
         model: the class of the model.
         preset: that it starts from. It depends on whether there is calibration data.
+        max_mb: the limit of the size, if there is one.
     """
 
-    to: str
+    destination: str
     model: str
     preset: str
+    max_mb: float | None = None
+
+    @property
+    def to(self) -> str:
+        """Return the destination with the options that change the config."""
+        if self.max_mb is None:
+            return self.destination
+        return f"{self.destination} --max_mb {self.max_mb:g}"
 
     @property
     def comment(self) -> str:

@@ -22,6 +22,7 @@ from quantizer.algorithms.sensitivity import (
     with_width,
 )
 from quantizer.algorithms.sensitivity import Width as Width  # re-exported
+from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_measure import AlikeOutputs
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
@@ -50,6 +51,8 @@ WidthChoice = Sequence[int]
 """For each analysed weight, the index of its width."""
 GetBatches = Callable[[], Iterable[Batch]]
 """Starts a pass over the data."""
+MAX_MEASURED = 200
+"""With more weights, noise is predicted from gradients if nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,52 @@ def _scaled_noise(measured: Sequence[float], errors: Sequence[float]) -> Sequenc
     if not errors[0]:
         return [0.0] * len(errors)
     return [measured[0] * error / errors[0] for error in errors]
+
+
+@dataclass(frozen=True)
+class WatchedData:
+    """The data of an analysis, and who follows it.
+
+    Attributes:
+        batches: starts a pass over the data.
+        total: the number of batches, if it is known.
+        events: the follower.
+    """
+
+    batches: GetBatches
+    total: int | None
+    events: Events
+
+
+def measured_analysis(
+    plan: Plan,
+    widths: Sequence[Width],
+    data: WatchedData,
+    passes: str | None = None,
+) -> Analysis:
+    """Measure what `analyze_weights` does as a stage of a run.
+
+    Args:
+        plan: whose weights are measured.
+        widths: the smallest first.
+        data: what they are measured on.
+        passes: how; None for what the number of weights suggests.
+
+    Raises:
+        GateError, DataError: `analyze_weights` raises it.
+    """
+    count = len(width_candidates(plan)[0])
+    if passes is None:
+        passes = "network" if count <= MAX_MEASURED else "fast"
+    total, unit = units_of_work(passes, count, data.total)
+    with RunStage(data.events, "analyze", total, unit) as stage:
+        return analyze_weights(
+            plan,
+            widths,
+            data.batches,
+            passes,
+            after_layer=stage.advance,
+        )
 
 
 def units_of_work(passes: str, weights: int, batches: int | None) -> tuple[int, str]:

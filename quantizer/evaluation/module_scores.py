@@ -24,6 +24,7 @@ from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate
+from quantizer.sources.padding import with_included
 from quantizer.sources.user_code import user_errors
 
 
@@ -60,9 +61,11 @@ class ModulePair:
             before = self._measured(self.reference, batches, events, function, kind="float")
             check(before.keys())
         comparison = NetworkComparison([])
+        names = batches.arguments.names
+        marked = (with_included(batch, names) for batch in batches)
         with RunStage(events, "test", batches.total) as stage:
             over_batches(
-                stage.counted(self.moved(batches)),
+                stage.counted(self.moved(marked)),
                 lambda number, batch: self._add(comparison, number, batch),
             )
         if function is None:
@@ -110,6 +113,13 @@ class ModulePair:
             for figures, x in zip(result.outputs, reference.values(), strict=True):
                 y = quantized[figures.whole.name]
                 require_same_shape(figures.whole.name, x, y)
+                mask = batch.included
+                # The second of two axes may be one of features
+                has_positions = x.dim() > 2
+                if has_positions and mask is not None and x.shape[:2] == mask.shape:
+                    tokens = mask.to(x.device)
+                    x = x[tokens]
+                    y = y[tokens]
                 figures.whole.add(x, y)
             record_predictions(
                 result, batch, list(reference.values()), list(quantized.values())

@@ -29,6 +29,7 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.sources.data import Batches
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.models import Evaluate
+from quantizer.sources.padding import with_included
 from quantizer.sources.user_code import user_errors, was_called
 
 _logger = logging.getLogger(__name__)
@@ -282,7 +283,9 @@ class _Test:
         """Compare the networks on all batches, and record the outputs of the quantized one."""
         networks = self.networks
         with RunStage(self.events, "test", networks.batches.total) as stage:
-            moved = (batch.to(networks.device) for batch in networks.batches)
+            names = networks.batches.arguments.names
+            marked = (with_included(batch, names) for batch in networks.batches)
+            moved = (batch.to(networks.device) for batch in marked)
             return compare(
                 networks.reference,
                 networks.quantized,

@@ -1,11 +1,18 @@
 """Turns chosen bit widths into specs, and checks that a changed config has exactly these."""
 
 from collections.abc import Mapping
+from typing import Any
 
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.document.document import Document
+from quantizer.config.load import check_document
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.roles import base_role
+from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import Analysis, WidthChoice
+from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key, Plan
+from quantizer.plan.resolve import resolve_plan
 
 WidthChanges = Mapping[str, Mapping[Role, QuantizationSpec]]
 """For each layer with another width, the specs of its tensors."""
@@ -69,3 +76,27 @@ def _is_same(expected: QuantizationSpec | None, actual: QuantizationSpec | None)
         # The other fields of a format without a scale have no meaning.
         return expected.dtype == actual.dtype
     return expected == actual
+
+
+def require_exact(
+    plan: Plan,
+    original: Graph,
+    changes: WidthChanges,
+    config: dict[str, Any],
+) -> None:
+    """Check that a changed config gives each weight the chosen width and changes nothing else.
+
+    Raises:
+        ConfigError: it is not valid, for example because the device lacks a width.
+        UsageError: its form cannot express the widths.
+    """
+    checked = check_document(Document.of(config, "the config with the chosen widths"))
+    after = resolve_plan(checked.require(), plan.graph, original)
+    if any(finding.severity == "error" for finding in after.diagnostics):
+        raise ConfigError(after.diagnostics, checked.sources)
+    wrong = unwanted_changes(plan, after, changes)
+    if wrong:
+        raise UsageError(
+            f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
+            help="state the weights' dtype, scheme and axis in one place, global or overall",
+        )

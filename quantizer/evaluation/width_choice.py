@@ -47,6 +47,23 @@ class MeasuredChoice:
     noise: float
 
 
+def choice_line(
+    label: str,
+    analysis: Analysis,
+    choice: MeasuredChoice,
+) -> str:
+    """Return a line about a choice. It begins with `label`."""
+    widths = choice.widths
+    megabytes = analysis.bytes(widths) / 1e6
+    predicted_db = analysis.db(analysis.total(widths))
+    measured_db = analysis.db(choice.noise)
+    return (
+        f"{label}: {analysis.mean_bits(widths):.3f} bits per weight, weights "
+        f"{megabytes:.3f} MB, output {predicted_db:.2f} dB predicted, "
+        f"{measured_db:.2f} dB measured"
+    )
+
+
 def measured_choices(
     plan: Plan,
     analysis: Analysis,

@@ -14,7 +14,6 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from quantizer.errors import ModelError
 from quantizer.graph import targets
-from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.lengths import (
     open_lengths,
@@ -33,6 +32,7 @@ from quantizer.graph.program_nodes import (
     writes_all,
 )
 from quantizer.graph.stored import as_floats, constants_of_code, with_output
+from quantizer.graph.view_writes import is_inplace
 
 
 @dataclass

@@ -29,7 +29,10 @@ def analysis_table(
     return _choice_table(analysis, choice, view)
 
 
-def _sensitivity_table(analysis: Analysis, view: TableView) -> Listing:
+def _sensitivity_table(
+    analysis: Analysis,
+    view: TableView,
+) -> Listing:
     """Return the SQNR at the output if only one weight is quantized, for each weight and
     width.
     """
@@ -50,7 +53,11 @@ def _sensitivity_table(analysis: Analysis, view: TableView) -> Listing:
     return view.listing(titles, lines, numbers=titles[1:], layouts=layouts)
 
 
-def _choice_table(analysis: Analysis, choice: WidthChoice, view: TableView) -> Listing:
+def _choice_table(
+    analysis: Analysis,
+    choice: WidthChoice,
+    view: TableView,
+) -> Listing:
     """Return the chosen widths and their shares of the predicted noise. The largest shares are
     shown first.
     """
@@ -75,7 +82,10 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
+def unanalysed_lines(
+    analysis: Analysis,
+    view: TableView,
+) -> list[str]:
     """Return a line for each quantized weight whose width cannot be changed, with the
     reason.
     """
@@ -140,24 +150,6 @@ def choice_json(analysis: Analysis, choice: WidthChoice, measured: float) -> Jso
     }
 
 
-def choice_line(
-    label: str,
-    analysis: Analysis,
-    choice: WidthChoice,
-    measured: float,
-) -> str:
-    """Return a line about a choice, with arguments as for `choice_json`. It begins with
-    `label`.
-    """
-    megabytes = analysis.bytes(choice) / 1e6
-    predicted_db = analysis.db(analysis.total(choice))
-    return (
-        f"{label}: {analysis.mean_bits(choice):.3f} bits per weight, weights "
-        f"{megabytes:.3f} MB, output {predicted_db:.2f} dB predicted, "
-        f"{analysis.db(measured):.2f} dB measured"
-    )
-
-
 def ablation_json(ablation: Ablation) -> JsonObject:
     """Return the effect of each tensor on the output as JSON, in the order of
     `ablation_table`.
@@ -179,7 +171,10 @@ def ablation_json(ablation: Ablation) -> JsonObject:
     }
 
 
-def ablation_table(ablation: Ablation, view: TableView) -> Listing:
+def ablation_table(
+    ablation: Ablation,
+    view: TableView,
+) -> Listing:
     """Return a table of the effect of each tensor on the output. First is the tensor whose
     quantization costs most SQNR.
     """

@@ -39,6 +39,8 @@ class Batch:
         is_stable: whether the tensors keep their values when the next batch is read. A loader
             may reuse their memory. To keep a batch, call `stable()`.
         number: of the user's batch that it is, or is a part of; None if it is not numbered.
+        included: bool [batch, positions], which positions hold tokens; None if all do, or if
+            that is not known.
     """
 
     args: tuple[Any, ...]
@@ -48,6 +50,7 @@ class Batch:
     left_out: tuple[str, ...] = ()
     is_stable: bool = True
     number: int | None = None
+    included: Tensor | None = None
 
     @classmethod
     def of(

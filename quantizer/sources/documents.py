@@ -1,5 +1,6 @@
 """Read documents from text files. A `.txt` file is one. In `.jsonl` and `.parquet` files, each
-row is one, with its text or its messages. Rows of `.jsonl` files may name images.
+row is one, with its text or its messages. Rows may name images, and those of `.parquet` files
+may have them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
+from quantizer.sources.images import StoredImage
 from quantizer.storage.plain_files import require_file_or_folder
 
 TEXT = "text"
@@ -21,6 +23,7 @@ MESSAGES = "messages"
 _ROWS = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
 _MESSAGE_KEYS = ("role", "content")
 _IMAGE = "image"
+_IMAGES = "images"
 _PATH_KEYS = (_IMAGE, "path", "url")
 """What has the path of an image in a part of a message."""
 
@@ -33,12 +36,12 @@ class Document:
         place: the file, and the row in it, for messages of errors.
         content: the text, or a list of dicts with `role` and `content`. A part that is an image
             has no path.
-        images: the files, in the order of their places in the content.
+        images: the files or their contents, in the order of their places in the content.
     """
 
     place: str
     content: str | list[Any]
-    images: tuple[Path, ...] = ()
+    images: tuple[Path | StoredImage, ...] = ()
 
 
 def read_documents(path: Path) -> Iterator[Document]:
@@ -99,11 +102,13 @@ def _read_parquet(path: Path) -> Iterator[Document]:
                     f"{path} has no column text or messages, but {', '.join(names)}",
                     help="rename the column of the texts to text",
                 )
+            columns += [name for name in (_IMAGE, _IMAGES) if name in names]
             number = 0
             for batch in file.iter_batches(columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield _document(f"{path}, row {number}", row)
+                    document = _document(f"{path}, row {number}", row)
+                    yield _with_images(document, row, path.parent)
     except arrow.ArrowException as cause:
         message = f"{path} cannot be read as Parquet: {cause}"
         raise DataError(message) from cause
@@ -171,7 +176,7 @@ def _with_images(document: Document, row: Mapping[str, Any], folder: Path) -> Do
         DataError: an image is not named by a path, or both name images.
     """
     place = document.place
-    named = row.get("images") or []
+    named = row.get(_IMAGES) or []
     if not isinstance(named, list):
         raise DataError(f"images of {place} is {a_kind(named)}", help="give a list of paths")
     if row.get(_IMAGE) is not None:
@@ -185,14 +190,30 @@ def _with_images(document: Document, row: Mapping[str, Any], folder: Path) -> Do
                 help='leave out one of them; {"type": "image"} takes the next image of the row',
             )
         named = named or in_parts
-    for path in named:
-        if not isinstance(path, str) or "://" in path:
-            raise DataError(
-                f"an image of {place} is not the path of a file",
-                help="save the image, and give its path relative to the file of rows",
-            )
-    images = tuple(folder / path for path in named)
+    images = tuple(_image(value, place, folder) for value in named)
     return replace(document, content=content, images=images)
+
+
+def _image(value: Any, place: str, folder: Path) -> Path | StoredImage:
+    """Return an image of a row: its path, or its content in the form of `datasets`, which is a
+    dict with `bytes` and `path`.
+
+    Raises:
+        DataError: it is neither.
+    """
+    path = value
+    if isinstance(value, dict):
+        path = value.get("path")
+        content = value.get("bytes")
+        if isinstance(content, bytes):
+            name = f"image {path}" if path else "an image"
+            return StoredImage(f"{name} of {place}", content)
+    if not isinstance(path, str) or "://" in path:
+        raise DataError(
+            f"an image of {place} is not the path of a file",
+            help="save the image, and give its path relative to the file of rows",
+        )
+    return folder / path
 
 
 def _without_paths(messages: list[Any]) -> tuple[list[Any], list[Any]]:

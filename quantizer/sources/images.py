@@ -3,6 +3,7 @@
 """
 
 import importlib
+import io
 import json
 import math
 import random
@@ -223,7 +224,23 @@ def _pillow() -> Any:
         raise DataError("reading images needs pillow", help=pip_line("images")) from cause
 
 
-def read_image(path: Path) -> Any:
+@dataclass(frozen=True)
+class StoredImage:
+    """The content of an image file that is stored in a row of another file.
+
+    Attributes:
+        name: for messages of errors.
+        content: of the file.
+    """
+
+    name: str
+    content: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def read_image(path: Path | StoredImage) -> Any:
     """Return an image of pillow in RGB.
 
     Raises:
@@ -236,19 +253,23 @@ def _as_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def _opened(path: Path, convert: Callable[[Any], _Converted]) -> _Converted:
-    """Return what `convert` makes of the image in a file.
+def _opened(path: Path | StoredImage, convert: Callable[[Any], _Converted]) -> _Converted:
+    """Return what `convert` makes of the image in a file or in memory.
 
     Raises:
-        DataError: the file cannot be read as an image, or `convert` raises it.
+        DataError: it cannot be read as an image, or `convert` raises it.
     """
+    source: Any = path
     pillow = _pillow()
     limit = pillow.MAX_IMAGE_PIXELS
     # `Preprocess.max_pixels` limits the pixels instead
     pillow.MAX_IMAGE_PIXELS = None
     try:
-        require_file_or_folder(path)
-        with prefix_errors(f"{path} "), pillow.open(path, formats=_FORMATS) as image:
+        if isinstance(path, StoredImage):
+            source = io.BytesIO(path.content)
+        else:
+            require_file_or_folder(path)
+        with prefix_errors(f"{path} "), pillow.open(source, formats=_FORMATS) as image:
             return convert(image)
     except (OSError, ValueError, SyntaxError) as cause:
         raise DataError(f"{path} cannot be read as an image: {_reason(cause)}") from cause
@@ -258,6 +279,9 @@ def _opened(path: Path, convert: Callable[[Any], _Converted]) -> _Converted:
 
 def _reason(cause: Exception) -> object:
     """Return the system's text of an error, without the path that it repeats."""
+    # Pillow names an object in memory by its address
+    if "BytesIO" in str(cause):
+        return "its format is not known"
     return getattr(cause, "strerror", None) or cause
 
 

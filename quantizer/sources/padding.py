@@ -10,7 +10,7 @@ A call may have several texts, such as those of an encoder and a decoder, with a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -71,6 +71,27 @@ def without_padding(batches: Batches, graph: Graph | None) -> Iterator[Batch]:
         numbered = replace(batch, number=number)
         call = _PaddedCall(numbered, batches, graph)
         yield from call.parts()
+
+
+def with_included(batch: Batch, names: Sequence[str]) -> Batch:
+    """Return a batch that knows which of its positions are padding.
+
+    A call with several texts keeps all of its positions, because an output may be of any text.
+
+    Args:
+        batch: of test data.
+        names: of the model's positional arguments.
+    """
+    arguments: dict[str, Any] = {}
+    for name, value in zip(names, batch.args, strict=False):
+        arguments[name] = value
+    arguments.update(batch.kwargs)
+    texts = set(map(_text_prefix, arguments))
+    if len(texts) > 1:
+        return batch
+    mask = arguments.get(_MASK)
+    included = _included(mask)
+    return replace(batch, included=included)
 
 
 class _PaddedCall:

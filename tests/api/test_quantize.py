@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.llamas import llama
+from support.llamas import VOCABULARY, llama, tokens
 from torch import Tensor, nn
 
 import quantizer
@@ -102,3 +102,52 @@ def test_a_config_that_needs_data_gets_no_example_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the config needs calibration data"):
         quantizer.quantize(llama(), to="w8", config=config, folder=tmp_path / "out")
     assert not (tmp_path / "out" / "quant_info.json").exists()
+
+
+LIMIT = 0.066
+"""8 bits everywhere take 0.074 MB."""
+
+
+def sized(folder: Path, limit: float | str, **settings: str) -> quantizer.Quantized:
+    return quantizer.quantize(llama(), tokens(), "w4", folder=folder, max_mb=limit, **settings)
+
+
+def test_python_chooses_widths_within_a_size(tmp_path: Path) -> None:
+    made = sized(tmp_path, LIMIT)
+    written = sum(path.stat().st_size for path in made.path.glob("*.safetensors"))
+    assert 0.9 * LIMIT * 1e6 < written <= LIMIT * 1e6
+    text = (tmp_path / "quantize_config.json").read_text("utf-8")
+    assert f"--to w4 --max_mb {LIMIT} for LlamaForCausalLM" in text
+    assert made.verdict[0].split(": ")[1].startswith("int8 and int4 weights")
+
+
+@pytest.mark.parametrize(
+    ("limit", "settings", "message"),
+    [
+        ("big", {}, "--max_mb big is not a size"),
+        (1e-3, {}, "with 4 bits everywhere the file takes"),
+        (LIMIT, {"config": "mine.json"}, "and config gives one"),
+    ],
+)
+def test_sizes_that_cannot_be_kept_are_refused(
+    limit: float | str, settings: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "results"
+    with pytest.raises(UsageError, match=message):
+        sized(folder, limit, **settings)
+    assert not folder.exists()
+
+
+def test_weights_that_a_model_computes_stay_float(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "state_size": 8,
+        "vocab_size": VOCABULARY,
+    }
+    heads = {"head_dim": 16, "num_heads": 4, "n_groups": 1, "use_cache": False}
+    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, **heads)).eval()
+    made = quantizer.quantize(model, tokens(1), "w8", folder=tmp_path)
+    assert "In float: backbone.layers.0.mixer" in repr(made)

@@ -33,7 +33,7 @@ NAMED = {
     "graph/ops.py": "the table",
     "graph/op_builders.py": "which operators return views, or several tensors",
     "graph/targets.py": "how torch traces a ReLU6",
-    "graph/functionalize.py": "what hands on its input in a traced program",
+    "graph/view_writes.py": "which operators share memory in a traced program",
     "graph/attention.py": "finds attentions that are written out, around their softmax",
     "graph/describe.py": "how layers are written that have arguments of their own",
     "graph/passes/activations.py": "rewrites these operators",

@@ -93,6 +93,60 @@ def test_the_perplexity_is_that_of_transformers(
     assert printed == pytest.approx(math.exp(total / count), rel=1e-3)
 
 
+def stored(folder: Path, name: str) -> dict[str, Any]:
+    """An image as Hugging Face datasets store it."""
+    path = f"pictures/{name}.png"
+    return {"bytes": (folder / path).read_bytes(), "path": None}
+
+
+def write_parquet(folder: Path, rows: list[Any]) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="Parquet needs quantizer-torch[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), folder / "rows.parquet")
+
+
+def test_parquet_rows_have_the_images_of_paths(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = perplexity(folder, ROWS, capsys)
+    in_rows = [{"text": TEXTS[0], "image": stored(folder, "a")}]
+    in_rows.append({"text": TEXTS[1], "image": {"bytes": None, "path": "pictures/b.png"}})
+    lists = [{"text": row["text"], "images": [row["image"]]} for row in in_rows]
+    parts = [
+        USER | {"content": [{"type": "image", "image": stored(folder, "a")}]},
+        USER | {"content": [{"type": "text", "text": "It is an orange."}]},
+    ]
+    names = ["--model", str(folder / "my_llava"), "--data", str(folder / "rows.parquet")]
+    for rows in (in_rows, lists, [{"messages": parts}]):
+        write_parquet(folder, rows)
+        assert run_command(["--quant_mode", "float", *names]) == 0
+        [printed] = re.findall(r"perplexity (\S+)", capsys.readouterr().out)
+        if len(rows) == 2:
+            assert float(printed) == expected
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (
+            {"bytes": b"no image", "path": "a.png"},
+            "image a.png of .*rows.parquet, row 1 cannot",
+        ),
+        ({"bytes": None, "path": None}, "an image of .*rows.parquet, row 1 is not the path"),
+        ({"bytes": None, "path": "none.png"}, "none.png cannot be read"),
+    ],
+)
+def test_images_in_rows_that_cannot_be_read_are_named(
+    image: Any, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(folder, [{"text": TEXTS[0], "image": image}])
+    names = ["--model", str(folder / "my_llava"), "--data", str(folder / "rows.parquet")]
+    assert run_command(["--quant_mode", "float", *names]) == 4
+    printed = capsys.readouterr().err
+    assert re.search(message, printed)
+    assert "0x" not in printed
+
+
 IMAGE = {"type": "image", "image": "pictures/a.png"}
 FAULTS = {
     "a row without an image": ([ROWS[0], {"text": "It"}], "rows.jsonl:2 has no image"),

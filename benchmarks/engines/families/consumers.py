@@ -71,8 +71,11 @@ CONSUMERS = {
         "vllm",
         "vLLM on a CPU",
         ("w4_16", "w8a8_dynamic"),
-        for_llama=("float_16", "mixed_16", "head_16", "w8a8_static", "fp8"),
-        families=("llama", "mistral", "qwen2", "qwen3", "mixtral"),
+        for_llama=("float_16", "mixed_16", "widths_16", "head_16", "w8a8_static", "fp8"),
+        families=(
+            *("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "granite"),
+            *("mixtral", "qwen3_moe"),
+        ),
         environment="vllm",
         reference="transformers",
     ),

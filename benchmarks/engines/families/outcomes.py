@@ -36,8 +36,10 @@ def row_of(consumer: Consumer, case: Case, folder: Path) -> dict[str, Any]:
     outputs = folder / f"{consumer.name}.npz"
     if not outputs.exists():
         failure = (folder / f"{consumer.name}.txt").read_text("utf-8")
-        short = " ".join(failure.split())[:LONGEST_MESSAGE]
-        return {**row, "failure": short.replace(str(folder), "FOLDER")}
+        short = " ".join(failure.split()).replace(str(folder), "FOLDER")
+        if len(short) > LONGEST_MESSAGE:
+            short = short[:LONGEST_MESSAGE].rpartition(" ")[0]
+        return {**row, "failure": short}
     computed = _arrays(outputs)
     row["version"] = str(computed["version"])
     reference = _arrays(folder / f"{consumer.reference or 'expected'}.npz")

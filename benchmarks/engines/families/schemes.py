@@ -87,6 +87,12 @@ SCHEMES = {
         dtype="bfloat16",
         layers={"*.down_proj": {"weight": _INT8, "input_tensors": _DYNAMIC_INT8}},
     ),
+    "widths_16": Scheme(
+        "int4 and int8 in groups, bfloat16",
+        _INT4,
+        dtype="bfloat16",
+        layers={"*.down_proj": {"weight": {"dtype": "int8", **_GROUPS}}},
+    ),
     "head_16": Scheme(
         "int4, head too, bfloat16", _INT4, dtype="bfloat16", exclude=(EMBEDDING,)
     ),

@@ -1,26 +1,36 @@
-"""`quantizer run --to w4 --max_mb`: 4 or 8 bits for each weight, within a size of the file."""
+"""4 or 8 bits for each weight, within a size of the file: `--max_mb` of `quantizer run`."""
 
-from dataclasses import replace
-from functools import partial
+from __future__ import annotations
 
-from quantizer.cli.analyze import AnalyzeOptions, measure, require_exact
-from quantizer.cli.analyzed_data import on_device
-from quantizer.cli.options import Options
-from quantizer.cli.render import say_note
-from quantizer.cli.session import OpenedRun
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
 from quantizer.config.forms.weight_widths import with_layer_entries
 from quantizer.config.load import load_text
 from quantizer.errors import UsageError
-from quantizer.evaluation.analyze import Analysis, WeightRow, width_candidates
-from quantizer.evaluation.width_changes import chosen_specs
-from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, measured_choices
+from quantizer.evaluation.analyze import (
+    Analysis,
+    WatchedData,
+    WeightRow,
+    measured_analysis,
+    width_candidates,
+)
+from quantizer.evaluation.width_changes import chosen_specs, require_exact
+from quantizer.evaluation.width_choice import (
+    LARGEST_SIZE,
+    Budget,
+    choice_line,
+    measured_choices,
+)
 from quantizer.export.compressed_tensors.predicted_size import coded_bytes, float_bytes
+from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
-from quantizer.report.sensitivity import choice_line
 
 WIDTHS = (4, 8)
 """The widths that engines have kernels for."""
@@ -29,7 +39,7 @@ _TARGET = "compressed-tensors"
 
 
 def require_sized(
-    max_mb: float | None, destination: str, target: str, *, has_file: bool, has_data: bool
+    max_mb: float | None, destination: str, target: str, *, given: str, has_data: bool
 ) -> None:
     """Check that a limit of the size, if there is one, fits the other options of a run.
 
@@ -37,7 +47,7 @@ def require_sized(
         max_mb: the limit in million bytes; None for no limit.
         destination: the value of `--to`.
         target: the kind of file that the destination stands for.
-        has_file: whether the run has `--config_file`.
+        given: the option that names a config; empty without.
         has_data: whether the run has calibration data.
 
     Raises:
@@ -45,13 +55,13 @@ def require_sized(
     """
     if max_mb is None:
         return
-    if not 0 < max_mb < LARGEST_SIZE:
+    if not isinstance(max_mb, (int, float)) or not 0 < max_mb < LARGEST_SIZE:
         raise UsageError(
-            f"--max_mb {max_mb:g} is not a size", help="write for example --max_mb 1500"
+            f"--max_mb {max_mb} is not a size", help="write for example --max_mb 1500"
         )
-    if has_file:
+    if given:
         raise UsageError(
-            "--max_mb chooses the widths of a new config, and --config_file gives one",
+            f"--max_mb chooses the widths of a new config, and {given} gives one",
             help="leave one of them out, or use `quantizer analyze --max_mb`",
         )
     if destination != _DESTINATION:
@@ -72,18 +82,31 @@ def require_sized(
         )
 
 
-def config_within(
-    text: str, *, options: Options, opened: OpenedRun, max_mb: float | None
-) -> str:
-    """Return the text of a config with 4 or 8 bits for each weight.
+@dataclass(frozen=True)
+class SizedRun:
+    """A run whose widths are chosen.
 
-    The widths have the least noise with which the checkpoint is small enough.
+    Attributes:
+        module: the float model.
+        graph: its trace.
+        data: what the loss of each weight is measured on.
+        say: is called with each note on the choice.
+    """
+
+    module: nn.Module
+    graph: Graph
+    data: WatchedData
+    say: Callable[[str], object]
+
+
+def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:
+    """Return the text of a config with 4 or 8 bits for each weight, of the least noise whose
+    checkpoint has at most `max_mb` million bytes of weights.
 
     Args:
         text: of a config with one width for all weights.
-        options: of the run.
-        opened: its model and data.
-        max_mb: the most million bytes of weights; None to return `text`.
+        max_mb: the limit; None to return the text as it is.
+        run: the model and data.
 
     Raises:
         UsageError: 4 bits are too large, or 8 bits fit.
@@ -93,25 +116,23 @@ def config_within(
         return text
     loaded = load_text(Text("the preset", text))
     config = loaded.require()
-    graph = run_passes(opened.graph, config.settings)
-    plan = resolve_plan(config, graph, opened.graph)
+    graph = run_passes(run.graph, config.settings)
+    plan = resolve_plan(config, graph, run.graph)
     limit = int(max_mb * 1e6)
-    sizes = _FileSizes(plan, opened)
+    sizes = _FileSizes(plan, run.module)
     sizes.require_between(limit)
     if config.algorithms:
         names = ", ".join(algorithm.name for algorithm in config.algorithms)
-        say_note(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
-    measuring = AnalyzeOptions(device=options.device, json=options.json)
-    analysis = measure(measuring, plan, WIDTHS, opened.batches)
+        run.say(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
+    analysis = measured_analysis(plan, WIDTHS, run.data)
     analysis = sizes.applied_to(analysis)
-    batches = partial(on_device, options, opened.batches, plan.graph)
-    choices = measured_choices(plan, analysis, Budget(max_bytes=limit), batches)
-    method = min(choices, key=lambda name: choices[name].noise)
-    best = choices[method]
-    say_note(choice_line(method, analysis, best.widths, best.noise))
+    choices = measured_choices(plan, analysis, Budget(max_bytes=limit), run.data.batches)
+    label = min(choices, key=lambda name: choices[name].noise)
+    best = choices[label]
+    run.say(choice_line(label, analysis, best))
     changes = chosen_specs(plan, analysis, best.widths)
     changed = with_layer_entries(config.document, changes)
-    require_exact(plan, opened.graph, changes, changed)
+    require_exact(plan, run.graph, changes, changed)
     document = loaded.document or Document.of({}, "")
     return edited_text(document, changed)
 
@@ -124,7 +145,7 @@ class _FileSizes:
         floats: the bytes of all that stays in float.
     """
 
-    def __init__(self, plan: Plan, opened: OpenedRun) -> None:
+    def __init__(self, plan: Plan, module: nn.Module) -> None:
         self.by_layer: dict[str, list[int]] = {}
         coded: list[str] = []
         candidates, _ = width_candidates(plan)
@@ -145,7 +166,7 @@ class _FileSizes:
                 )
                 sizes.append(size)
             self.by_layer[name] = sizes
-        self.floats = float_bytes(opened.loaded.module, coded)
+        self.floats = float_bytes(module, coded)
 
     def require_between(self, limit: int) -> None:
         """Check that a limit is between the sizes of both widths.
