@@ -248,12 +248,13 @@ def keep_constants(program: ExportedProgram, coded: Collection[str]) -> None:
     constants = _constants(program, coded)
     for node in list(program.graph.nodes):
         name = _name_of(node)
-        if not name or not _is_coded(node):
-            continue
         values = node.all_input_nodes[:2]
+        has_codes = any(_codes_of(value) is not None for value in values)
+        gives_codes = any(map(_leads_to_codes, node.users))
         is_layer = name in _LAYERS
-        is_choosing = name in _CHOOSING
-        is_rounding = is_layer or name in _PRODUCTS
+        is_choosing = name in _CHOOSING and (has_codes or gives_codes)
+        is_rounding = is_layer and has_codes and gives_codes
+        is_rounding |= name in _PRODUCTS
         is_rounding &= not constants.isdisjoint(values)
         if is_choosing or is_rounding:
             for value in values:
@@ -270,8 +271,8 @@ def _name_of(node: Node) -> str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return ""
-    packet = target.overloadpacket
-    return packet.__name__.removesuffix("_")
+    name: str = target.overloadpacket.__name__
+    return name.removesuffix("_")
 
 
 def _pads_with_values(name: str, node: Node) -> bool:
@@ -281,16 +282,11 @@ def _pads_with_values(name: str, node: Node) -> bool:
     return name in _PADDING and any(numbers)
 
 
-def _is_coded(node: Node) -> bool:
-    """Return whether an operator stands before or after codes."""
-    codes: list[Any] = []
-    for reader in node.users:
-        after = _codes_after(reader)
-        codes.append(after)
-    for value in node.all_input_nodes:
-        before = _codes_of(value)
-        codes.append(before)
-    return any(qparams is not None for qparams in codes)
+def _leads_to_codes(reader: Node) -> bool:
+    """Return whether what reads a value quantizes it, perhaps after it was moved."""
+    if reader.target in ONE_SCALE:
+        return any(map(_leads_to_codes, reader.users))
+    return reader.target is QUANTIZE
 
 
 def _constants(program: ExportedProgram, coded: Collection[str]) -> set[Node]:
@@ -305,20 +301,25 @@ def _constants(program: ExportedProgram, coded: Collection[str]) -> set[Node]:
         else:
             sources = node.all_input_nodes
             is_fixed = node.op == "call_function" and fixed.issuperset(sources)
+        # Sizes are fixed in a file for LiteRT.
+        is_fixed |= isinstance(node.meta.get("val"), int | torch.SymInt)
         namespace = getattr(node.target, "namespace", "")
         if is_fixed and namespace != DEQUANTIZE.namespace:
             fixed.add(node)
-    constants: set[Node] = set()
-    for node in fixed:
-        if _is_float(node) and node.meta["val"].numel() != 1:
-            constants.add(node)
-    return constants
+    return set(filter(_has_values, fixed))
+
+
+def _has_values(node: Node) -> bool:
+    """Return whether a node makes a tensor of several floats."""
+    return _is_float(node) and node.meta["val"].numel() != 1
 
 
 def _is_float(node: Node) -> bool:
     """Return whether a node makes one tensor of floats."""
     value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
+    if not isinstance(value, Tensor):
+        return False
+    return value.is_floating_point()
 
 
 def _hide(value: Node, reader: Node, *, is_layer: bool = False) -> None:
