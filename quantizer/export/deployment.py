@@ -26,6 +26,7 @@ from quantizer.export.value_names import (
     require_apart,
 )
 from quantizer.graph.ir import Graph
+from quantizer.graph.lengths import Length
 from quantizer.graph.output_names import unused_names
 from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
@@ -112,7 +113,7 @@ class Deployment:
             figures=figures,
             named=parts_named_as(graph, calibrated.original),
             warnings=tuple(warnings),
-            origin=Origin(calibrated.config, metrics),
+            origin=Origin(calibrated.config, metrics, _open_sizes(calibrated.graph)),
             layer_choice=layer_choice,
         )
 
@@ -185,7 +186,7 @@ class Deployment:
         """
         for batch in self.batches or [Batch(self.args, self.kwargs, None, None)]:
             yield in_traced_order(self.graph, batch.args, batch.kwargs)
-        lengths = [length for length in self.graph.lengths if length.is_asked_for]
+        lengths = _asked_lengths(self.graph)
         if lengths:
             leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
             for length in lengths:
@@ -275,6 +276,24 @@ class Deployment:
         # The call has the inputs of the graph.
         assert call is not None
         return call
+
+
+def _asked_lengths(graph: Graph) -> list[Length]:
+    """Return the sizes that `--dynamic` leaves open."""
+    asked: list[Length] = []
+    for length in graph.lengths:
+        if length.is_asked_for:
+            asked.append(length)
+    return asked
+
+
+def _open_sizes(graph: Graph) -> dict[str, str]:
+    """Return which sizes a network takes, as `8 or more in steps of 4`, by their names."""
+    sizes: dict[str, str] = {}
+    for length in _asked_lengths(graph):
+        accepted = str(length)
+        sizes[length.name] = accepted
+    return sizes
 
 
 @dataclass

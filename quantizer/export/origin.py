@@ -21,10 +21,12 @@ class Origin:
     Attributes:
         config: as config.resolved.json has it.
         metrics: of the test.
+        sizes: of images and sounds that the network takes, by the name of their dimension.
     """
 
     config: JsonMapping = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
     def texts(self) -> dict[str, str]:
         """Return the texts to store by name; config and metrics are JSON on one line.
@@ -42,13 +44,15 @@ class Origin:
                 metrics[name] = float(f"{value:.6g}")
         if metrics:
             texts["metrics"] = _compact(metrics)
+        if self.sizes:
+            texts["sizes"] = _compact(self.sizes)
         return texts
 
     def text(self) -> str:
         """Return the same as one JSON object."""
         content: dict[str, object] = {}
         for name, text in self.texts().items():
-            is_json = name in ("config", "metrics")
+            is_json = name in ("config", "metrics", "sizes")
             content[name] = json.loads(text) if is_json else text
         return _compact(content)
 

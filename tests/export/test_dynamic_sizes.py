@@ -4,6 +4,7 @@ of the calibration, and what cannot hold them is refused before.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +50,12 @@ def decibels(values: Tensor, others: Tensor) -> float:
     return float(10 * torch.log10(values.square().sum() / noise.clamp(min=1e-30)))
 
 
+def stated_sizes(path: Path) -> str:
+    onnx = pytest.importorskip("onnx", reason="the extra onnx reads the file")
+    stated = {entry.key: entry.value for entry in onnx.load(str(path)).metadata_props}
+    return str(stated["sizes"])
+
+
 def dimensions(path: Path) -> list[list[str]]:
     onnx = pytest.importorskip("onnx", reason="the extra onnx reads the file")
     graph = onnx.load(str(path)).graph
@@ -73,6 +80,8 @@ def test_a_file_takes_sizes_that_nothing_was_calibrated_with(
             ["batch", "3", "height", "width"],
             ["batch", "2", "2*(height/4)", "2*(width/4)"],
         ]
+        accepted = "8 or more in steps of 4"
+        assert json.loads(stated_sizes(path)) == {"height": accepted, "width": accepted}
     else:
         run = torch.export.load(path).module()
     model = Joined().eval()

@@ -134,6 +134,71 @@ def test_joins_and_averages_are_those_of_test_mode(tmp_path: Path) -> None:
     assert verified.kernels.share == 1.0
 
 
+class Constants(nn.Module):
+    """A scale, a shift and a choice by channels, a padding with a value, and an ELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.scale = nn.Parameter(torch.randn(1, 8, 1, 1) * 3)
+        self.shift = nn.Parameter(torch.rand(8, 16, 16) * 4 - 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x) * self.scale) + self.shift
+        y = torch.where(self.scale > 0, y, y * 0.3)
+        padded = nn.functional.pad(self.second(y), (1, 1, 1, 1), value=1.0)
+        return self.second(nn.functional.elu(self.second(padded)))  # type: ignore[no-any-return]
+
+
+class Requantized(nn.Module):
+    """Joins of values with other scales than the result, as in the pyramids of detectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.small = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.last = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).relu()
+        wide = nn.functional.interpolate(self.small(y) * 0.7, scale_factor=2.0)
+        return self.last(torch.cat([wide, y], 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("network", [Constants, Requantized])
+def test_nothing_is_rounded_but_what_the_config_says(
+    network: type[nn.Module], tmp_path: Path
+) -> None:
+    verified = result_of(network()).export("litert", tmp_path / "net.tflite", [X])
+    assert verified.equal == 1.0
+
+
+def test_layers_that_the_config_leaves_in_float_have_float_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 8, 2))
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6), nn.Linear(6, 5))
+    config = json.loads(Path(PRESET).read_text("utf-8"))
+    del config["$schema"]
+    whole = config["overall_quantize_config"]
+    for layer in (
+        "Conv2d[1]/conv2d",
+        "ConvTranspose2d[3]/conv_transpose2d",
+        "Linear[6]/linear",
+    ):
+        outputs = {"activation": config["tensor_quantize_config"]["activation"]}
+        entry = {
+            "layer_name": f"Sequential::Sequential/{layer}",
+            "quantizable_data_type": ["activation"],
+            "overall_quantize_config": whole,
+            "tensor_quantize_config": outputs,
+        }
+        config.setdefault("layer_quantize_config", []).append(entry)
+    result = quantizer.calibrate(nn.Sequential(*layers, *head).eval(), config, [X])
+    verified = result.export("litert", tmp_path / "net.tflite", [X])
+    assert verified.equal == 1.0
+    assert verified.kernels is not None
+    assert len(verified.kernels.integer) == 2
+
+
 class Upsampling(nn.Module):
     """Transposed convolutions with paddings that the converter does not take as they are."""
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document
+from support.maps import Joined
+from support.maps import images as maps
 from support.runs import ROOT
 from torch import Tensor, nn
 
@@ -172,6 +174,17 @@ def test_a_choice_is_repeated_without_measuring(
     # Another calibration of the same network and config
     export(calibrated(), other, deploy_file=str(tmp_path / "deploy.json"))
     assert [(other / name).read_bytes() for name in names] == before
+
+
+def test_open_sizes_are_measured_at_those_of_the_first_batch(fake: Any, tmp_path: Path) -> None:
+    batches = [maps(16, 16), maps(24, 32)]
+    config = str(ROOT / "configs" / "cpu_int8.json")
+    result = quantizer.calibrate(Joined().eval(), config, batches, dynamic="height,width")
+    export(result, tmp_path)
+    value = onnx.load(tmp_path / "net.onnx").graph.input[0]
+    names = [size.dim_param for size in value.type.tensor_type.shape.dim]
+    assert names == ["batch", "", "height", "width"]
+    assert deployed(tmp_path)["speeds"]["chosen"] == [1.5, 1.5]
 
 
 def test_a_file_that_is_never_faster_computes_in_float(fake: Any, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from quantizer.export.mobile.exporter import (
 from quantizer.export.mobile.kernels import MobileEngine
 from quantizer.export.mobile.litert_rewrites import (
     cut_padding,
+    keep_constants,
     keep_scales_of_joins,
     keep_scales_of_shares,
     multiply_squares,
@@ -132,6 +133,7 @@ def _converted(source: MobileProgram) -> bytes:
     multiply_squares(source.program)
     keep_scales_of_shares(source.program)
     keep_scales_of_joins(source.program)
+    keep_constants(source.program, _coded_parameters(source))
     _keep_layout_of_padding()
     config = pt2e_quantizer.get_symmetric_quantization_config(is_per_channel=True)
     # It quantizes nothing here. Without it the converter would leave all kernels in float.
@@ -147,6 +149,15 @@ def _converted(source: MobileProgram) -> bytes:
     )
     content: bytes = model.model_content()
     return content
+
+
+def _coded_parameters(source: MobileProgram) -> set[str]:
+    """Return the weights of layers that should be multiplied in int8, by their names there."""
+    names: set[str] = set()
+    for module, layer in source.layers.items():
+        if layer in source.kernels.integer:
+            names.add(f"network.{module}.weight")
+    return names
 
 
 def _keep_layout_of_padding() -> None:

@@ -1,8 +1,10 @@
 """Rewrites programs around what LiteRT's converter and kernels lack, with the same values."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.nn.functional import pad
@@ -47,6 +49,39 @@ _INEXACT_IN_LITERT = (
 Most have one scale and zero point for all values that they read and make. That of leaky ReLU
 multiplies by factors of 8 bits.
 """
+_LAYERS = (
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+)
+_PRODUCTS = (
+    "add",
+    "sub",
+    "rsub",
+    "mul",
+    "div",
+    "mm",
+    "bmm",
+    "matmul",
+    "einsum",
+)
+"""The converter rounds the first or the second operand of these, in place or not, and the
+weights of layers to 8 bits, if they are constants in float.
+"""
+_CHOOSING = (
+    "where",
+    "masked_fill",
+    "threshold",
+    "elu",
+    "celu",
+    "mish",
+)
+"""Operators whose values the converter gives one scale before it chooses among them."""
+_PADDING = ("pad", "constant_pad_nd")
+_BOUNDS = (-3e38, 3e38)
+"""A clamp with these changes no value that codes have."""
 
 
 def pad_kernels(program: ExportedProgram) -> None:
@@ -205,6 +240,111 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
         node.replace_all_uses_with(halved)
         halved.args = (node, 0.5)
     program.graph_module.recompile()
+
+
+def keep_constants(program: ExportedProgram, coded: Collection[str]) -> None:
+    """Compute in float what has constants of several values, or chooses among values.
+
+    The converter would round constants to 8 bits with a scale of its own, weights that the
+    config leaves in float among them. Products with 2 and 0.5 keep it from that.
+
+    Args:
+        coded: the parameters that int8 kernels multiply by, though they are in float here.
+    """
+    constants = _constants(program, coded)
+    for node in list(program.graph.nodes):
+        name = _name_of(node)
+        values = node.all_input_nodes[:2]
+        has_codes = any(_codes_of(value) is not None for value in values)
+        gives_codes = any(map(_leads_to_codes, node.users))
+        is_layer = name in _LAYERS
+        is_choosing = name in _CHOOSING and (has_codes or gives_codes)
+        is_rounding = is_layer and has_codes and gives_codes
+        is_rounding |= name in _PRODUCTS
+        is_rounding &= not constants.isdisjoint(values)
+        if is_choosing or is_rounding:
+            for value in values:
+                if value not in constants:
+                    _hide(value, node, is_layer=is_layer)
+        if is_choosing or _pads_with_values(name, node):
+            for reader in list(node.users):
+                _hide(node, reader)
+    program.graph_module.recompile()
+
+
+def _name_of(node: Node) -> str:
+    """Return the name of an operator, in place or not; empty if it is none of torch."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return ""
+    name: str = target.overloadpacket.__name__
+    return name.removesuffix("_")
+
+
+def _pads_with_values(name: str, node: Node) -> bool:
+    """Return whether an operator pads with something else than zeros."""
+    fills = node.args[2:]
+    numbers = [fill for fill in fills if not isinstance(fill, str)]
+    return name in _PADDING and any(numbers)
+
+
+def _leads_to_codes(reader: Node) -> bool:
+    """Return whether what reads a value quantizes it, perhaps after it was moved."""
+    if reader.target in ONE_SCALE:
+        return any(map(_leads_to_codes, reader.users))
+    return reader.target is QUANTIZE
+
+
+def _constants(program: ExportedProgram, coded: Collection[str]) -> set[Node]:
+    """Return the float tensors of several values that follow from no input and no codes."""
+    signature = program.graph_signature
+    parameters = signature.inputs_to_parameters
+    fixed: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            is_fixed = node.name not in signature.user_inputs
+            is_fixed &= parameters.get(node.name) not in coded
+        else:
+            sources = node.all_input_nodes
+            is_fixed = node.op == "call_function" and fixed.issuperset(sources)
+        # Sizes are fixed in a file for LiteRT.
+        is_fixed |= isinstance(node.meta.get("val"), int | torch.SymInt)
+        namespace = getattr(node.target, "namespace", "")
+        if is_fixed and namespace != DEQUANTIZE.namespace:
+            fixed.add(node)
+    return set(filter(_has_values, fixed))
+
+
+def _has_values(node: Node) -> bool:
+    """Return whether a node makes a tensor of several floats."""
+    return _is_float(node) and node.meta["val"].numel() != 1
+
+
+def _is_float(node: Node) -> bool:
+    """Return whether a node makes one tensor of floats."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return False
+    return value.is_floating_point()
+
+
+def _hide(value: Node, reader: Node, *, is_layer: bool = False) -> None:
+    """Keep the converter from joining a value and what reads it to one int8 operator.
+
+    Args:
+        is_layer: whether factors would disappear in the weights of the reader.
+    """
+    if not _is_float(value):
+        return
+    graph = value.graph
+    with graph.inserting_before(reader):
+        hidden = _times(value, 2.0)
+        if is_layer:
+            operands = (hidden, *_BOUNDS)
+            hidden = graph.call_function(_ATEN.hardtanh.default, operands)
+            hidden.meta["val"] = value.meta["val"]
+        hidden = _times(hidden, 0.5)
+    reader.replace_input_with(value, hidden)
 
 
 def _codes_after(reader: Node) -> Any:

@@ -123,11 +123,13 @@ class TfliteFile:
         Args:
             names: of inputs and outputs.
             origin: what the file says of itself.
-            in_float: whether inputs and outputs are float; otherwise they may be int8.
+            in_float: whether inputs and outputs are float, and values with another scale are
+                computed in float. Otherwise both are int8, for devices without floats.
         """
         if in_float:
             self._convert_inputs()
             self._convert_outputs()
+            self._requantize_in_float()
         graph = self._graph
         (signature,) = self.model.signatureDefs
         signature.inputs = self._named(names.inputs, graph.inputs)
@@ -199,6 +201,25 @@ class TfliteFile:
                 continue
             graph.outputs[index] = self._float_of(place)
             graph.operators.append(self._operator("DEQUANTIZE", place, graph.outputs[index]))
+
+    def _requantize_in_float(self) -> None:
+        """Give int8 values another scale by way of floats.
+
+        XNNPACK multiplies by the ratio of both scales in 8 bits, so that codes are a step off.
+        """
+        graph = self._graph
+        int8 = self.schema.TensorType.INT8
+        rows: list[Any] = []
+        for row in graph.operators:
+            place = row.inputs[0]
+            is_int8 = graph.tensors[place].type == int8
+            if is_int8 and self._name(row) == "QUANTIZE":
+                floats = self._float_of(place)
+                decoding = self._operator("DEQUANTIZE", place, floats)
+                rows.append(decoding)
+                row.inputs = [floats]
+            rows.append(row)
+        graph.operators = rows
 
     def _float_of(self, place: int) -> int:
         """Add a float tensor of the same shape, and return its place."""
