@@ -305,8 +305,7 @@ def _preset(
     """Return the preset of a destination, empty if there is a config, after a check of the
     limit of the size.
     """
-    given = "config" if has_config else ""
-    require_sized(max_mb, name, target, given=given, has_data=has_data)
+    require_sized(max_mb, name, target, has_config=has_config, has_data=has_data)
     if has_config:
         return ""
     return preset_for(name, has_data=has_data)

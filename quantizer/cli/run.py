@@ -237,8 +237,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
     has_file = options.config_file is not None
-    given = "--config_file" * has_file
-    require_sized(options.max_mb, name, target, given=given, has_data=has_data)
+    require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
     require_extras([target])
     choices = choices_for(name, options.target_choices)
     options = replace(options, onnx_profile=choices["onnx_profile"])

@@ -39,7 +39,7 @@ _TARGET = "compressed-tensors"
 
 
 def require_sized(
-    max_mb: float | None, destination: str, target: str, *, given: str, has_data: bool
+    max_mb: float | None, destination: str, target: str, *, has_config: bool, has_data: bool
 ) -> None:
     """Check that a limit of the size, if there is one, fits the other options of a run.
 
@@ -47,7 +47,7 @@ def require_sized(
         max_mb: the limit in million bytes; None for no limit.
         destination: the value of `--to`.
         target: the kind of file that the destination stands for.
-        given: the option that names a config; empty without.
+        has_config: whether the run starts from a config of the user.
         has_data: whether the run has calibration data.
 
     Raises:
@@ -59,9 +59,9 @@ def require_sized(
         raise UsageError(
             f"--max_mb {max_mb} is not a size", help="write for example --max_mb 1500"
         )
-    if given:
+    if has_config:
         raise UsageError(
-            f"--max_mb chooses the widths of a new config, and {given} gives one",
+            "--max_mb chooses the widths of a new config, and this run has one already",
             help="leave one of them out, or use `quantizer analyze --max_mb`",
         )
     if destination != _DESTINATION:

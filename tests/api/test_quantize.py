@@ -126,7 +126,7 @@ def test_python_chooses_widths_within_a_size(tmp_path: Path) -> None:
     [
         ("big", {}, "--max_mb big is not a size"),
         (1e-3, {}, "with 4 bits everywhere the file takes"),
-        (LIMIT, {"config": "mine.json"}, "and config gives one"),
+        (LIMIT, {"config": "mine.json"}, "this run has one already"),
     ],
 )
 def test_sizes_that_cannot_be_kept_are_refused(

@@ -67,7 +67,7 @@ def test_the_weights_take_at_most_so_many_bytes(
         (["--max_mb", "nan"], "is not a size"),
         (["--max_mb", "1e305"], "is not a size"),
         (["--max_mb", "0.2", "--to", "w8"], "--to w8 has one width"),
-        (["--max_mb", "0.2", "--config_file", "c.json"], "--config_file gives one"),
+        (["--max_mb", "0.2", "--config_file", "c.json"], "this run has one already"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused_before_calibration(
