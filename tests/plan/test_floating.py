@@ -109,11 +109,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "filled with zeros": (lambda n, x, i, g: scores(n, x).masked_fill(i > 1, 0.0).softmax(-1), GIVEN),
     "assigned": (
         lambda n, x, i, g: with_a_row_of(-1e9, scores(n, x)).softmax(-1),
-        GIVEN | {"clone.1": DERIVED, "expand": DERIVED, "select_scatter": MASK},
+        GIVEN | {"expand": DERIVED, "select_scatter": MASK},
     ),
     "assigned zeros": (
         lambda n, x, i, g: with_a_row_of(0.0, scores(n, x)).softmax(-1),
-        GIVEN | {"clone.1": DERIVED, "expand": DERIVED},
+        GIVEN | {"expand": DERIVED},
     ),
     "chosen": (
         lambda n, x, i, g: torch.where(i > 1, scores(n, x), torch.finfo(x.dtype).min).softmax(-1),
