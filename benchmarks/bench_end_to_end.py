@@ -160,7 +160,7 @@ def child(
 
 def run_command(mode: str, job: Job, checkout: Path, folder: Path) -> float:
     """Run the command line of a checkout in a folder. Return its processor time."""
-    write_config(job, folder)
+    write_config(job, checkout, folder)
     command = [sys.executable, "-m", "quantizer", *command_line(mode, job, checkout)]
     return timed_process(command, folder, environment() | {"PYTHONPATH": str(checkout)})
 
@@ -190,9 +190,9 @@ def environment() -> dict[str, str]:
     return variables
 
 
-def write_config(job: Job, folder: Path) -> None:
-    """Write the config of a job as config.json."""
-    config = json.loads((ROOT / "configs" / f"{job.config}.json").read_text())
+def write_config(job: Job, checkout: Path, folder: Path) -> None:
+    """Write the config of a job as config.json, with the preset of a checkout."""
+    config = json.loads((checkout / "configs" / f"{job.config}.json").read_text())
     if job.group_size:
         config["global_quant_config"]["weight"]["group_size"] = job.group_size
     (folder / "config.json").write_text(json.dumps(config))
@@ -296,7 +296,7 @@ def run_quantizer(parts: Parts, mode: str, job: Job) -> None:
         return command
 
     main._load = loaded
-    write_config(job, Path())
+    write_config(job, ROOT, Path())
     sys.argv = ["quantizer", *command_line(mode, job, ROOT)]
     try:
         main.main()

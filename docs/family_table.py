@@ -43,13 +43,13 @@ def _table(consumer: Consumer) -> str:
     rows = stored_rows(consumer)
     schemes = (*consumer.schemes, *consumer.for_llama)
     reasons: dict[str, str] = {}
-    lines = [_line(["family", "codes", *(SCHEMES[name].title for name in schemes)])]
-    lines.append("|---" * (len(schemes) + 2) + "|\n")
+    lines = [_line(["family", *(SCHEMES[name].title for name in schemes)])]
+    lines.append("|---" * (len(schemes) + 1) + "|\n")
     for family in FAMILIES:
         if not consumer.schemes_of(family):
             continue
         cells = [_cell(rows.get((family, name)), reasons) for name in schemes]
-        lines.append(_line([FAMILIES[family].title, _share(rows, family, schemes), *cells]))
+        lines.append(_line([FAMILIES[family].title, *cells]))
     versions = {row["version"] for row in rows.values() if "version" in row}
     dates = {row["date"] for row in rows.values()}
     heading = f"\n**{consumer.title} {', '.join(sorted(versions))}**, {max(dates)}:\n\n"
@@ -61,17 +61,10 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def _share(rows: Rows, family: str, schemes: Sequence[str]) -> str:
-    """Return the share of parameters that the first scheme with a file has as codes."""
-    for name in schemes:
-        share = rows.get((family, name), {}).get("share")
-        if share is not None:
-            return f"{share:.0%}"
-    return ""
-
-
 def _cell(row: dict[str, Any] | None, reasons: dict[str, str]) -> str:
-    """Return how close an engine is, or the number of the reason why it was not run."""
+    """Return how close an engine is and the size of the file, or the number of the reason why
+    it was not run.
+    """
     if row is None:
         return ""
     reason = row.get("refusal", row.get("failure", ""))
@@ -85,6 +78,8 @@ def _cell(row: dict[str, Any] | None, reasons: dict[str, str]) -> str:
         words.append(f"{row['tokens']} of {row['of']}")
     if row.get("dequantized"):
         words.append("dequantized")
+    if "share" in row:
+        words.append(f"{row['share']:.0%}")
     return ", ".join(words)
 
 

@@ -21,7 +21,6 @@ from quantizer.api.result import Result
 from quantizer.errors import QuantizerError
 from quantizer.export import EXPORTERS, checked_target, exporter_of, require_expressible
 
-FLOAT_TYPES = ("F32", "F16", "BF16")
 DEQUANTIZED = "dequantized"
 """The name of an empty file beside a checkpoint that transformers loads with
 `dequantize=True` only.
@@ -33,7 +32,7 @@ class Case:
     """A family in a scheme.
 
     Attributes:
-        share: of the model's parameters that the file has as codes.
+        share: the bytes of the file's tensors, as a share of those of the float model.
         refusal: why the target cannot hold it, which is known before calibration.
         failure: the message of an export that failed after calibration.
         dequantized: whether transformers loads it with `dequantize=True` only.
@@ -79,7 +78,7 @@ def written_case(family: str, scheme: str, folder: Path) -> Case:
     dequantized = any("dequantize=True" in remark for remark in verification.remarks)
     if dequantized:
         (folder / DEQUANTIZED).touch()
-    share, figure = share_of_codes(model, path), verification.sqnr_db
+    share, figure = share_of_bytes(model, path), verification.sqnr_db
     if figure is not None and math.isinf(figure):
         figure = None
     return Case(family, scheme, share, dequantized=dequantized, sqnr_db=figure)
@@ -110,24 +109,15 @@ def write_expected(folder: Path, network: nn.Module, batch: dict[str, Tensor]) -
     np.savez(folder / "expected.npz", **arrays)
 
 
-def share_of_codes(model: nn.Module, path: Path) -> float:
-    """Return the share of a model's parameters that a file has as codes."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    floats = 0
+def share_of_bytes(model: nn.Module, path: Path) -> float:
+    """Return the bytes of a file's tensors as a share of those of the float model."""
+    float_bytes = sum(parameter.nbytes for parameter in model.parameters())
     if path.is_file():
-        for block in gguf.GGUFReader(path).tensors:
-            if block.tensor_type.name in FLOAT_TYPES:
-                floats += int(block.n_elements)
-        return 1 - floats / total
+        blocks = gguf.GGUFReader(path).tensors
+        return sum(int(block.n_bytes) for block in blocks) / float_bytes
+    stored_bytes = 0
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118
-                floats += _float_count(name, stored.get_tensor(name))
-    return 1 - floats / total
-
-
-def _float_count(name: str, tensor: Tensor) -> int:
-    is_float = tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    if not is_float or "scale" in name.rpartition(".")[2]:
-        return 0
-    return tensor.numel()
+                stored_bytes += stored.get_tensor(name).nbytes
+    return stored_bytes / float_bytes
