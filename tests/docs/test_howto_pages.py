@@ -55,6 +55,8 @@ def test_a_page_on_digits_runs(
 
 
 ON_LANGUAGE = {
+    "fp8.md": text_llama,
+    "gguf.md": text_llama,
     "language_model_4bit.md": text_llama,
     "kv_cache.md": text_llama,
     "nvfp4.md": text_llama,
