@@ -35,6 +35,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
+CALIBRATION_DATA = "calibration_data"
+"""The name of data that a command finds itself."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A model's file, its data there, a config, and the size of its groups where that of the
@@ -50,9 +54,9 @@ class Job:
 JOBS = {
     "ResNet-18": Job("benchmarks/workloads.py:resnet18", "images", "cpu_int8"),
     "EfficientNet-Lite0": Job(
-        "examples/efficientnet_lite.py:model", "calibration_data", "cpu_int8"
+        "examples/efficientnet_lite.py:model", CALIBRATION_DATA, "cpu_int8"
     ),
-    "SmolLM2": Job("examples/smollm2.py:model", "calibration_data", "gptq_int4_group", 64),
+    "SmolLM2": Job("examples/smollm2.py:model", CALIBRATION_DATA, "gptq_int4_group", 64),
 }
 
 
@@ -200,17 +204,12 @@ def write_config(job: Job, checkout: Path, folder: Path) -> None:
 
 def command_line(mode: str, job: Job, checkout: Path) -> list[str]:
     """The arguments of a command."""
-    file, _, _ = job.file.partition(":")
-    return [
-        "--quant_mode",
-        mode,
-        "--config_file",
-        "config.json",
-        "--model",
-        str(checkout / job.file),
-        "--data",
-        f"{checkout / file}:{job.data}",
-    ]
+    arguments = ["--quant_mode", mode, "--config_file", "config.json"]
+    arguments += ["--model", str(checkout / job.file)]
+    if job.data != CALIBRATION_DATA:
+        file, _, _ = job.file.partition(":")
+        arguments += ["--data", f"{checkout / file}:{job.data}"]
+    return arguments
 
 
 class Parts(dict[str, float]):
@@ -244,7 +243,10 @@ def run_floor(parts: Parts, mode: str, job: Job) -> None:
     with parts.clock("make the model and the data"):
         module = importlib.import_module(Path(file).stem)
         model = getattr(module, factory)().eval()
-        batches = [inputs_of(batch) for batch in getattr(module, job.data)()]
+        data = getattr(module, job.data)
+        if mode == "test" and job.data == CALIBRATION_DATA:
+            data = getattr(module, "evaluation_data", data)
+        batches = [inputs_of(batch) for batch in data()]
     if mode == "calib":
         with parts.clock("export"):
             export(torch, model, batches[0])
