@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import RenderableType
 
+from quantizer.calibration.fingerprint import input_shapes
 from quantizer.cli import session
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import (
@@ -22,6 +23,7 @@ from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.evaluation.scores import measure
+from quantizer.results.calibrated_inputs import window_length
 from quantizer.seeding import seed_everything
 from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
@@ -95,11 +97,14 @@ def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate
     evaluator = evaluator_of(options, opened.loaded)
     known = names_in_test((), options)
     of_user = [gate for gate in about_all(gates) if gate.metric not in known]
-    if evaluator is None or not of_user or opened.batches.stands_in:
+    is_on_example = opened.batches.stands_in and not options.eval_data
+    if evaluator is None or not of_user or is_on_example:
         return opened
+    # The windows of texts that test mode will have
+    seq_len = window_length(input_shapes(opened.graph))
     metrics = measure(
         opened.loaded.module,
-        session.open_data(options, opened.loaded, evaluation=True),
+        session.open_data(options, opened.loaded, evaluation=True, seq_len=seq_len),
         session.device_of(options),
         progress(quiet=options.quiet),
         label="evaluate float",
