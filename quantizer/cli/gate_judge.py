@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from quantizer.calibration.events import RunStage
+from quantizer.calibration.events import Events, RunStage
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject
 from quantizer.cli.analyzed_data import on_device
@@ -18,13 +18,14 @@ from quantizer.errors import UsageError
 from quantizer.evaluation.ladder.admission import Admission
 from quantizer.evaluation.ladder.climb import START, Climb, Climber, Row
 from quantizer.evaluation.ladder.rungs import Ground, Judged, Rung
-from quantizer.evaluation.scores import Scores, score
+from quantizer.evaluation.scores import Scores, measure, score
 from quantizer.export import as_run, checked_target, planned_refusals, refuse
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.calibrated import Calibrated
 from quantizer.seeding import seed_everything
 from quantizer.sources.directions import BY_NAME
+from quantizer.sources.models import Evaluate
 
 
 class GateJudge:
@@ -77,7 +78,7 @@ class GateJudge:
             judged: what a test of the start has measured; None to measure it.
 
         Raises:
-            UsageError: a target cannot hold the start.
+            UsageError: a target cannot hold the start, or there is no metric of a gate.
             QuantizerError: the start cannot be measured.
         """
         ground = Ground(
@@ -95,6 +96,11 @@ class GateJudge:
         display = progress(quiet=self._options.json)
         with RunStage(display, "tune", unit="tests") as whole:
             self._bar = BarOfLongUnits(whole)
+            # The float network is the same for all rungs, so it is evaluated once. A misspelt
+            # metric is refused before the first calibration
+            if self._evaluator is not None:
+                self._float_metrics = self._evaluated(self._evaluator, self._bar)
+                self._require_metrics(self._float_metrics)
             return climber.climb(start, judged)
 
     def judge(self, rung: Rung) -> Judged:
@@ -140,20 +146,26 @@ class GateJudge:
     def _scores(self, calibrated: Calibrated) -> Scores:
         """Test a calibrated rung with the seed of the run; return its scores."""
         seed_everything(self._options.seed)
-        scores = score(
+        return score(
             calibrated,
             self._subject.loaded.module,
             self.data.evaluation,
             self._bar or progress(quiet=True),
             function=self._evaluator,
-            check=self._require_metrics,
             before=self._float_metrics,
         )
-        # The float network is the same for all rungs, so it is evaluated once
-        if self._evaluator is not None:
-            pairs = scores.pairs.items()
-            self._float_metrics = {name: pair["float"] for name, pair in pairs}
-        return scores
+
+    def _evaluated(self, evaluator: Evaluate, events: Events) -> dict[str, float]:
+        """Return the user's metrics of the float model, with the seed of the run."""
+        seed_everything(self._options.seed)
+        return measure(
+            self._subject.loaded.module,
+            self.data.evaluation,
+            session.device_of(self._options),
+            events,
+            label="evaluate float",
+            function=evaluator,
+        )
 
     def _require_metrics(self, metrics: Collection[str]) -> None:
         """Raise `UsageError` if a gate is about a metric that the test does not measure."""

@@ -263,6 +263,18 @@ def test_a_gate_about_the_written_file_starts_no_climb(
     assert not Path("quantize_result/tune.json").exists()
 
 
+def test_a_metric_that_evaluate_does_not_return_is_refused_before_calibration(
+    net: Callable[[str], str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(self: GateJudge, rung: Rung) -> Judged:
+        raise AssertionError(rung)
+
+    monkeypatch.setattr(GateJudge, "judge", never)
+    evaluate = "\n\ndef evaluate(model, data):\n    return {'accuracy': 0.8}\n"
+    assert tuned(net(MODEL + APART + evaluate), "--gate", "acuracy>=0.7") == 2
+    assert 'did you mean "accuracy"?' in capsys.readouterr().err
+
+
 def test_nothing_is_tried_for_a_gate_that_the_float_network_does_not_meet(
     net: Callable[[str], str], capsys: Capture
 ) -> None:

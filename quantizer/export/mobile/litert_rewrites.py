@@ -259,9 +259,8 @@ def keep_constants(program: ExportedProgram, coded: Collection[str]) -> None:
         gives_codes = any(map(_leads_to_codes, node.users))
         is_layer = name in _LAYERS
         is_choosing = name in _CHOOSING and (has_codes or gives_codes)
-        is_rounding = is_layer and has_codes and gives_codes
-        is_rounding |= name in _PRODUCTS
-        is_rounding &= not constants.isdisjoint(values)
+        rounds_constants = name in _PRODUCTS or (is_layer and has_codes and gives_codes)
+        is_rounding = rounds_constants and not constants.isdisjoint(values)
         if is_choosing or is_rounding:
             for value in values:
                 if value not in constants:
