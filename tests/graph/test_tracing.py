@@ -318,6 +318,25 @@ def test_a_model_that_cannot_be_traced_gives_one_sentence(
     assert capfd.readouterr() == ("", "")
 
 
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        output: Tensor = nn.utils.rnn.pad_packed_sequence(self.cells(packed)[0])[0]
+        return output
+
+
+@pytest.mark.slow
+def test_packed_sequences_have_a_remedy_of_their_own() -> None:
+    with pytest.raises(ModelError, match=r"at line \d+ of test_tracing.py") as caught:
+        trace(Packing(), (torch.randn(2, 3, 4), torch.tensor([3, 2])))
+    assert caught.value.help is not None
+    assert caught.value.help.startswith("torch.export knows no packed sequences")
+
+
 X = torch.ones(3, 3)
 WRONG_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     (([X, X],), {"opts": {"k": [X, X]}, "flag": False}, r"no kwargs\['scale'\] in this call"),
