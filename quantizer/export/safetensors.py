@@ -18,6 +18,7 @@ from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter
+from quantizer.nn.load import packed_codes, unpacked_codes
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
 from quantizer.numerics.formats import has_minimum
@@ -25,7 +26,7 @@ from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import read_metadata
 
-_FORMAT = 2
+_FORMAT = 3
 _CORRECTION = ".bias_correction"
 # safetensors writes several keys in any order, so there is only one.
 _METADATA_KEY = "quantizer"
@@ -34,15 +35,17 @@ _METADATA_KEY = "quantizer"
 class SafetensorsExporter(Exporter[Path]):
     """Writes every parameter under `<layer>.<parameter>`, a quantized one as codes.
 
-    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each. With them
-    are `.scale`, in the shape of `granularity.scale_shape`, and `.zero_point`. Activations have
-    `<layer>.<role>.scale` and `.zero_point` only. Dynamic activations have neither, and
-    floating-point formats have no zero point. `<layer>.bias_correction` is added to the layer's
-    bias, or is the bias where there is none.
+    Codes take the smallest dtype that holds them. Those of fewer than 8 bits are one stream of
+    bits (`numerics.codes.pack`). With them are `.scale`, in the shape of
+    `granularity.scale_shape`, and `.zero_point`. Activations have `<layer>.<role>.scale` and
+    `.zero_point` only. Dynamic activations have neither, and floating-point formats have no
+    zero point. `<layer>.bias_correction` is added to the layer's bias, or is the bias where
+    there is none.
 
-    The metadata's `quantizer` is JSON with five keys. `format`, `model` and `origin` describe
-    the file. `specs` has the `QuantizationSpec` of each quantized tensor by its name. `dtypes`
-    has the dtype in which test mode computes with each parameter that is stored as codes.
+    The metadata's `quantizer` is JSON with six keys. `format`, `model` and `origin` describe
+    the file. `specs` has the `QuantizationSpec` of each quantized tensor by its name. `shapes`
+    and `dtypes` are of the parameters that are stored as codes: their shapes, and the dtypes in
+    which test mode computes with them.
     """
 
     @contextmanager
@@ -52,6 +55,7 @@ class SafetensorsExporter(Exporter[Path]):
         uncorrected = replace(solution, corrections={})
         tensors = _parameters(quantized_network(deployment.graph, uncorrected))
         specs: dict[str, Any] = {}
+        shapes: dict[str, list[int]] = {}
         dtypes: dict[str, str] = {}
         for (layer, role), tensor in solution.tensors.items():
             name = f"{layer}.{parameter_name(role)}"
@@ -62,7 +66,8 @@ class SafetensorsExporter(Exporter[Path]):
                 if spec.dtype == "int" or has_minimum(spec.dtype):
                     tensors[f"{name}.zero_point"] = tensor.zero_point
             if tensor.codes is not None:
-                tensors[name] = tensor.codes
+                tensors[name] = packed_codes(tensor.codes, spec)
+                shapes[name] = list(tensor.codes.shape)
                 dtypes[name] = str(tensor.dtype).removeprefix("torch.")
         for layer, correction in solution.corrections.items():
             tensors[f"{layer}{_CORRECTION}"] = correction
@@ -71,6 +76,7 @@ class SafetensorsExporter(Exporter[Path]):
             "model": deployment.graph.model,
             "origin": json.loads(deployment.origin.text()),
             "specs": specs,
+            "shapes": shapes,
             "dtypes": dtypes,
         }
         write_tensors(path, tensors, {_METADATA_KEY: json.dumps(description, sort_keys=True)})
@@ -107,19 +113,21 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
         )
     specs = {name: QuantizationSpec(**spec) for name, spec in description["specs"].items()}
     parameters = dict(tensors)
+    coded: dict[str, Tensor] = dict(tensors)
     for name in specs:
         parameters.pop(f"{name}.scale", None)
         parameters.pop(f"{name}.zero_point", None)
     for name, dtype_name in description["dtypes"].items():
         dtype = getattr(torch, dtype_name)
-        decode_now = partial(
-            _decode_parameter,
-            tensors,
-            name,
-            specs[name],
-            dtype,
-        )
-        parameters[name] = DeferredTensor(tensors[name].shape, dtype, decode_now)
+        shape = description["shapes"][name]
+        try:
+            coded[name] = unpacked_codes(tensors[name], specs[name], shape)
+        except ValueError as error:
+            raise ResultError(
+                f"{path}: {name}: {error}", help="run --deploy safetensors again"
+            ) from error
+        decode_now = partial(_decode_parameter, coded, name, specs[name], dtype)
+        parameters[name] = DeferredTensor(shape, dtype, decode_now)
     for name in [name for name in parameters if name.endswith(_CORRECTION)]:
         correction = parameters.pop(name)
         bias_name = f"{name.removesuffix(_CORRECTION)}.bias"
@@ -133,18 +141,18 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
 
 
 def _decode_parameter(
-    tensors: Mapping[str, DeferredTensor],
+    tensors: Mapping[str, Tensor],
     name: str,
     spec: QuantizationSpec,
     dtype: torch.dtype,
 ) -> Tensor:
     scale = torch.ones(())
     if f"{name}.scale" in tensors:
-        scale = tensors[f"{name}.scale"].load()
+        scale = loaded(tensors[f"{name}.scale"])
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
     if f"{name}.zero_point" in tensors:
-        zero_point = tensors[f"{name}.zero_point"].load()
-    return decode(tensors[name].load(), spec, scale, zero_point, dtype=dtype)
+        zero_point = loaded(tensors[f"{name}.zero_point"])
+    return decode(loaded(tensors[name]), spec, scale, zero_point, dtype=dtype)
 
 
 def _sum(summands: Sequence[DeferredTensor]) -> Tensor:
