@@ -27,6 +27,7 @@ from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import read_metadata
 
 _FORMAT = 3
+_REMEDY = "run --deploy safetensors again"
 _CORRECTION = ".bias_correction"
 # safetensors writes several keys in any order, so there is only one.
 _METADATA_KEY = "quantizer"
@@ -68,7 +69,8 @@ class SafetensorsExporter(Exporter[Path]):
             if tensor.codes is not None:
                 tensors[name] = packed_codes(tensor.codes, spec)
                 shapes[name] = list(tensor.codes.shape)
-                dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+                dtype = str(tensor.dtype)
+                dtypes[name] = dtype.removeprefix("torch.")
         for layer, correction in solution.corrections.items():
             tensors[f"{layer}{_CORRECTION}"] = correction
         description = {
@@ -79,7 +81,8 @@ class SafetensorsExporter(Exporter[Path]):
             "shapes": shapes,
             "dtypes": dtypes,
         }
-        write_tensors(path, tensors, {_METADATA_KEY: json.dumps(description, sort_keys=True)})
+        text = json.dumps(description, sort_keys=True)
+        write_tensors(path, tensors, {_METADATA_KEY: text})
         yield path
 
     def verify(self, deployment: Deployment, written: Path) -> Verification:
@@ -99,22 +102,28 @@ def load(path: Path) -> dict[str, Tensor]:
     Raises:
         ResultError: the file is missing, damaged, or not written by this exporter.
     """
-    return {name: tensor.load() for name, tensor in _decoded(path).items()}
+    parameters: dict[str, Tensor] = {}
+    for name, tensor in _decoded(path).items():
+        parameters[name] = tensor.load()
+    return parameters
 
 
 def _decoded(path: Path) -> dict[str, DeferredTensor]:
     """Return the parameters of a file, each decoded when it is needed."""
     tensors = deferred_tensors(path)
-    description = json.loads(read_metadata(path).get(_METADATA_KEY, "{}"))
+    metadata = read_metadata(path)
+    text = metadata.get(_METADATA_KEY, "{}")
+    description = json.loads(text)
     if description.get("format") != _FORMAT:
         raise ResultError(
             f"{path} is not a deployed network of this version",
-            help="run --deploy safetensors again",
+            help=_REMEDY,
         )
-    specs = {name: QuantizationSpec(**spec) for name, spec in description["specs"].items()}
+    specs: dict[str, QuantizationSpec] = {}
     parameters = dict(tensors)
     coded: dict[str, Tensor] = dict(tensors)
-    for name in specs:
+    for name, spec in description["specs"].items():
+        specs[name] = QuantizationSpec(**spec)
         parameters.pop(f"{name}.scale", None)
         parameters.pop(f"{name}.zero_point", None)
     for name, dtype_name in description["dtypes"].items():
@@ -123,20 +132,20 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
         try:
             coded[name] = unpacked_codes(tensors[name], specs[name], shape)
         except ValueError as error:
-            raise ResultError(
-                f"{path}: {name}: {error}", help="run --deploy safetensors again"
-            ) from error
+            raise ResultError(f"{path}: {name}: {error}", help=_REMEDY) from error
         decode_now = partial(_decode_parameter, coded, name, specs[name], dtype)
         parameters[name] = DeferredTensor(shape, dtype, decode_now)
-    for name in [name for name in parameters if name.endswith(_CORRECTION)]:
+    for name in list(parameters):
+        if not name.endswith(_CORRECTION):
+            continue
         correction = parameters.pop(name)
         bias_name = f"{name.removesuffix(_CORRECTION)}.bias"
         summands = [correction]
         if bias_name in parameters:
             summands.insert(0, parameters[bias_name])
-        parameters[bias_name] = DeferredTensor(
-            correction.shape, correction.dtype, partial(_sum, summands)
-        )
+        add_now = partial(_sum, summands)
+        bias = DeferredTensor(correction.shape, correction.dtype, add_now)
+        parameters[bias_name] = bias
     return parameters
 
 
@@ -147,12 +156,15 @@ def _decode_parameter(
     dtype: torch.dtype,
 ) -> Tensor:
     scale = torch.ones(())
-    if f"{name}.scale" in tensors:
-        scale = loaded(tensors[f"{name}.scale"])
+    scale_name = f"{name}.scale"
+    if scale_name in tensors:
+        scale = loaded(tensors[scale_name])
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    if f"{name}.zero_point" in tensors:
-        zero_point = loaded(tensors[f"{name}.zero_point"])
-    return decode(loaded(tensors[name]), spec, scale, zero_point, dtype=dtype)
+    zero_point_name = f"{name}.zero_point"
+    if zero_point_name in tensors:
+        zero_point = loaded(tensors[zero_point_name])
+    codes = loaded(tensors[name])
+    return decode(codes, spec, scale, zero_point, dtype=dtype)
 
 
 def _sum(summands: Sequence[DeferredTensor]) -> Tensor:
