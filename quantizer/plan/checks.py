@@ -153,8 +153,8 @@ def left_to_search(
     graph: Graph,
     tensors: Mapping[Key, TensorPlan],
 ) -> Iterator[Diagnostic]:
-    """Yield an error for each algorithm that finds codes, if all weights that it may change
-    have scales which only a search can find.
+    """Yield an error for each algorithm with nothing to round, because all weights have formats
+    whose scales are searched.
     """
     dtypes: dict[str, bool] = {}
     for (layer, role), tensor in tensors.items():

@@ -51,7 +51,15 @@ REFUSED = {
 """Some of the presets that quantize nothing of a model."""
 
 
-ALIKE = {"gguf_q4_1", "gguf_q5_0", "gguf_q5_1", "gguf_q8_0", "gguf_iq4_nl", "gguf_q5_k"}
+ALIKE = {
+    "gguf_q4_1",
+    "gguf_q5_0",
+    "gguf_q5_1",
+    "gguf_q8_0",
+    "gguf_iq4_nl",
+    "gguf_q5_k",
+    "gguf_q5_k_m",
+}
 """What differs from gguf_q4_0 or gguf_q4_k in the width of codes alone."""
 WITH_ALL_PRESETS = ("odd_widths", "recurrent", "transposed")
 """Models whose plans are made for these presets as well."""
