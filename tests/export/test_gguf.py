@@ -104,7 +104,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 SUPER_BLOCKS = ("gguf_q4_k", "gguf_q4_k_m", "gguf_q5_k", "gguf_q5_k_m", "gguf_q6_k")
-AS_GOOD_AS_GGUF = ("gguf_q4_0", "gguf_q5_0", "gguf_q4_1", "gguf_q8_0")
+AS_GOOD_AS_GGUF = ("gguf_q4_0", "gguf_q5_0", "gguf_q4_1", "gguf_q5_1", "gguf_q8_0")
 HAS_EXACT_SCALES = ("powers of two", "float16", *SUPER_BLOCKS)
 
 
