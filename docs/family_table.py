@@ -74,6 +74,8 @@ def _cell(row: dict[str, Any] | None, reasons: dict[str, str]) -> str:
         return f"{word} ({reasons[_sentence(reason)]})"
     figure = row.get("sqnr_db", EQUAL_DB)
     words = ["equal" if figure >= EQUAL_DB else f"{figure:.0f} dB"]
+    if row.get("unread"):
+        words = ["not read"]
     if "of" in row:
         words.append(f"{row['tokens']} of {row['of']}")
     if row.get("dequantized"):

@@ -83,6 +83,6 @@ def test_another_run_gives_the_row(case: str, tmp_path: Path) -> None:
 
 def without_figures(row: dict[str, Any]) -> dict[str, Any]:
     """What does not depend on the machine, and whether outputs are equal."""
-    lasting = ("family", "scheme", "share", "refusal", "dequantized")
+    lasting = ("family", "scheme", "share", "refusal", "dequantized", "unread")
     is_equal = row.get("sqnr_db", EQUAL_DB) >= EQUAL_DB
     return {**{name: row[name] for name in lasting if name in row}, "equal": is_equal}
