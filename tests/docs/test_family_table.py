@@ -26,7 +26,7 @@ from family_table import EQUAL_DB, stored_rows
 
 ALL_CONSUMERS = pytest.mark.parametrize("name", CONSUMERS)
 EXPORTER = CONSUMERS["transformers"]
-CHEAP = ("llama-w4", "falcon-nvfp4", "granite_moe-w8", "gpt2-q8_0")
+CHEAP = ("llama-w4", "falcon-nvfp4", "granite_moe-w8", "opt-q8_0")
 """A file, one that is dequantized, and what two targets lack."""
 LEAST_DB = 20
 """Of an engine that rounds inputs or sums of its own."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.errors import UsageError
-from quantizer.export.gguf.families import FAMILIES, Family
+from quantizer.export.gguf.families import FAMILIES, LLAMA3, Family
 from quantizer.export.gguf.file import Arrangement, GgufTensor, GgufValue, Outline
 from quantizer.export.gguf.settings import (
     FULL_ATTENTION,
@@ -49,9 +49,9 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     config: Any = model.config
     family = FAMILIES.get(config.model_type)
     if family is None:
-        known = ", ".join(FAMILIES)
-        text = f"is {config.model_type}; without a template, only {known} are supported"
-        raise UsageError(f"--deploy gguf: this model {text}", help=TEMPLATE_HELP)
+        text = f"--deploy gguf: this model is {config.model_type}, which needs a template"
+        known = f"these need none: {', '.join(FAMILIES)}"
+        raise UsageError(text, help=f"{TEMPLATE_HELP}; {known}")
     why = unsupported_setting(family, config)
     if why is not None:
         text = f"--deploy gguf: this model {why}"
@@ -70,14 +70,16 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
             f"its context ends at {context_length(family, config)} tokens, since llama.cpp has "
             f"no sliding window in models of {family.architecture}"
         )
-    is_plain = window is None and scaling_of(config) == "default"
+    read_config = config
+    if family.is_read and window is None and scaling_of(config) == "default":
+        read_config = None
     return Outline(
         family.architecture,
         keys,
         _tensors(family, config, state),
         constant=_frequencies(model, config),
         remarks=tuple(remarks),
-        config=None if family.is_read and is_plain else config,
+        config=read_config,
     )
 
 
@@ -139,7 +141,7 @@ def _arrangement(family: Family, config: Any, name: str) -> Arrangement:
 
 def _frequencies(model: nn.Module, config: Any) -> dict[str, GgufTensor]:
     """Return the factor of each period of rotations, if no key says how they are scaled."""
-    if scaling_of(config) != "llama3":
+    if scaling_of(config) != LLAMA3:
         return {}
     base, size = rotations(config)[FULL_ATTENTION]["rope_theta"], head_size(config)
     [scaled] = [buffer for name, buffer in model.named_buffers() if name.endswith(_SPEEDS)]

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import gguf
+
 FLOAT_KEYS = (
     "attention.layer_norm_rms_epsilon",
     "attention.layer_norm_epsilon",
@@ -22,6 +24,8 @@ FLOAT_KEYS = (
     "rope.scaling.factor",
 )
 """The keys whose values are stored as floats. A config may have them as integers."""
+LINEAR = str(gguf.RopeScalingType.LINEAR.value)
+LLAMA3 = "llama3"
 _RMS_NORM = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 _OLDER_NORM = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
@@ -48,8 +52,9 @@ class Family:
         keys: its own keys, each with the config field that has the value.
         constants: keys with a value that no field has.
         required: config fields without a key, each with the value that llama.cpp assumes.
-        is_interleaved: whether the file has the rows of each head of queries and keys
-            interleaved, the first one beside the middle one.
+        is_interleaved: whether the file has the rows of a head of queries and keys in another
+            order. A rotation mixes a row of the first half with one of the second half. These
+            are side by side there.
         has_grouped_heads: whether the model has the rows of query, key and value of a head
             together, and the file all queries, all keys and all values.
         is_transposed: whether the model has the matrices of blocks as [in, out].
@@ -87,14 +92,14 @@ FAMILIES = {
         "llama",
         is_interleaved=True,
         has_head_size=True,
-        scaled_rotations=("linear", "llama3"),
+        scaled_rotations=(LINEAR, LLAMA3),
         is_read=True,
     ),
     "mistral": Family(
         "llama",
         is_interleaved=True,
         has_head_size=True,
-        scaled_rotations=("linear", "llama3"),
+        scaled_rotations=(LINEAR, LLAMA3),
         is_read=True,
     ),
     "mixtral": Family(
@@ -138,7 +143,7 @@ FAMILIES = {
         added=1.0,
         has_head_size=True,
         window_period=6,
-        scaled_rotations=("linear",),
+        scaled_rotations=(LINEAR,),
         wide_layers=62,
     ),
     "gpt2": Family("gpt2", keys=_OLDER_NORM, is_transposed=True),

@@ -18,6 +18,8 @@ _FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
 """The names of files with one type of blocks, where they have another name."""
 _STACK_RANK = 3
 """The axes of a tensor with a matrix for each expert."""
+_LAYERS = 3
+"""Query, key and value."""
 _ALIGNMENT_KEY = "general.alignment"
 
 
@@ -58,13 +60,16 @@ class Arrangement:
     def rows(self, x: Tensor) -> Tensor:
         """Return the rows, of values or of bytes, in the file's order."""
         if self.half is not None:
-            return x.chunk(2, -2)[self.half]
+            halves = x.chunk(2, -2)
+            return halves[self.half]
+        columns = x.shape[1:]
         if self.grouped_heads:
-            heads = x.reshape(self.grouped_heads, 3, -1, *x.shape[1:])
-            return heads.transpose(0, 1).reshape(x.shape)
-        if not self.heads:
-            return x
-        return x.reshape(self.heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+            layers = x.reshape(self.grouped_heads, _LAYERS, -1, *columns)
+            return layers.transpose(0, 1).reshape(x.shape)
+        if self.heads:
+            halves_of_heads = x.reshape(self.heads, 2, -1, *columns)
+            return halves_of_heads.transpose(1, 2).reshape(x.shape)
+        return x
 
     def coded(self, x: Tensor, value: Tensor) -> Tensor:
         """Return the rows of a quantized matrix in the file's order.
@@ -74,15 +79,22 @@ class Arrangement:
                 the other.
             value: the tensor in the model.
         """
-        if value.dim() == _STACK_RANK:
-            x = x.view(len(value), -1, x.shape[-1])
-        return self.rows(x)
+        if value.dim() != _STACK_RANK:
+            return self.rows(x)
+        stack = x.view(
+            len(value),
+            -1,
+            x.shape[-1],
+        )
+        return self.rows(stack)
 
     def values(self, x: Tensor) -> Tensor:
         """Return the values as the file has them."""
         if self.added:
             x = x + self.added
-        return self.rows(x.T if self.is_transposed else x)
+        if self.is_transposed:
+            x = x.T
+        return self.rows(x)
 
 
 @dataclass(frozen=True)
@@ -110,12 +122,14 @@ def stored_tensors(
     tensors: dict[str, GgufTensor] = {}
     for name, (source, arrangement) in outline.tensors.items():
         if source not in blocks:
-            tensors[name] = _as_values(arrangement.values(values[source]).contiguous())
+            arranged = arrangement.values(values[source])
+            tensors[name] = _as_values(arranged.contiguous())
             continue
         kind = block_type(blocks[source].spec)
         # The target refuses other weights.
         assert kind is not None
-        rows = arrangement.coded(packed_blocks(blocks[source]), values[source])
+        packed = packed_blocks(blocks[source])
+        rows = arrangement.coded(packed, values[source])
         tensors[name] = GgufTensor(rows.contiguous().numpy(), kind.name)
     return tensors | dict(outline.constant)
 

@@ -62,7 +62,8 @@ def _tensor_refusals(
         if not is_parameter(role):
             reason = _ACTIVATION
         elif role == "weights" and layer in layers:
-            inputs = graph.tensors[layers[layer].params["weight"]].shape[-1]
+            path = layers[layer].params["weight"]
+            inputs = graph.tensors[path].shape[-1]
             reason = block_refusal(spec, inputs)
             reason = reason or value_refusal(graph, specs, layer, role)
             reason = reason or _other_use_refusal(graph, layers, layer)
@@ -88,5 +89,8 @@ def _other_use_refusal(graph: Graph, layers: Mapping[str, Node], layer: str) -> 
 def _is_matrix(graph: Graph, node: Node) -> bool:
     """Return whether a node's weight is a matrix with a row for each output."""
     path = node.params.get("weight")
-    is_layer = node.row.looks_up or node.row.spatial == 0
-    return is_layer and path is not None and graph.tensors[path].dim() == 2
+    is_linear = node.row.spatial == 0
+    if path is None or not (is_linear or node.row.looks_up):
+        return False
+    weight = graph.tensors[path]
+    return weight.dim() == 2

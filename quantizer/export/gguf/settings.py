@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 
-from quantizer.export.gguf.families import FLOAT_KEYS, Family
+from quantizer.export.gguf.families import FLOAT_KEYS, LINEAR, Family
 from quantizer.export.gguf.file import GgufValue
 
 _GENERAL_KEYS = {
@@ -57,10 +57,9 @@ _INERT_FIELDS = (
     "label2id",
 )
 """What the tensors show, and what does not change the outputs of a trained model."""
-_DROPOUT_ENDINGS = ("dropout", "_pdrop")
+_DROPOUT_ENDINGS = ("_dropout", "_pdrop")
 FULL_ATTENTION = "full_attention"
 _WINDOWED = "sliding_attention"
-_LINEAR = "linear"
 
 
 def unsupported_setting(family: Family, config: Any) -> str | None:
@@ -149,8 +148,8 @@ def _rotation_values(config: Any, size: int) -> dict[str, Any]:
     }
     if _WINDOWED in by_layer:
         values["rope.freq_base_swa"] = by_layer[_WINDOWED]["rope_theta"]
-    if scaling_of(config) == _LINEAR:
-        values["rope.scaling.type"] = _LINEAR
+    if scaling_of(config) == LINEAR:
+        values["rope.scaling.type"] = LINEAR
         values["rope.scaling.factor"] = full["factor"]
     return values
 
@@ -206,7 +205,7 @@ def _unsupported_rotations(family: Family, config: Any) -> Iterator[str]:
 
 
 def _fields_without_key(family: Family, config: Any) -> Iterator[str]:
-    """Yield what a config sets that no key says: it must be what its class has by default."""
+    """Yield the fields without a key that differ from the default of the config's class."""
     known = {*_GENERAL_KEYS.values(), *_OTHER_FIELDS, *_INERT_FIELDS, *_TOKEN_FIELDS.values()}
     known |= {*family.required}
     # Some families have names of their own for general fields

@@ -1,0 +1,155 @@
+"""Files without a template: llama.cpp computes with them what each family of models does, and a
+setting that files have no place for is refused before calibration.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.runs import ROOT
+
+from quantizer.errors import UsageError
+from quantizer.export import EXPORTERS
+from quantizer.export.model_tensors import state_of
+
+for package in EXPORTERS["gguf"].needs:
+    pytest.importorskip(package, reason="needs quantizer-torch[llm]")
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "engines" / "consumers")]
+
+from engines.families.models import FAMILIES, VOCABULARY
+
+from quantizer.export.gguf.architectures import outline_of_architecture
+from quantizer.export.gguf.families import FAMILIES as STORED
+from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
+
+LEAST_DB = 60
+"""llama.cpp has a table of GELU in half precision, and rounds no inputs of float weights."""
+THETA = {"rope_theta": 500.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+PART = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **THETA}}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+LOCAL = {"rope_type": "default", "rope_theta": 300.0}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3 | THETA} | TIED,
+    "llama, linear": {"rope_parameters": LINEAR | THETA},
+    "mistral": {},
+    "qwen2": TIED,
+    "qwen3": {"head_dim": 32},
+    "phi": PART,
+    "phi3": {},
+    "gemma2": {"num_hidden_layers": 3, "sliding_window": 4, "final_logit_softcapping": 3.0},
+    "gemma2, as 27B": {
+        "num_hidden_layers": 46,
+        "hidden_size": 128,
+        "query_pre_attn_scalar": 64,
+    },
+    "gemma3": {
+        "num_hidden_layers": 7,
+        "rope_parameters": {
+            "full_attention": LINEAR | THETA,
+            "sliding_attention": LOCAL,
+        },
+    },
+    "gemma3, capped": {"final_logit_softcapping": 5.0} | UNTIED,
+    "gpt2": {"n_inner": 128},
+    "gpt_neox": {"use_parallel_residual": False} | PART,
+    "bloom": {},
+    "falcon": {"ffn_hidden_size": 128},
+    "starcoder2": {"sliding_window": 32},
+    "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True} | PART,
+    "stablelm, in turn": {},
+    "cohere": {"logit_scale": 0.5},
+    "olmo2": {},
+    "granite": {"embedding_multiplier": 3} | TIED,
+    "mixtral": {},
+    "qwen3_moe": TIED,
+    "granite_moe": {},
+}
+"""More settings of a small model, by its name and what is special."""
+
+
+def model_of(name: str, settings: dict[str, Any]) -> Any:
+    family = FAMILIES[name.partition(",")[0]]
+    return replace(family, sizes={**family.sizes, **settings}).model()
+
+
+def outline_of(model: Any) -> Outline:
+    return outline_of_architecture(model, state_of(model))
+
+
+def test_each_family_that_files_hold_is_run_in_llama_cpp() -> None:
+    tried = {FAMILIES[name.partition(",")[0]].model().config.model_type for name in CASES}
+    assert tried == {*STORED}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_llama_cpp_computes_the_float_model(name: str, tmp_path: Path) -> None:
+    """The sequence is longer than the sliding windows."""
+    pytest.importorskip("xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp")
+    from families_in_llama_cpp import write_with_words
+    from in_llama_cpp import logits, served
+
+    model = model_of(name, CASES[name])
+    outline = outline_of(model)
+    tensors = stored_tensors(outline, {}, state_of(model))
+    assert {tensor.type for tensor in tensors.values()} == {"F32"}
+    write_gguf(tmp_path / "float.gguf", outline, tensors)
+    write_with_words(tmp_path / "float.gguf", tmp_path / "words.gguf", VOCABULARY)
+    ids = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=ids).logits[0, -1].numpy()
+    expected -= expected.mean()
+    server = served(tmp_path / "words.gguf", ids.shape[1])
+    noise = logits(server, ids[0].tolist(), VOCABULARY) - expected
+    assert 10 * np.log10(np.square(expected).sum() / np.square(noise).sum()) > LEAST_DB
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0} | THETA}, "dynamic"),
+    ("llama", {"hidden_act": "gelu"}, "has hidden_act 'gelu', for which a file has no key"),
+    ("llama", {"attention_bias": True}, "has attention_bias True, for which a file has no key"),
+    ("qwen2", {"rope_parameters": LINEAR | THETA}, "has rotations of the type linear"),
+    ("phi3", PART, "rotates a part of each head"),
+    ("gemma3", {"query_pre_attn_scalar": 64}, "scalar 64, and llama.cpp assumes 32"),
+    ("gemma2", {"attn_logit_softcapping": None}, "has attn_logit_softcapping None"),
+    ("gemma2", UNTIED, "has tie_word_embeddings False, and llama.cpp assumes True"),
+    (
+        "gemma2",
+        {"layer_types": ["full_attention", "full_attention"]},
+        "has full_attention in layer 0, where llama.cpp assumes sliding_attention",
+    ),
+    ("stablelm", {"qk_layernorm": True}, "has qk_layernorm True"),
+    ("olmo2", TIED, "has tie_word_embeddings True, and llama.cpp assumes False"),
+    ("starcoder2", {"head_dim": 16}, "has heads of 16 values, and llama.cpp assumes 32"),
+    ("falcon", {"alibi": True}, "has alibi True"),
+    ("qwen3_moe", {"norm_topk_prob": False}, "has norm_topk_prob False"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, r"has mlp_only_layers \[0\]"),
+    ("opt", {}, "this model is opt, which needs a template"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "why"), REFUSED)
+def test_what_no_key_says_is_refused(name: str, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why) as refused:
+        outline_of(model_of(name, settings))
+    assert "--gguf_template FILE" in str(refused.value.help)
+
+
+def test_without_windows_in_llama_cpp_the_context_ends_where_a_window_does() -> None:
+    outline = outline_of(model_of("mistral", {"sliding_window": 8}))
+    assert outline.keys["llama.context_length"].value == 8
+    assert "its context ends at 8 tokens" in outline.remarks[-1]
+    whole = outline_of(model_of("mistral", {"sliding_window": 4096}))
+    assert whole.keys["llama.context_length"].value == 64
