@@ -153,3 +153,12 @@ def test_without_windows_in_llama_cpp_the_context_ends_where_a_window_does() -> 
     assert "its context ends at 8 tokens" in outline.remarks[-1]
     whole = outline_of(model_of("mistral", {"sliding_window": 4096}))
     assert whole.keys["llama.context_length"].value == 64
+
+
+def test_what_is_added_to_norms_is_added_in_float32() -> None:
+    """In bfloat16, 1 + weight would lose the weight's last bits."""
+    model = model_of("gemma3", {}).bfloat16()
+    tensors = stored_tensors(outline_of(model), {}, state_of(model))
+    weight = model.model.norm.weight.float()
+    assert np.array_equal(tensors["output_norm.weight"].data, (weight + 1).numpy())
+    assert not torch.equal((weight + 1).bfloat16().float(), weight + 1)

@@ -91,7 +91,7 @@ class Arrangement:
     def values(self, x: Tensor) -> Tensor:
         """Return the values as the file has them."""
         if self.added:
-            x = x + self.added
+            x = x.float() + self.added
         if self.is_transposed:
             x = x.T
         return self.rows(x)

@@ -104,7 +104,8 @@ def _verify_tensors(written: GgufFile) -> Verification:
             arranged = arrangement.coded(written.decoded[source], value)
         expected.append(arranged.float())
         decoded = gguf.dequantize(stored[name].data, stored[name].tensor_type)
-        actual.append(torch.from_numpy(decoded.copy()))
+        # Test mode has decoded values in the dtype of the model
+        actual.append(torch.from_numpy(decoded.copy()).to(arranged.dtype).float())
     verification = verify("tensors", expected, actual)
     if verification.max_difference:
         text = f"{file.name} is not written: {verification.figures()}"
