@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import gguf
 import torch
 from torch import Tensor, nn
 
 from quantizer.errors import UsageError
 from quantizer.export.gguf.families import FAMILIES, LLAMA3, Family
-from quantizer.export.gguf.file import Arrangement, GgufTensor, GgufValue, Outline
+from quantizer.export.gguf.file import Arrangement, GgufTensor, Outline
 from quantizer.export.gguf.settings import (
     FULL_ATTENTION,
     context_length,
@@ -22,15 +21,19 @@ from quantizer.export.gguf.settings import (
     scaling_of,
     setting_keys,
     sliding_window,
+    typed,
     unsupported_setting,
 )
 from quantizer.export.gguf.template import file_names
+from quantizer.export.gguf.vocabulary import vocabulary_keys
+from quantizer.export.hugging_face_folder import source_folder
 
 TEMPLATE_HELP = (
     "give --gguf_template FILE, any .gguf of the same model, whose keys and tokenizer are kept"
 )
 NO_TOKENIZER = (
-    f"it has no tokenizer, so engines take and give numbers of tokens: {TEMPLATE_HELP}"
+    "it has no tokenizer, because there is no tokenizer.json of a known kind, and engines take "
+    f"and give numbers of tokens: {TEMPLATE_HELP}"
 )
 _GATE_AND_UP = "gate_up_proj"
 _HALVES = ("gate_proj", "up_proj")
@@ -56,15 +59,20 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     if why is not None:
         text = f"--deploy gguf: this model {why}"
         raise UsageError(text, help=TEMPLATE_HELP)
-    text_kind = gguf.GGUFValueType.STRING
     keys = {
-        "general.name": GgufValue(type(model).__name__, text_kind),
-        "general.quantization_version": GgufValue(2, gguf.GGUFValueType.UINT32),
+        "general.name": typed(type(model).__name__),
+        "general.quantization_version": typed(2),
         **setting_keys(family, config),
-        "tokenizer.ggml.model": GgufValue("no_vocab", text_kind),
     }
+    remarks: list[str] = []
+    folder = source_folder(model)
+    vocabulary = None
+    if folder is not None:
+        vocabulary = vocabulary_keys(folder, config.vocab_size)
+    if vocabulary is None:
+        vocabulary = {"tokenizer.ggml.model": typed("no_vocab")}
+        remarks.append(NO_TOKENIZER)
     window = sliding_window(config)
-    remarks = [NO_TOKENIZER]
     if window is not None and not family.window_period:
         remarks.append(
             f"its context ends at {context_length(family, config)} tokens, since llama.cpp has "
@@ -75,7 +83,7 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
         read_config = None
     return Outline(
         family.architecture,
-        keys,
+        keys | vocabulary,
         _tensors(family, config, state),
         constant=_frequencies(model, config),
         remarks=tuple(remarks),

@@ -90,11 +90,11 @@ def setting_keys(family: Family, config: Any) -> dict[str, GgufValue]:
     for name, value in values.items():
         if value is not None:
             number = float(value) if name in FLOAT_KEYS else value
-            keys[f"{family.architecture}.{name}"] = _typed(number)
+            keys[f"{family.architecture}.{name}"] = typed(number)
     for token, field in _TOKEN_FIELDS.items():
         number = getattr(config, field, None)
         if isinstance(number, int) and number >= 0:
-            keys[f"tokenizer.ggml.{token}_token_id"] = _typed(number)
+            keys[f"tokenizer.ggml.{token}_token_id"] = typed(number)
     return keys
 
 
@@ -154,14 +154,22 @@ def _rotation_values(config: Any, size: int) -> dict[str, Any]:
     return values
 
 
-def _typed(value: Any) -> GgufValue:
+def typed(value: Any) -> GgufValue:
+    """Return the value of a key, or a list, with the type that llama.cpp expects of such
+    values.
+    """
     kinds = {
         bool: gguf.GGUFValueType.BOOL,
         int: gguf.GGUFValueType.UINT32,
         float: gguf.GGUFValueType.FLOAT32,
         str: gguf.GGUFValueType.STRING,
     }
-    return GgufValue(value, kinds[type(value)])
+    if not isinstance(value, list):
+        return GgufValue(value, kinds[type(value)])
+    element = kinds[type(value[0])]
+    if element == gguf.GGUFValueType.UINT32:
+        element = gguf.GGUFValueType.INT32
+    return GgufValue(value, gguf.GGUFValueType.ARRAY, element)
 
 
 def _unsupported(family: Family, config: Any) -> Iterator[str]:
