@@ -489,7 +489,7 @@ def test_where_transformers_knows_no_architecture_the_tensors_are_compared(
     monkeypatch.setattr("quantizer.export.gguf.verify.read_checkpoint", refuse)
     found = result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
     assert (found.compared, found.max_difference) == ("tensors", 0.0)
-    assert "is not supported yet.; its tensors were compared instead" in found.remarks[-1]
+    assert "is not supported yet; its tensors were compared instead" in found.remarks[-1]
     with pytest.raises(
         VerificationError, match="cannot run it: ValueError: GGUF model with architecture llama"
     ):

@@ -23,7 +23,8 @@ for package in EXPORTERS["gguf"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")
 sys.path.append(str(ROOT / "benchmarks"))
 
-from engines.families.models import FAMILIES, VOCABULARY
+import transformers
+from engines.families.models import FAMILIES, VOCABULARY, Family, spread_weights
 
 from quantizer.export.gguf.architectures import outline_of_architecture
 from quantizer.export.gguf.families import FAMILIES as STORED
@@ -44,6 +45,19 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 PART = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, **THETA}}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LOCAL = {"rope_type": "default", "rope_theta": 300.0}
+SIZES = FAMILIES["qwen2"].sizes
+WINDOWS = {**SIZES, "num_hidden_layers": 5, "sliding_window": 8}
+SHARED = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
+MORE = {
+    "gemma": Family("Gemma", "Gemma", FAMILIES["llama"].sizes),
+    "cohere2": Family("Cohere 2", "Cohere2", WINDOWS),
+    "olmo3": Family("OLMo 3", "Olmo3", WINDOWS),
+    "nemotron": Family("Nemotron", "Nemotron", {**SIZES, "head_dim": 32}),
+    "qwen2_moe": Family(
+        "Qwen2 MoE", "Qwen2Moe", {**SIZES, **SHARED, "num_experts": 4, "num_experts_per_tok": 2}
+    ),
+}
+"""Families that the table of engines does not have."""
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3 | THETA} | TIED,
     "llama, linear": {"rope_parameters": LINEAR | THETA},
@@ -79,12 +93,13 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": TIED,
     "granite_moe": {},
+    **{name: {} for name in MORE},
 }
 """More settings of a small model, by its name and what is special."""
 
 
 def model_of(name: str, settings: dict[str, Any]) -> Any:
-    family = FAMILIES[name.partition(",")[0]]
+    family = (FAMILIES | MORE)[name.partition(",")[0]]
     return replace(family, sizes={**family.sizes, **settings}).model()
 
 
@@ -93,15 +108,33 @@ def outline_of(model: Any) -> Outline:
 
 
 def test_each_family_that_files_hold_is_run_in_llama_cpp() -> None:
-    tried = {FAMILIES[name.partition(",")[0]].model().config.model_type for name in CASES}
-    assert tried == {*STORED}
+    tried = {model_of(name, {}).config.model_type for name in CASES}
+    assert {*tried, "gemma3"} == {*STORED}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_llama_cpp_computes_the_float_model(name: str, tmp_path: Path) -> None:
     """The sequence is longer than the sliding windows."""
+    require_equal_logits(model_of(name, CASES[name]), tmp_path)
+
+
+def test_the_language_model_of_a_gemma_3_that_sees_is_written(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = transformers.Gemma3Config(
+        text_config=dict(FAMILIES["gemma3"].sizes),
+        vision_config=vision | layers,
+        mm_tokens_per_image=1,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(settings).eval().requires_grad_(False)
+    spread_weights(model)
+    assert "has the language model alone" in outline_of(model).remarks[-1]
+    require_equal_logits(model, tmp_path)
+
+
+def require_equal_logits(model: Any, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp")
-    model = model_of(name, CASES[name])
     outline = outline_of(model)
     tensors = stored_tensors(outline, {}, state_of(model))
     assert {tensor.type for tensor in tensors.values()} == {"F32"}

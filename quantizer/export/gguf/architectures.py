@@ -35,6 +35,10 @@ NO_TOKENIZER = (
     "it has no tokenizer, because there is no tokenizer.json of a known kind, and engines take "
     f"and give numbers of tokens: {TEMPLATE_HELP}"
 )
+_LANGUAGE_ALONE = (
+    "it has the language model alone: llama.cpp reads the part for images from another file, "
+    "which convert_hf_to_gguf.py --mmproj writes"
+)
 _GATE_AND_UP = "gate_up_proj"
 _HALVES = ("gate_proj", "up_proj")
 _OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -49,10 +53,12 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     Raises:
         UsageError: its family, or something that its config asks for, is not known here.
     """
-    config: Any = model.config
-    family = FAMILIES.get(config.model_type)
+    whole_config: Any = model.config
+    config = whole_config.get_text_config()
+    family = FAMILIES.get(whole_config.model_type)
     if family is None:
-        text = f"--deploy gguf: this model is {config.model_type}, which needs a template"
+        kind = whole_config.model_type
+        text = f"--deploy gguf: this model is {kind}, which needs a template"
         known = f"these need none: {', '.join(FAMILIES)}"
         raise UsageError(text, help=f"{TEMPLATE_HELP}; {known}")
     why = unsupported_setting(family, config)
@@ -72,6 +78,8 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     if vocabulary is None:
         vocabulary = {"tokenizer.ggml.model": typed("no_vocab")}
         remarks.append(NO_TOKENIZER)
+    if family.left_out:
+        remarks.append(_LANGUAGE_ALONE)
     window = sliding_window(config)
     if window is not None and not family.window_period:
         remarks.append(
@@ -118,6 +126,8 @@ def _pieces(
     and which half of an expert's rows a tensor has.
     """
     for source in state:
+        if source.startswith(family.left_out):
+            continue
         name = source
         for part, known in family.renamed.items():
             name = name.replace(part, known)

@@ -5,7 +5,7 @@ read (src/models/*.cpp).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gguf
@@ -30,6 +30,11 @@ _RMS_NORM = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 _OLDER_NORM = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_MANY_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _SCALES = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -60,6 +65,7 @@ class Family:
         is_transposed: whether the model has the matrices of blocks as [in, out].
         added: what the file adds to the weights of norms.
         renamed: parts of names of tensors, each with the part that the package gguf knows.
+        left_out: the beginnings of names of tensors that the file does not have.
         has_head_size: whether heads may have another size than their share of the width.
         rotates_part: whether a head may be rotated in part.
         window_period: every so many layers one has no sliding window; 0 if llama.cpp has none.
@@ -79,6 +85,7 @@ class Family:
     is_transposed: bool = False
     added: float = 0.0
     renamed: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     has_head_size: bool = False
     rotates_part: bool = False
     window_period: int = 0
@@ -87,6 +94,15 @@ class Family:
     is_read: bool = False
 
 
+_GEMMA3 = Family(
+    "gemma3",
+    keys=_RMS_NORM | _WINDOW | _SOFT_CAP,
+    added=1.0,
+    has_head_size=True,
+    window_period=6,
+    scaled_rotations=(LINEAR,),
+    wide_layers=62,
+)
 FAMILIES = {
     "llama": Family(
         "llama",
@@ -107,14 +123,15 @@ FAMILIES = {
     ),
     "qwen2": Family("qwen2", is_read=True),
     "qwen3": Family("qwen3", has_head_size=True),
+    "qwen2_moe": Family(
+        "qwen2moe",
+        keys=_RMS_NORM
+        | _MANY_EXPERTS
+        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
     "qwen3_moe": Family(
         "qwen3moe",
-        keys=_RMS_NORM
-        | {
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
+        keys=_RMS_NORM | _MANY_EXPERTS,
         required={"norm_topk_prob": True},
         has_head_size=True,
     ),
@@ -125,6 +142,7 @@ FAMILIES = {
         rotates_part=True,
     ),
     "phi3": Family("phi3", is_read=True),
+    "gemma": Family("gemma", required=_TIED, added=1.0, has_head_size=True),
     "gemma2": Family(
         "gemma2",
         keys=_RMS_NORM
@@ -137,14 +155,11 @@ FAMILIES = {
         window_period=2,
         wide_layers=46,
     ),
-    "gemma3_text": Family(
-        "gemma3",
-        keys=_RMS_NORM | _WINDOW | _SOFT_CAP,
-        added=1.0,
-        has_head_size=True,
-        window_period=6,
-        scaled_rotations=(LINEAR,),
-        wide_layers=62,
+    "gemma3_text": _GEMMA3,
+    "gemma3": replace(
+        _GEMMA3,
+        renamed={"model.language_model.": "model."},
+        left_out=("model.vision_tower.", "model.multi_modal_projector."),
     ),
     "gpt2": Family("gpt2", keys=_OLDER_NORM, is_transposed=True),
     "gpt_neox": Family(
@@ -174,7 +189,21 @@ FAMILIES = {
         keys=_LAYER_NORM | {"logit_scale": "logit_scale"},
         required=_TIED,
     ),
+    "cohere2": Family(
+        "cohere2",
+        keys=_LAYER_NORM | _WINDOW | {"logit_scale": "logit_scale"},
+        required=_TIED,
+        window_period=4,
+    ),
+    "nemotron": Family(
+        "nemotron",
+        keys={"attention.layer_norm_epsilon": "norm_eps"},
+        required=_UNTIED,
+        added=1.0,
+        rotates_part=True,
+    ),
     "olmo2": Family("olmo2", required=_UNTIED),
+    "olmo3": Family("olmo2", keys=_RMS_NORM | _WINDOW, required=_UNTIED, window_period=4),
     "granite": Family(
         "granite", keys=_RMS_NORM | _SCALES, is_interleaved=True, has_head_size=True
     ),

@@ -77,7 +77,7 @@ def verify_gguf(
     except VerificationError:
         raise
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
         why = f"{_reader()} cannot run it: {type(error).__name__}: {first_line}"
         if not by_template and outline.config is None:
             raise VerificationError(
