@@ -73,6 +73,18 @@ def first_names(names: Sequence[str], most: int = 5) -> str:
     return text
 
 
+def named_output(name: str) -> str:
+    """Return what a sentence calls an output: one without a name is known by its place.
+
+    >>> named_output("boxes"), named_output("2"), named_output("0[:, 4]")
+    ('boxes', 'output 2', 'output 0[:, 4]')
+    """
+    place = name.partition("[")[0]
+    if place.replace(".", "").isdigit():
+        return f"output {name}"
+    return name
+
+
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun in singular or plural.
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from quantizer.comparison.output_figures import leaves, worst
+from quantizer.config.wording import named_output
 from quantizer.evaluation.ablation import ablate
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.evaluation.pass_loss import PassLoss
@@ -54,7 +55,7 @@ def remark(compared: NetworkComparison, networks: Networks) -> str | None:
     if lowest is None or compared.spoiled is not None or (lowest.sqnr_db or 0.0) >= LOW_DB:
         return None
     is_only = len(list(leaves(compared.outputs))) == 1
-    subject = "the output's SQNR" if is_only else f"the SQNR of {lowest.name}"
+    subject = "the output's SQNR" if is_only else f"the SQNR of {named_output(lowest.name)}"
     sentences = [
         f"{subject} is {lowest.sqnr_db:.1f} dB; below {LOW_DB:g} dB few networks are usable"
     ]

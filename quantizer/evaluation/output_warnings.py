@@ -12,7 +12,7 @@ from itertools import islice
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures
 from quantizer.comparison.output_measure import OutputMeasure
-from quantizer.config.wording import first_names
+from quantizer.config.wording import first_names, named_output
 from quantizer.evaluation.ablation import ablate
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.tested_networks import Networks
@@ -92,17 +92,16 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
     sqnr = part.sqnr_db
     if sqnr is None:
         return None
+    name = named_output(part.name)
     if part.collapses:
         value = f"{part.other.low:.3g} everywhere in the quantized network"
         spread = f"{part.reference.low:.3g} to {part.reference.high:.3g}"
-        return (
-            "constant",
-            f"{part.name} is {value}; in the float network it ranges from {spread}",
-        )
+        text = f"{name} is {value}; in the float network it ranges from {spread}"
+        return "constant", text
     others_db = _sqnr_of_others(part, outputs)
     if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
         return None
-    return "below", f"{part.name} has {sqnr:.1f} dB; the other outputs have {others_db:.1f} dB"
+    return "below", f"{name} has {sqnr:.1f} dB; the other outputs have {others_db:.1f} dB"
 
 
 def _sqnr_of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | None:
@@ -176,7 +175,7 @@ def _suspects(
 def _about_varying_part(part: PartFigures) -> OutputWarning:
     """Return the warning about a part that is constant in the float network only."""
     spread = f"{part.other.low:.3g} to {part.other.high:.3g} in the quantized network"
-    text = f"{part.name} ranges from {spread}; "
+    text = f"{named_output(part.name)} ranges from {spread}; "
     text += f"in the float network it is {part.reference.low:.3g} everywhere"
     return OutputWarning("varies", part.name, text, part.layer, "activation")
 
@@ -190,8 +189,8 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
     layer = figures.whole.layer
     axes = ", ".join([":"] * channels.axis)
     named = [f"{name}[{axes}, {channel}]" for channel in channels.collapsed]
-    text = f"{len(named)} of {len(channels.low)} channels of {name} are constant in the "
-    text += f"quantized network only: {first_names(named, _MAX_NAMED_CHANNELS)}; "
+    text = f"{len(named)} of {len(channels.low)} channels of {named_output(name)} are constant "
+    text += f"in the quantized network only: {first_names(named, _MAX_NAMED_CHANNELS)}; "
     text += f"{layer} computes them"
     yield OutputWarning("channels", name, text, layer, "activation")
 
@@ -202,14 +201,15 @@ def _about_rows(figures: OutputFigures) -> Iterator[OutputWarning]:
     if order is None:
         return
     name = figures.whole.name
+    called = named_output(name)
     layer = figures.whole.layer
     if order.unmatched:
-        text = f"{name}: {order.unmatched} rows that are selected by value cannot be matched "
+        text = f"{called}: {order.unmatched} rows that are selected by value cannot be matched "
         text += "with the rows of the float network, because their origin is unknown. "
         text += "They are compared by position, so a changed order counts as an error"
         yield OutputWarning("unmatched", name, text, layer)
     if order.moved or order.exchanged:
-        text = f"{name}: of {order.rows} rows that the float network selects, the quantized "
+        text = f"{called}: of {order.rows} rows that the float network selects, the quantized "
         text += f"network has {order.moved} at another position and does not select "
         text += f"{order.exchanged}. Only rows that both select are compared"
         yield OutputWarning("rows", name, text, layer)

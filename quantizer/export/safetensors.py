@@ -18,6 +18,7 @@ from quantizer.errors import ResultError
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter
+from quantizer.nn.load import packed_codes, unpacked_codes
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import decode
 from quantizer.numerics.formats import has_minimum
@@ -25,7 +26,8 @@ from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import read_metadata
 
-_FORMAT = 2
+_FORMAT = 3
+_REMEDY = "run --deploy safetensors again"
 _CORRECTION = ".bias_correction"
 # safetensors writes several keys in any order, so there is only one.
 _METADATA_KEY = "quantizer"
@@ -34,15 +36,17 @@ _METADATA_KEY = "quantizer"
 class SafetensorsExporter(Exporter[Path]):
     """Writes every parameter under `<layer>.<parameter>`, a quantized one as codes.
 
-    Codes take the smallest dtype that holds them, so 4-bit codes take a byte each. With them
-    are `.scale`, in the shape of `granularity.scale_shape`, and `.zero_point`. Activations have
-    `<layer>.<role>.scale` and `.zero_point` only. Dynamic activations have neither, and
-    floating-point formats have no zero point. `<layer>.bias_correction` is added to the layer's
-    bias, or is the bias where there is none.
+    Codes take the smallest dtype that holds them. Those of fewer than 8 bits are one stream of
+    bits (`numerics.codes.pack`). With them are `.scale`, in the shape of
+    `granularity.scale_shape`, and `.zero_point`. Activations have `<layer>.<role>.scale` and
+    `.zero_point` only. Dynamic activations have neither, and floating-point formats have no
+    zero point. `<layer>.bias_correction` is added to the layer's bias, or is the bias where
+    there is none.
 
-    The metadata's `quantizer` is JSON with five keys. `format`, `model` and `origin` describe
-    the file. `specs` has the `QuantizationSpec` of each quantized tensor by its name. `dtypes`
-    has the dtype in which test mode computes with each parameter that is stored as codes.
+    The metadata's `quantizer` is JSON with six keys. `format`, `model` and `origin` describe
+    the file. `specs` has the `QuantizationSpec` of each quantized tensor by its name. `shapes`
+    and `dtypes` are of the parameters that are stored as codes: their shapes, and the dtypes in
+    which test mode computes with them.
     """
 
     @contextmanager
@@ -52,6 +56,7 @@ class SafetensorsExporter(Exporter[Path]):
         uncorrected = replace(solution, corrections={})
         tensors = _parameters(quantized_network(deployment.graph, uncorrected))
         specs: dict[str, Any] = {}
+        shapes: dict[str, list[int]] = {}
         dtypes: dict[str, str] = {}
         for (layer, role), tensor in solution.tensors.items():
             name = f"{layer}.{parameter_name(role)}"
@@ -62,8 +67,10 @@ class SafetensorsExporter(Exporter[Path]):
                 if spec.dtype == "int" or has_minimum(spec.dtype):
                     tensors[f"{name}.zero_point"] = tensor.zero_point
             if tensor.codes is not None:
-                tensors[name] = tensor.codes
-                dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+                tensors[name] = packed_codes(tensor.codes, spec)
+                shapes[name] = list(tensor.codes.shape)
+                dtype = str(tensor.dtype)
+                dtypes[name] = dtype.removeprefix("torch.")
         for layer, correction in solution.corrections.items():
             tensors[f"{layer}{_CORRECTION}"] = correction
         description = {
@@ -71,9 +78,11 @@ class SafetensorsExporter(Exporter[Path]):
             "model": deployment.graph.model,
             "origin": json.loads(deployment.origin.text()),
             "specs": specs,
+            "shapes": shapes,
             "dtypes": dtypes,
         }
-        write_tensors(path, tensors, {_METADATA_KEY: json.dumps(description, sort_keys=True)})
+        text = json.dumps(description, sort_keys=True)
+        write_tensors(path, tensors, {_METADATA_KEY: text})
         yield path
 
     def verify(self, deployment: Deployment, written: Path) -> Verification:
@@ -93,58 +102,69 @@ def load(path: Path) -> dict[str, Tensor]:
     Raises:
         ResultError: the file is missing, damaged, or not written by this exporter.
     """
-    return {name: tensor.load() for name, tensor in _decoded(path).items()}
+    parameters: dict[str, Tensor] = {}
+    for name, tensor in _decoded(path).items():
+        parameters[name] = tensor.load()
+    return parameters
 
 
 def _decoded(path: Path) -> dict[str, DeferredTensor]:
     """Return the parameters of a file, each decoded when it is needed."""
     tensors = deferred_tensors(path)
-    description = json.loads(read_metadata(path).get(_METADATA_KEY, "{}"))
+    metadata = read_metadata(path)
+    text = metadata.get(_METADATA_KEY, "{}")
+    description = json.loads(text)
     if description.get("format") != _FORMAT:
         raise ResultError(
             f"{path} is not a deployed network of this version",
-            help="run --deploy safetensors again",
+            help=_REMEDY,
         )
-    specs = {name: QuantizationSpec(**spec) for name, spec in description["specs"].items()}
+    specs: dict[str, QuantizationSpec] = {}
     parameters = dict(tensors)
-    for name in specs:
+    coded: dict[str, Tensor] = dict(tensors)
+    for name, spec in description["specs"].items():
+        specs[name] = QuantizationSpec(**spec)
         parameters.pop(f"{name}.scale", None)
         parameters.pop(f"{name}.zero_point", None)
     for name, dtype_name in description["dtypes"].items():
         dtype = getattr(torch, dtype_name)
-        decode_now = partial(
-            _decode_parameter,
-            tensors,
-            name,
-            specs[name],
-            dtype,
-        )
-        parameters[name] = DeferredTensor(tensors[name].shape, dtype, decode_now)
-    for name in [name for name in parameters if name.endswith(_CORRECTION)]:
+        shape = description["shapes"][name]
+        try:
+            coded[name] = unpacked_codes(tensors[name], specs[name], shape)
+        except ValueError as error:
+            raise ResultError(f"{path}: {name}: {error}", help=_REMEDY) from error
+        decode_now = partial(_decode_parameter, coded, name, specs[name], dtype)
+        parameters[name] = DeferredTensor(shape, dtype, decode_now)
+    for name in list(parameters):
+        if not name.endswith(_CORRECTION):
+            continue
         correction = parameters.pop(name)
         bias_name = f"{name.removesuffix(_CORRECTION)}.bias"
         summands = [correction]
         if bias_name in parameters:
             summands.insert(0, parameters[bias_name])
-        parameters[bias_name] = DeferredTensor(
-            correction.shape, correction.dtype, partial(_sum, summands)
-        )
+        add_now = partial(_sum, summands)
+        bias = DeferredTensor(correction.shape, correction.dtype, add_now)
+        parameters[bias_name] = bias
     return parameters
 
 
 def _decode_parameter(
-    tensors: Mapping[str, DeferredTensor],
+    tensors: Mapping[str, Tensor],
     name: str,
     spec: QuantizationSpec,
     dtype: torch.dtype,
 ) -> Tensor:
     scale = torch.ones(())
-    if f"{name}.scale" in tensors:
-        scale = tensors[f"{name}.scale"].load()
+    scale_name = f"{name}.scale"
+    if scale_name in tensors:
+        scale = loaded(tensors[scale_name])
     zero_point = torch.zeros_like(scale, dtype=torch.int32)
-    if f"{name}.zero_point" in tensors:
-        zero_point = tensors[f"{name}.zero_point"].load()
-    return decode(tensors[name].load(), spec, scale, zero_point, dtype=dtype)
+    zero_point_name = f"{name}.zero_point"
+    if zero_point_name in tensors:
+        zero_point = loaded(tensors[zero_point_name])
+    codes = loaded(tensors[name])
+    return decode(codes, spec, scale, zero_point, dtype=dtype)
 
 
 def _sum(summands: Sequence[DeferredTensor]) -> Tensor:

@@ -36,6 +36,7 @@ from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
 from quantizer.graph.program_nodes import mark_stubs
 from quantizer.graph.size_guards import GuardedTrace
+from quantizer.graph.torch_modules import masks_are_not_searched, recurrent_weights_restored
 from quantizer.graph.trace_errors import SameForAllExamplesError, explain_failure, place_of
 from quantizer.storage.process_memory import pause_garbage_collection
 
@@ -51,7 +52,6 @@ _BATCH = Dim("batch", min=1)
 _BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
 """On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
 _FIXED_BATCH = "%s fixes its batch size at %d: only such batches can run%s"
-_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _CONVOLUTIONS = (
     torch.ops.aten.conv1d.default,
     torch.ops.aten.conv2d.default,
@@ -344,7 +344,8 @@ def _export(
             pause_garbage_collection(),
             torch.no_grad(),
             mark_stubs(module),
-            _recurrent_weights_restored(module),
+            recurrent_weights_restored(module),
+            masks_are_not_searched(),
             without_stack_traces(),
             watch,
         ):
@@ -383,25 +384,6 @@ def _dynamic_shapes(
             shapes.append(None)
     args, kwargs = pytree.tree_unflatten(shapes, structure)
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-
-
-@contextlib.contextmanager
-def _recurrent_weights_restored(module: nn.Module) -> Iterator[None]:
-    """Restore the recurrent layers' lists of weights at the end.
-
-    torch 2.8 leaves fake tensors in these lists, and then the layers cannot compute.
-    """
-    lists: list[tuple[dict[str, Any], str, list[Any]]] = []
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            attributes = vars(child)
-            for name in attributes.keys() & _WEIGHT_LISTS:
-                lists.append((attributes, name, [*attributes[name]]))
-    try:
-        yield
-    finally:
-        for attributes, name, weights in lists:
-            attributes[name] = weights
 
 
 @contextlib.contextmanager

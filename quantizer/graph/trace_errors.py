@@ -11,6 +11,7 @@ from quantizer.errors import ModelError, UntraceableError
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, which is not")
 """The beginning of torch's message about an output of a class that it does not know."""
+_RECURRENT = ("torch/nn/modules/rnn.py", "torch/nn/utils/rnn.py")
 NOT_USER_CODE = ("/torch/", "/sympy/", "/quantizer/graph/", "contextlib")
 """Parts of the paths of files that are not the user's."""
 
@@ -40,11 +41,26 @@ def explain_failure(module: nn.Module, error: Exception) -> ModelError:
             f"torch.export.register_dataclass({name}) in the model's file",
         )
     reason = text.splitlines()[0] if text else type(error).__name__
+    remedy = "write that line with other operators, or keep it outside the quantized model"
+    if _fails_in_packed_sequences(error):
+        remedy = (
+            "torch.export knows no packed sequences: give the layer padded ones, and select "
+            "the last output of each with gather"
+        )
     return UntraceableError(
         f"{type(module).__name__} cannot be traced: {type(error).__name__}: "
         f"{reason}{place_of(error)}",
-        help="check that the model runs on the first batch, in eval mode, as `model(*batch)`",
+        help=remedy,
     )
+
+
+def _fails_in_packed_sequences(error: Exception) -> bool:
+    """Return whether a recurrent layer, or what packs its sequences, raised the error."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = frame.filename.replace("\\", "/")
+        if path.endswith(_RECURRENT):
+            return True
+    return False
 
 
 def _explain_branch(module: nn.Module, error: Exception) -> ModelError:

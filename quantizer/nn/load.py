@@ -18,7 +18,7 @@ from quantizer.nn.image_layout import channels_first
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.numerics.codes import packed_shape, storage_dtype, unpack
+from quantizer.numerics.codes import pack, packed_shape, storage_dtype, unpack
 from quantizer.numerics.two_level import unpack_scales
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import (
@@ -157,6 +157,15 @@ def quantized_tensor(
     parameter = stored[f"{entry['module']}.{parameter_name(role)}"]
     codes = unpacked_codes(parameter, spec, entry["codes"]["shape"])
     return replace(tensor, codes=codes, dtype=getattr(torch, entry["codes"]["dtype"]))
+
+
+def packed_codes(codes: Tensor, spec: QuantizationSpec) -> Tensor:
+    """Return codes as files store them. Deferred codes stay deferred."""
+    if not isinstance(codes, DeferredTensor):
+        return pack(codes, spec)
+    shape = packed_shape(codes.shape, spec)
+    dtype = codes.dtype if shape == codes.shape else torch.uint8
+    return DeferredTensor(shape, dtype, lambda: pack(codes.load(), spec))
 
 
 def unpacked_codes(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int]) -> Tensor:

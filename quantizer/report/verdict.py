@@ -12,7 +12,7 @@ from typing import Any
 
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.config.wording import counted, first_names
+from quantizer.config.wording import counted, first_names, named_output
 from quantizer.graph.attention import cached_values
 from quantizer.graph.module_names import path_names
 from quantizer.numerics.codes import bits_of
@@ -221,16 +221,17 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
         texts.append(f"The output differs from float by {_error(rows[0])}")
     elif rows:
         worst = rows[0]
+        name = named_output(worst["name"])
         texts.append(
-            f"Of {len(rows)} outputs, {worst['name']} differs most from float, by "
-            f"{_error(worst)}"
+            f"Of {len(rows)} outputs, {name} differs most from float, by {_error(worst)}"
         )
         for row in rows[1 : 1 + _MAX_NAMES]:
-            texts.append(f"{row['name']} by {_share(row['sqnr_db'])}")
+            texts.append(f"{named_output(row['name'])} by {_share(row['sqnr_db'])}")
     for row in tested.get("outputs", ()):
         # Classes and indices have no SQNR
         if row["kind"] == "integer" and row["equal"] < 1:
-            texts.append(f"{row['equal']:.2%} of the values of {row['name']} are equal")
+            name = named_output(row["name"])
+            texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
     if texts:
         yield f"{'; '.join(texts)}."
 

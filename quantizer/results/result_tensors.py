@@ -5,24 +5,21 @@ back.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_name
 from quantizer.graph.edits import Insertion
 from quantizer.nn.load import (
     CORRECTIONS,
     GROUP_SCALES,
     WEIGHTS_FILE,
+    packed_codes,
     quantized_tensor,
 )
 from quantizer.nn.network import Network
-from quantizer.numerics.codes import pack, packed_shape
 from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.two_level import pack_scales
-from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenedFiles
 from quantizer.storage.tensor_shards import deferred_shards
 
@@ -46,7 +43,7 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
         module = modules[layer]
         if tensor.codes is not None:
             name = f"{module}.{parameter_name(role)}"
-            weights[name] = _packed(tensor.codes, spec)
+            weights[name] = packed_codes(tensor.codes, spec)
         # There are too many groups to list their scales in quant_info.json
         if spec.has_groups and not spec.is_dynamic:
             parts = pack_scales(tensor.scale, spec.scale_type)
@@ -70,15 +67,6 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
     if rescaled:
         files[_RESCALED] = rescaled
     return files
-
-
-def _packed(codes: Tensor, spec: QuantizationSpec) -> Tensor:
-    """Return codes as they are stored. Deferred codes stay deferred."""
-    if not isinstance(codes, DeferredTensor):
-        return pack(codes, spec)
-    shape = packed_shape(codes.shape, spec)
-    dtype = codes.dtype if shape == codes.shape else torch.uint8
-    return DeferredTensor(shape, dtype, lambda: pack(codes.load(), spec))
 
 
 def header_of(network: Network, solution: Solution) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.safetensors import load
 from quantizer.graph.trace import trace
 from quantizer.numerics.rounding import ROUND_MODES
-from quantizer.storage.files import write_tensors
+from quantizer.storage.files import read_tensors, write_tensors
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +104,12 @@ def test_codes_give_the_weights_back(
     )
     assert torch.equal(found["Linear::Linear/linear.weight"], layer.get_parameter("weight"))
     assert torch.equal(found["Linear::Linear/linear.bias"], layer.get_parameter("bias"))
+    stored = read_tensors(tmp_path / "net.safetensors")["Linear::Linear/linear.weight"]
+    if bit_width < 8:
+        assert stored.dtype == torch.uint8
+        assert stored.shape == (24 * bit_width // 8,)
+    else:
+        assert stored.shape == (4, 6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

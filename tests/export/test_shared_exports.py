@@ -75,7 +75,7 @@ def unshared(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def stop() -> None:
         for module, name, attribute in (
             (program, "_with_open_sizes", "export"),
-            (translation, "_translatable", "rewrite"),
+            (translation, "translatable", "rewrite"),
             (_core, "_prepare_exported_program_for_export", "rewrite"),
         ):
             shared = getattr(module, name)

@@ -40,6 +40,39 @@ def test_network_equals_the_eager_model(name: str, batch: int) -> None:
     assert type(output) is type(expected)
 
 
+class Translator(nn.Module):
+    """An encoder and a decoder with a causal mask, and masks of padding where it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor, padding: Tensor | None = None) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        output: Tensor = self.layers(
+            source,
+            target,
+            tgt_mask=causal,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_transformer_with_a_causal_mask_is_traced(is_padded: bool) -> None:
+    torch.manual_seed(0)
+    module = Translator().eval()
+    padding = torch.arange(6) >= torch.tensor([[6], [4], [3]])
+    masks = [padding] if is_padded else []
+    call = (torch.randn(3, 6, 16), torch.randn(3, 5, 16), *masks)
+    with torch.no_grad():
+        expected = module(*call)
+        output = Network(trace(module, call))(*call)
+    torch.testing.assert_close(output, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recurrent", "gated"])
 def test_the_model_still_computes_what_it_did(name: str, traced_anew: None) -> None:
@@ -283,6 +316,25 @@ def test_a_model_that_cannot_be_traced_gives_one_sentence(
         trace(model(), (torch.randn(2, 3),))
     assert "\n" not in caught.value.message
     assert capfd.readouterr() == ("", "")
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        output: Tensor = nn.utils.rnn.pad_packed_sequence(self.cells(packed)[0])[0]
+        return output
+
+
+@pytest.mark.slow
+def test_packed_sequences_have_a_remedy_of_their_own() -> None:
+    with pytest.raises(ModelError, match=r"at line \d+ of test_tracing.py") as caught:
+        trace(Packing(), (torch.randn(2, 3, 4), torch.tensor([3, 2])))
+    assert caught.value.help is not None
+    assert caught.value.help.startswith("torch.export knows no packed sequences")
 
 
 X = torch.ones(3, 3)

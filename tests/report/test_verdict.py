@@ -55,7 +55,7 @@ def test_the_worst_output_comes_first_and_a_whole_gives_way_to_its_parts() -> No
     lines = verdict(replace(FACTS, tested=figures(outputs=outputs)))
     assert (
         "Of 2 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by "
-        "0.6 %; 97.50% of the values of 1 are equal."
+        "0.6 %; 97.50% of the values of output 1 are equal."
     ) in lines
 
 

@@ -157,7 +157,7 @@ def share_translations(patched: pytest.MonkeyPatch) -> None:
         (_schemas, "op_signature_from_function"),
     ):
         patched.setattr(owner, name, cache(getattr(owner, name)))
-    patched.setattr(translation, "_translatable", SharedRewrites(translation._translatable))
+    patched.setattr(translation, "translatable", SharedRewrites(translation.translatable))
     prepare = SharedRewrites(
         _core._prepare_exported_program_for_export,
         lambda registry: frozenset(_decomp.get_onnx_implemented_overloads(registry)),

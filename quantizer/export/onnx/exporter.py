@@ -32,6 +32,7 @@ from quantizer.export.onnx.limits import float8_key_refusals, limit_refusals
 from quantizer.export.onnx.openvino import openvino_started
 from quantizer.export.onnx.tuned.trials import activation_keys, without_activations
 from quantizer.export.onnx.tuned.tuner import choose_layers
+from quantizer.export.onnx.unknown_operators import untranslatable_operators
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Key
@@ -197,6 +198,8 @@ def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:
     if opset not in OPSETS:
         why = f"writes operator sets {OPSETS.start} to {OPSETS[-1]}, not {opset}"
         yield Refusal(why, "set onnx_opset_version to one of these, or to -1")
+    else:
+        yield from untranslatable_operators(graph, opset)
     yield from complex_refusals(graph)
     for node in graph.nodes:
         if _pools_any_size(graph, node):

@@ -1,6 +1,6 @@
 """Translates a network with torch.onnx, with a mark where each tensor is quantized."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -104,37 +104,53 @@ def translate_network(
     """
     marked = _MarkedNetwork(network, deployment, quantizations)
     tensors = tuple(leaf for leaf in marked.leaves if isinstance(leaf, Tensor))
-    program = _translatable(export_program(marked, deployment.graph, tensors, {}))
+    program = translatable(export_program(marked, deployment.graph, tensors, {}))
+    names = _numbered("input", len(tensors)), _numbered("output", len(deployment.expected))
     try:
-        with quiet(), torch.no_grad(), without_stack_traces():
-            translated = torch.onnx.export(
-                program,
-                input_names=_numbered("input", len(tensors)),
-                output_names=_numbered("output", len(deployment.expected)),
-                opset_version=opset,
-                dynamo=True,
-                optimize=True,
-                verbose=False,
-            )
+        model = translate_program(program, names, opset)
     except torch.onnx.OnnxExporterError as error:
-        why = ""
-        for line in str(error).splitlines():
-            if line.startswith("<class"):
-                why = line.partition(": ")[2]
-                break
         raise ModelError(
-            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: {why}",
+            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: "
+            f"{reason_of(error)}",
             help="the pt2 target has no such limit",
         ) from error
+    _produce_outputs(model.graph)
+    inputs = dict(zip(names[0], deployment.input_names, strict=True))
+    outputs = dict(zip(names[1], deployment.output_names, strict=True))
+    _rename(model.graph, inputs | outputs)
+    return model
+
+
+def translate_program(
+    program: ExportedProgram, names: tuple[Sequence[str], Sequence[str]], opset: int
+) -> ir.Model:
+    """Return a program as ONNX, with these names of inputs and of outputs.
+
+    Raises:
+        torch.onnx.OnnxExporterError: torch.onnx does not know an operator.
+    """
+    with quiet(), torch.no_grad(), without_stack_traces():
+        translated = torch.onnx.export(
+            program,
+            input_names=names[0],
+            output_names=names[1],
+            opset_version=opset,
+            dynamo=True,
+            optimize=True,
+            verbose=False,
+        )
     # Only the old exporter returns nothing.
     assert translated is not None
     model: ir.Model = translated.model
-    _produce_outputs(model.graph)
-    inputs = dict(zip(_numbered("input", len(tensors)), deployment.input_names, strict=True))
-    count = len(deployment.expected)
-    outputs = dict(zip(_numbered("output", count), deployment.output_names, strict=True))
-    _rename(model.graph, inputs | outputs)
     return model
+
+
+def reason_of(error: torch.onnx.OnnxExporterError) -> str:
+    """Return the line of torch's message that says what has no translation, "" without one."""
+    for line in str(error).splitlines():
+        if line.startswith("<class"):
+            return line.partition(": ")[2]
+    return ""
 
 
 def _numbered(word: str, count: int) -> list[str]:
@@ -174,7 +190,7 @@ def _produce_outputs(graph: ir.Graph) -> None:
         graph.outputs[index] = output
 
 
-def _translatable(program: ExportedProgram) -> ExportedProgram:
+def translatable(program: ExportedProgram) -> ExportedProgram:
     """Return the program with operators that torch.onnx and the runtimes read right."""
     decompositions = decompositions_for(program)
     # Decomposing takes as long as the export, even if there is nothing to decompose.

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quantizer.export.onnx.complex_numbers import complex_decompositions
+from quantizer.export.onnx.other_forms import form_of
 
 _ATEN = torch.ops.aten
 _BAG_OPTIONS = (
@@ -44,6 +45,8 @@ def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., A
             decompositions[node.target] = _average_by_divisor(_AVERAGES[node.target])
         elif node.target is _EMBEDDING_BAG:
             bags.append(node)
+        else:
+            decompositions |= form_of(node)
     if bags and all(map(_has_even_bags, bags)):
         decompositions[_EMBEDDING_BAG] = _even_bags
     if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):

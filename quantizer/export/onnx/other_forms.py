@@ -1,0 +1,163 @@
+"""Writes operators that torch.onnx has no form for by others, with the same values."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_ATEN = torch.ops.aten
+_Form = Callable[..., Any]
+
+
+def form_of(node: fx.Node) -> Mapping[Any, _Form]:
+    """Return a decomposition of the operator of a program's node, none if it needs none."""
+    operator: Any = node.target
+    if operator in _FORMS:
+        form = _FORMS[operator]
+        return {operator: form}
+    if operator in _LARGEST and not _reads_places(node):
+        return {operator: _largest_of_regions}
+    return {}
+
+
+def _reads_places(node: fx.Node) -> bool:
+    """Return whether the places of the largest values are read."""
+    for user in node.users:
+        is_places = user.args[1] == 1
+        if is_places and user.users:
+            return True
+    return False
+
+
+# torch calls the functions below with an operator's arguments. NotImplemented leaves the
+# operator as it is.
+
+
+def _average_of_regions(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Compute the mean of each region of a volume."""
+    return _reduced_regions(x, sizes, torch.mean)
+
+
+def _largest_of_regions(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Take the largest value of each region, also if regions differ in size."""
+    values = _reduced_regions(x, sizes, torch.amax)
+    # Nothing reads the places
+    return values, values
+
+
+def _reduced_regions(
+    x: Tensor,
+    sizes: Sequence[int],
+    reduce: Callable[..., Tensor],
+) -> Tensor:
+    """Reduce each region of an adaptive pooling to one value, axis by axis."""
+    for axis, count in enumerate(sizes, start=-len(sizes)):
+        length = x.shape[axis]
+        values: list[Tensor] = []
+        for index in range(count):
+            start = index * length // count
+            # Rounded up: regions may overlap
+            stop = -(-(index + 1) * length // count)
+            region = x.narrow(axis, start, stop - start)
+            value = reduce(region, axis, keepdim=True)
+            values.append(value)
+        x = torch.cat(values, axis)
+    return x
+
+
+def _kth_value(
+    x: Tensor,
+    k: int,
+    dim: int = -1,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Sort the values, and take the one of rank `k` with its place."""
+    results: list[Tensor] = []
+    for ranked in x.sort(dim):
+        result = ranked.narrow(dim, k - 1, 1)
+        if not keepdim:
+            result = result.squeeze(dim)
+        results.append(result)
+    value, place = results
+    return value, place
+
+
+def _median(
+    x: Tensor,
+    dim: int,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Take the lower one of two values in the middle, as torch does."""
+    middle = (x.shape[dim] + 1) // 2
+    return _kth_value(x, middle, dim, keepdim)
+
+
+def _search(
+    bounds: Tensor,
+    x: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Any:
+    """Count the bounds below each value, on the right side also those that equal it."""
+    if sorter is not None or not x.dim():
+        return NotImplemented
+    bounds = bounds.unsqueeze(-2)
+    values = x.unsqueeze(-1)
+    is_below = bounds < values
+    if right or side == "right":
+        is_below = bounds <= values
+    dtype = torch.int32 if out_int32 else torch.int64
+    return is_below.sum(-1, dtype=dtype)
+
+
+def _distances(
+    x: Tensor,
+    y: Tensor,
+    p: float = 2.0,
+    _mode: int | None = None,
+) -> Tensor:
+    """Compute the distance of each pair of vectors."""
+    differences = x.unsqueeze(-2) - y.unsqueeze(-3)
+    distances: Tensor = torch.linalg.vector_norm(differences, p, -1)
+    return distances
+
+
+def _hypotenuse(x: Tensor, y: Tensor) -> Tensor:
+    """Compute the root of the sum of two squares."""
+    squares = x * x + y * y
+    return squares.sqrt()
+
+
+def _is_member(
+    x: Tensor,
+    members: Tensor,
+    _unique: bool = False,
+    invert: bool = False,
+) -> Tensor:
+    """Compare each value with each member."""
+    is_equal = x.unsqueeze(-1) == members.flatten()
+    is_member = is_equal.any(-1)
+    if invert:
+        return ~is_member
+    return is_member
+
+
+_FORMS: Mapping[Any, _Form] = {
+    _ATEN.adaptive_avg_pool3d.default: _average_of_regions,
+    _ATEN.cdist.default: _distances,
+    _ATEN.hypot.default: _hypotenuse,
+    _ATEN.isin.Tensor_Tensor: _is_member,
+    _ATEN.kthvalue.default: _kth_value,
+    _ATEN.median.dim: _median,
+    _ATEN.searchsorted.Tensor: _search,
+}
+_LARGEST = (
+    _ATEN.adaptive_max_pool1d.default,
+    _ATEN.adaptive_max_pool2d.default,
+    _ATEN.adaptive_max_pool3d.default,
+)
+"""torch.onnx knows these if regions have one size."""

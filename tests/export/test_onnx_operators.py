@@ -1,0 +1,95 @@
+"""Operators that torch.onnx has no form for: written by others, or refused before calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quantizer
+from quantizer.errors import UsageError
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
+pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
+
+
+class Ranks(nn.Module):
+    """Returns what torch.onnx lacks, of the values of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("bounds", torch.tensor([-0.5, 0.0, 0.5]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        return (
+            torch.cdist(y, y.flip(1)),
+            torch.cdist(y, y.flip(1), p=1),
+            torch.hypot(y, y.flip(2)),
+            y.kthvalue(3, 1, keepdim=True).values,
+            y.median(-1).values,
+            torch.searchsorted(self.bounds, y, right=True),
+            torch.searchsorted(y[:, :, :3].sort().values, y[:, :, 3:]),
+            torch.isin(y.round(), self.bounds),
+        )
+
+
+class Regions(nn.Module):
+    """Pools maps to sizes that do not divide theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume, self.image = nn.Conv3d(1, 4, 3), nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        volume, image = self.volume(x), self.image(x[:, :, 0])
+        return (
+            F.adaptive_avg_pool3d(volume, (None, 1, 1)),
+            F.adaptive_avg_pool3d(volume, (2, 3, 4)),
+            F.adaptive_max_pool3d(volume, 2),
+            F.adaptive_max_pool2d(image, (3, 2)),
+            F.adaptive_max_pool1d(image.flatten(2), 7),
+        )
+
+
+class Inverse(nn.Module):
+    """Multiplies by the inverse of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(Ranks(), (2, 5, 8)), (Regions(), (2, 1, 7, 7, 7))],
+    ids=["ranks", "regions"],
+)
+def test_operators_without_a_form_are_written_by_others(
+    model: nn.Module, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = [torch.randn(shape) for _ in range(3)]
+    result = quantizer.quantize(model, data, to="onnx", folder=tmp_path)
+    # Without optimizations, ONNX Runtime computes what test mode does
+    assert result.verification.sqnr_db is not None
+    assert result.verification.sqnr_db > 100
+
+
+def test_an_operator_without_a_form_is_refused_before_calibration(tmp_path: Path) -> None:
+    def batches() -> Iterator[Tensor]:
+        yield torch.randn(4, 8, 8)
+        raise AssertionError("a second batch was read")
+
+    with pytest.raises(UsageError, match=r"Inverse/linalg_inv computes linalg_inv, for which"):
+        quantizer.quantize(Inverse(), batches, to="onnx", folder=tmp_path)
