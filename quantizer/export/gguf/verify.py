@@ -88,28 +88,26 @@ def verify_gguf(
 
 
 def _verify_tensors(written: GgufFile) -> Verification:
-    """Compare each tensor of the model as it is read back.
+    """Compare each tensor of the model as it is read back, one after the other.
 
     Raises:
-        VerificationError: they differ.
+        VerificationError: one differs.
     """
     file = written.path
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    expected: list[Tensor] = []
-    actual: list[Tensor] = []
     for name, (source, arrangement) in written.outline.tensors.items():
         value = written.values[source]
-        arranged = arrangement.values(value)
         if source in written.decoded:
             arranged = arrangement.coded(written.decoded[source], value)
-        expected.append(arranged.float())
+        else:
+            arranged = arrangement.values(value)
         decoded = gguf.dequantize(stored[name].data, stored[name].tensor_type)
         # Test mode has decoded values in the dtype of the model
-        actual.append(torch.from_numpy(decoded.copy()).to(arranged.dtype).float())
-    verification = verify("tensors", expected, actual)
-    if verification.max_difference:
-        text = f"{file.name} is not written: {verification.figures()}"
-        raise VerificationError(text, help=READER_HELP)
+        actual = torch.from_numpy(decoded.copy()).to(arranged.dtype)
+        verification = verify("tensors", [arranged.float()], [actual.float()])
+        if verification.max_difference:
+            text = f"{file.name} is not written: {name}: {verification.figures()}"
+            raise VerificationError(text, help=READER_HELP)
     return verification
 
 
