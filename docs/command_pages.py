@@ -102,7 +102,7 @@ def _values(option: click.Option, context: click.Context) -> str:
     if option.is_flag:
         return ""
     if isinstance(option.type, click.Choice):
-        return ", ".join(f"`{choice}`" for choice in option.type.choices)
+        return f"`{', '.join(option.type.choices)}`"
     return f"`{_cell(option.make_metavar(context))}`"
 
 

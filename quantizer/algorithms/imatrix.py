@@ -42,6 +42,10 @@ from quantizer.storage.deferred_tensor import loaded
 
 _VALUES_AT_ONCE = 1 << 23
 """How many weights get their scales in one call."""
+_UNSEARCHED = (
+    "imatrix searches scales of formats of llama.cpp and of symmetric integers in groups, so "
+    "its scales stay those of the weights alone"
+)
 _SHARED = (
     "its weight is used elsewhere, too, with other inputs; it stays at the search without data"
 )
@@ -87,6 +91,7 @@ class _Search:
     """Finds the scales of layers, once the network has run over all batches."""
 
     def __init__(self, task: Task, network: Network) -> None:
+        self._specs = task.specs
         self._shared: set[str] = set()
         self._layers: dict[str, _SearchedLayer] = {}
         readers: Counter[str] = Counter()
@@ -112,7 +117,10 @@ class _Search:
             return adjustment.with_remarks(Remark(name, _SHARED, is_warning=False))
         layer = self._layers.get(name)
         if layer is None:
-            return adjustment
+            spec = self._specs.get((name, "weights"))
+            if spec is None or not spec.is_scaled:
+                return adjustment
+            return adjustment.with_remarks(Remark(name, _UNSEARCHED))
         squares = self._squares[layer.source]
         if not squares.count:
             return adjustment.with_remarks(Remark(name, UNREACHED))

@@ -38,7 +38,6 @@ from quantizer.export import (
     checked_target,
     planned_refusals,
     refuse,
-    refused_tensors,
     require_extras,
     require_model,
 )
@@ -54,9 +53,10 @@ from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import CheckedTarget
 from quantizer.export.value_names import require_fitting_names
+from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
-from quantizer.plan.fitted_config import RefusedTensors, fitted_text
+from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
@@ -162,8 +162,8 @@ def quantize(
     if config is None:
         made_for = MadeFor(name, type(model).__name__, preset, max_mb)
         sized = _sized_run(model, graph, batches, events)
-        refused = refused_tensors(target, choices)
-        config = _config_file(run_folder, made_for, sized, refused, overwrite=overwrite)
+        to_leave = layers_to_leave(target, choices)
+        config = _config_file(run_folder, made_for, sized, to_leave, overwrite=overwrite)
     result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(run_folder, overwrite=overwrite)
     path = _new_path(run_folder, result, target)
@@ -321,14 +321,16 @@ def _sized_run(
 
 
 def _config_file(
-    folder: Path, made_for: MadeFor, run: SizedRun, refused: RefusedTensors, *, overwrite: bool
+    folder: Path, made_for: MadeFor, run: SizedRun, to_leave: LayersToLeave, *, overwrite: bool
 ) -> Path:
     """Return the path of the config in the folder of the run, which is written if it is new."""
     preset = made_for.preset
 
     def new_text() -> str:
-        """Return the preset, fitted to the model."""
-        text, _ = fitted_text(preset_text(preset), preset, run.graph, refused)
+        """Return the preset, fitted to the model and the file."""
+        text, changes = fitted_text(preset_text(preset), preset, run.graph, to_leave)
+        for change in changes:
+            logger.info(change)
         return text
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)

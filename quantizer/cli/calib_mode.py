@@ -15,6 +15,7 @@ from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options
+from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import show_layers, table_view
@@ -25,6 +26,7 @@ from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import UntraceableError
 from quantizer.export import checked_target, planned_refusals, refuse
+from quantizer.export.without_codes import values_remarks
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
@@ -164,6 +166,8 @@ def _confirm(
     for target in options.for_:
         checked = checked_target(target, options.target_choices)
         refuse(checked.words, planned_refusals(checked, plan))
+        for remark in values_remarks(checked, plan):
+            say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()
     require_calibration_room(options, request, plan)

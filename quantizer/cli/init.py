@@ -32,7 +32,9 @@ _STRATEGIES = {
     "gguf_q5_1": "gguf_q5_1",
     "gguf_q8_0": "gguf_q8_0",
     "gguf_q4_k": "gguf_q4_k",
+    "gguf_q4_k_m": "gguf_q4_k_m",
     "gguf_q5_k": "gguf_q5_k",
+    "gguf_q5_k_m": "gguf_q5_k_m",
     "gguf_q6_k": "gguf_q6_k",
     "gguf_iq4_nl": "gguf_iq4_nl",
 }

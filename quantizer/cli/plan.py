@@ -17,6 +17,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
 from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.without_codes import planned_values, values_remarks
 from quantizer.graph.output_parts import output_parts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
@@ -78,11 +79,13 @@ def plan(options: Options) -> None:
     }
     refusals: dict[str, list[Refusal]] = {}
     refused: dict[str, list[dict[str, Any]]] = {}
+    values: dict[str, tuple[str, ...]] = {}
     for target in options.for_:
         refusals[target] = planned_refusals(CHECKED_TARGETS[target], planned)
         refused[target] = [asdict(refusal) for refusal in refusals[target]]
+        values[target] = planned_values(CHECKED_TARGETS[target], planned)
     if refused:
-        content["refused"] = refused
+        content |= {"refused": refused, "stored_as_floats": values}
     if traced.way:
         content["synthetic_data"] = traced.way
     if options.file:
@@ -94,6 +97,9 @@ def plan(options: Options) -> None:
         for line in tables.output_lines(outputs):
             click.echo(line)
         _show_refused(refusals, planned.graph.model, view)
+        for target in options.for_:
+            for remark in values_remarks(CHECKED_TARGETS[target], planned):
+                click.echo(remark)
     texts = []
     remedies: dict[str, None] = {}
     for target, rows in refusals.items():

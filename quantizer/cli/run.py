@@ -54,7 +54,7 @@ from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
-from quantizer.export import refused_tensors, require_extras, require_model
+from quantizer.export import require_extras, require_model
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -64,10 +64,11 @@ from quantizer.export.destinations import (
 )
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.value_names import require_fitting_names
+from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
-from quantizer.plan.fitted_config import RefusedTensors, fitted_text
+from quantizer.plan.fitted_config import fitted_text
 from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -261,8 +262,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     if config_file is None:
         preset = options.preset or preset_for(name, has_data=has_data)
         made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
-        refused = refused_tensors(target, options.target_choices)
-        config_file = _config_file(options, made_for, graph, opened, refused=refused)
+        config_file = _config_file(options, made_for, graph, opened, target=target)
     options = replace(options, config_file=config_file)
     test_options = replace(
         options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
@@ -351,7 +351,8 @@ def _on_modules(
         config = load_text(Text(preset, preset_text(preset))).require()
         require_weights_only(model, config, error)
         made_for = MadeFor(name, opened.loaded.name, preset)
-        config_file = _config_file(options, made_for, module_graph(model), opened)
+        modules = module_graph(model)
+        config_file = _config_file(options, made_for, modules, opened, target=target)
         options = replace(options, config_file=config_file)
     run = RunOnModules(options, opened, gates, target, error).run()
     if options.minutes and failed_gates(gates, run.tested.metrics):
@@ -375,16 +376,15 @@ def _config_file(
     graph: Graph,
     opened: OpenedRun,
     *,
-    refused: RefusedTensors | None = None,
+    target: str,
 ) -> str:
-    """Return the path of the config in the folder of the run, and print what was fitted to the
-    model if it is a new one.
-    """
+    """Return the path of the run's config, and print what was fitted if it is a new one."""
     preset = made_for.preset
 
     def new_text() -> str:
-        """Return the preset, fitted to the model."""
-        text, changes = fitted_text(preset_text(preset), preset, graph, refused)
+        """Return the preset, fitted to the model and the file."""
+        to_leave = layers_to_leave(target, options.target_choices)
+        text, changes = fitted_text(preset_text(preset), preset, graph, to_leave)
         for change in changes:
             say_note(change)
         return text

@@ -192,3 +192,10 @@ def finds_codes(kind: type[AlgoConfig]) -> bool:
     weights are quantized.
     """
     return not issubclass(kind, PreQuantOptConfig)
+
+
+def keeps_super_blocks(kind: type[AlgoConfig]) -> bool:
+    """Return whether the algorithm leaves weights as they are whose groups share the factor of
+    their scales.
+    """
+    return finds_codes(kind) and not kind.needs_groups

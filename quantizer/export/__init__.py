@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -89,22 +89,6 @@ def planned_refusals(checked: CheckedTarget, plan: Plan) -> list[Refusal]:
     specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     opset = plan.settings.onnx_opset_version
     return list(_refusals(checked, plan.graph, specs, opset))
-
-
-def refused_tensors(
-    name: str, choices: Mapping[str, str]
-) -> Callable[[Plan], list[tuple[str, str]]]:
-    """Return a function that names the tensors of a plan that a target cannot express."""
-    checked = checked_target(name, choices)
-
-    def refused(plan: Plan) -> list[tuple[str, str]]:
-        keys = []
-        for refusal in planned_refusals(checked, plan):
-            key = (refusal.layer, refusal.role)
-            keys.append(key)
-        return keys
-
-    return refused
 
 
 def require_expressible(

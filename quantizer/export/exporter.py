@@ -75,6 +75,14 @@ class Exporter(ABC, Generic[Written]):
         """
         return ()
 
+    def value_layers(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+    ) -> tuple[str, ...]:
+        """Return the layers whose rounded weights files have no codes for: rounding costs
+        accuracy, and saves nothing.
+        """
+        return ()
+
     def require_model(self, model: nn.Module) -> None:
         """Check what the target cannot hold of the model itself, before calibration.
 

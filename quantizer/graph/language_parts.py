@@ -11,6 +11,8 @@ _EXPERT_PATH = re.compile(r"(.*?)\.?experts\.(?:expert_?)?(\d+)\.")
 """The path of a layer of a single expert, as modules without a common tensor have it. Switch
 Transformers and NLLB call them `experts.expert_0`.
 """
+_WIDE_LAYERS = ("v_proj", "down_proj")
+"""The last names of the layers of a block that mixtures of llama.cpp give more bits."""
 _ONE_OUTPUT = 1
 """The outputs of the gate of a shared expert."""
 
@@ -58,6 +60,29 @@ def _last_multiplying(graph: Graph) -> Node | None:
         if node.is_multiplying:
             last = node
     return last
+
+
+def wide_layers(graph: Graph) -> list[str]:
+    """Return the layers to which llama.cpp gives more bits in Q4_K_M and Q5_K_M.
+
+    They compute values of attentions, or end MLPs, in the first and last eighth of the blocks
+    and in each third block between.
+
+    Source: llama.cpp, `use_more_bits` in llama-quant.cpp.
+    """
+    names: list[str] = []
+    for last_name in _WIDE_LAYERS:
+        layers: list[str] = []
+        for node in graph.nodes:
+            if node.is_multiplying and node.scope.rpartition(".")[2] == last_name:
+                layers.append(node.name)
+        count = len(layers)
+        for index, layer in enumerate(layers):
+            after_first = index - count // 8
+            is_at_end = after_first < 0 or index >= 7 * count // 8
+            if is_at_end or after_first % 3 == 2:
+                names.append(layer)
+    return names
 
 
 def router_layers(graph: Graph) -> list[str]:

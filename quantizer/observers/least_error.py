@@ -5,27 +5,22 @@ R is the number of rows of a tensor. Each row has a range (low, high) and a hist
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from quantizer.config.model import AUTO_METHOD, QuantizationSpec
-from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.blocks import fill
 from quantizer.numerics.code_range import (
     POWERS_OF_TWO,
     SHARED_EXPONENTS,
-    SMALLEST_SCALE,
-    CodeRange,
 )
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
 from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
-from quantizer.numerics.weighted_groups import SearchedFormat
+from quantizer.observers.group_ranges import least_error_ranges, searched_range
 from quantizer.observers.methods import (
     CENTRES,
     RANGE_METHODS,
@@ -41,10 +36,6 @@ from quantizer.observers.observed_batch import (
 )
 
 _MSE_STEPS_PER_OCTAVE = 16
-# Sixteenths of an octave to cut off from the range of a group; a negative one widens it. More
-# of them gain less than 0.02 dB at 4 and 5 bits
-_GROUP_STEPS = (0, 1, 2, 3, 4, 6, 8, 12, -1)
-_GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
 # Factors by which the range is multiplied if scales are powers of two
 _HALVINGS = tuple(0.5**halvings for halvings in range(8))
 # Octaves to cut off in each round of `auto`, from the best ends of the round before. An end of
@@ -316,13 +307,11 @@ def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
 
 @register_in(RANGE_METHODS, "group_mse")
 def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
-    """Return low and high (R,) of the range with the least squared error, of those of
-    `_group_ranges`. Of equally good ones it is the first.
+    """Return low and high (R,) of the range with the least squared error.
 
     Each row is a group of few values. So its error is that of the values themselves and not of
-    a histogram. An asymmetric range gets the better of the two zero points next to its end.
-    Formats of llama.cpp and scales of either sign have a search of their own,
-    `searched_scales`.
+    a histogram. Formats of llama.cpp and scales of either sign have a search of their own,
+    `searched_scales`. `least_error_ranges` tries ranges for others.
     """
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
@@ -330,72 +319,8 @@ def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     assert isinstance(values, ObservedBatch)
     searched = searched_format(spec)
     if searched is not None and spec.has_searched_scale:
-        return _searched_range(values, searched)
-    # The error does not depend on how a scale is stored
-    spec = replace(spec, scale_type="float")
-    code_range = code_range_of(spec)
-    kernel = kernel_of(spec)
-    sample = values.sample()
-    best_low = values.low.double()
-    best_high = values.high.double()
-    least = torch.full_like(best_low, torch.inf)
-    for low, high in _group_ranges(values, code_range):
-        qparams = qparams_from_range(low, high, code_range).to(sample.device)
-        rounded = torch.empty_like(sample)
-        fill(
-            rounded,
-            sample,
-            kernel,
-            scale=qparams.scale.to(sample.dtype),
-            zero_point=qparams.zero_point,
-            ch_axis=0,
-        )
-        squares = rounded.sub_(sample).square_()
-        error = squares.sum(1).double().cpu()
-        is_less = error < least
-        least = torch.where(is_less, error, least)
-        best_low = torch.where(is_less, low, best_low)
-        best_high = torch.where(is_less, high, best_high)
-    return best_low, best_high
-
-
-def _searched_range(values: ObservedBatch, searched: SearchedFormat) -> LowHigh:
-    """Return low and high (R,), float64, of ranges that lead to the searched scales and minima
-    exactly.
-    """
-    scale, minimum = searched_scales(values.rows, None, searched)
-    scale = scale.double().cpu()
-    row = searched.row
-    if row.has_minimum:
-        low = -minimum.double().cpu()
-        return low, low + row.largest * scale
-    # The value of the largest magnitude has the least code, with its sign
-    outermost = row.levels[0] * scale
-    return outermost.clamp(max=0), outermost.clamp(min=0)
-
-
-def _group_ranges(values: ObservedBatch, code_range: CodeRange) -> Iterator[LowHigh]:
-    """Yield the ranges to try, low and high of each group, float64 (R,), the whole one first.
-
-    Rounding the zero point of an asymmetric range moves the range by up to half a step, which
-    cuts something off at one end. So each range is also moved until zero is a code, once to
-    either side.
-    """
-    low = values.low.double().clamp(max=0)
-    high = values.high.double().clamp(min=0)
-    if code_range.symmetric:
-        for factor in _GROUP_FACTORS:
-            yield low * factor, high * factor
-        return
-    yield low, high
-    steps = code_range.span
-    whole_step = (high - low) / steps
-    for factor in _GROUP_FACTORS:
-        step = (whole_step * factor).clamp(min=SMALLEST_SCALE)
-        codes_below = -low / step
-        for zero_point in (codes_below.floor(), codes_below.ceil()):
-            zero_code = zero_point.clamp(max=steps)
-            yield -zero_code * step, (steps - zero_code) * step
+        return searched_range(values, searched)
+    return least_error_ranges(values, spec)
 
 
 def _errors(

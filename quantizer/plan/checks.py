@@ -4,6 +4,7 @@ it.
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+from quantizer.config.algorithm_settings import keeps_super_blocks
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.forms.form import Form
 from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role
@@ -144,6 +145,34 @@ def of_tensors(
     yield from overridden(rules)
     yield from embeddings(rules, graph, tensors)
     yield from dynamic_sizes(config, graph, tensors.values())
+    yield from left_to_search(config, graph, tensors)
+
+
+def left_to_search(
+    config: Config,
+    graph: Graph,
+    tensors: Mapping[Key, TensorPlan],
+) -> Iterator[Diagnostic]:
+    """Yield an error for each algorithm with nothing to round, because all weights have formats
+    whose scales are searched.
+    """
+    dtypes: dict[str, bool] = {}
+    for (layer, role), tensor in tensors.items():
+        spec = tensor.spec
+        if role == "weights" and spec.is_scaled and not graph.by_name[layer].row.looks_up:
+            dtypes[spec.dtype] = spec.scale_type == "superblock"
+    if not dtypes or not all(dtypes.values()):
+        return
+    for algorithm in config.algorithms:
+        if keeps_super_blocks(algorithm.kind):
+            yield Diagnostic(
+                "QZ361",
+                f"groups of {listed(dtypes)} share the factor of their scales, which "
+                f"{algorithm.name} cannot change: it has nothing to do",
+                algorithm.place,
+                help="write imatrix, which searches the scales by the data, or quantize to "
+                "int4 or iq4_nl",
+            )
 
 
 def dynamic_sizes(

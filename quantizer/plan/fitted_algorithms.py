@@ -4,6 +4,7 @@ the inputs of linear layers badly, and leave out algorithms without a layer to c
 
 import copy
 
+from quantizer.config.algorithm_settings import keeps_super_blocks
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
@@ -139,8 +140,13 @@ def why_algorithm_is_idle(algorithm: Algorithm, plan: Plan) -> str | None:
             continue
         for layer in group.layers:
             weights = plan.tensors.get((layer, "weights"))
-            if weights is not None and weights.spec.is_scaled:
+            if weights is not None and _may_change(algorithm, weights.spec):
                 return None
             if algorithm.kind.eases_activations and _input_spec(plan, layer):
                 return None
     return "the model has no linear or convolution layer that it may change"
+
+
+def _may_change(algorithm: Algorithm, spec: QuantizationSpec) -> bool:
+    is_searched = spec.scale_type == "superblock"
+    return spec.is_scaled and not (is_searched and keeps_super_blocks(algorithm.kind))

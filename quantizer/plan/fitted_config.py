@@ -3,7 +3,7 @@ are spared.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import ConfigError
@@ -20,7 +20,6 @@ from quantizer.config.load import check_document, load_text
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.names import is_operator_name
 from quantizer.graph.passes import run_passes
 from quantizer.plan.fitted_algorithms import (
     leave_out_idle_algorithms,
@@ -42,10 +41,10 @@ from quantizer.plan.match import (
     SELECTED_KINDS,
     match,
 )
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Plan
 
-RefusedTensors = Callable[[Plan], Iterable[Key]]
-"""Returns the tensors of a plan that the file to write cannot hold."""
+LayersToLeave = Callable[[Plan], Mapping[str, str]]
+"""Returns the layers of a plan to leave in float for the file to write, with the reason."""
 _ENTRIES = (
     "layer_quantize_config",
     "layer_type_quant_config",
@@ -73,7 +72,7 @@ class FittedConfig:
 
 
 def fitted_text(
-    text: str, name: str, original: Graph, refused: RefusedTensors | None = None
+    text: str, name: str, original: Graph, to_leave: LayersToLeave | None = None
 ) -> tuple[str, tuple[str, ...]]:
     """Return the text of a preset as it fits a model, and a sentence for each change.
 
@@ -81,13 +80,13 @@ def fitted_text(
         text: of the preset.
         name: of the preset, for messages.
         original: the model as traced.
-        refused: finds tensors that the file to write cannot hold, if that is known.
+        to_leave: finds layers to leave in float for the file to write, if that is known.
 
     Raises:
         ConfigError, UsageError, ModelError: the preset cannot be made to fit.
     """
     document = parse_document(Text(name, text))
-    fitted = fitted_document(document.value, original, name=name, refused=refused)
+    fitted = fitted_document(document.value, original, name=name, to_leave=to_leave)
     changed = edited_text(document, _with_comment(fitted))
     load_text(Text(name, changed)).require()
     return changed, fitted.changes
@@ -112,7 +111,7 @@ def fitted_document(
     original: Graph,
     *,
     name: str = "config",
-    refused: RefusedTensors | None = None,
+    to_leave: LayersToLeave | None = None,
 ) -> FittedConfig:
     """Return a config's document, changed where the model asks for it.
 
@@ -122,7 +121,7 @@ def fitted_document(
         document: of either form, such as that of a preset; it is not changed itself.
         original: the model as traced.
         name: of the config, for messages.
-        refused: finds tensors that the file to write cannot hold.
+        to_leave: finds layers to leave in float for the file to write.
 
     Raises:
         ConfigError: the document is wrong, or contradicts itself where it applies to the model.
@@ -137,8 +136,8 @@ def fitted_document(
         parsed, _ = canonical(parsed)
     changed = copy.deepcopy(dict(parsed.value))
     fitting = Fitting(changed, name, graph, original)
-    if refused is not None:
-        _leave_out_computed(fitting, refused)
+    if to_leave is not None:
+        _fit_file(fitting, to_leave)
     for step in _STEPS:
         step(fitting)
     _require_accepted(fitting)
@@ -147,22 +146,14 @@ def fitted_document(
     return FittedConfig(fitting.document, tuple(fitting.changes))
 
 
-def _leave_out_computed(fitting: Fitting, refused: RefusedTensors) -> None:
-    """Leave layers in float whose weights the model computes, if a file cannot hold them."""
-    layers: dict[str, None] = {}
-    for layer, role in refused(fitting.plan):
-        path = ""
-        if role == "weights":
-            path = fitting.graph.by_name[layer].params.get("weight", "")
-        if is_operator_name(path):
-            layers[layer] = None
-    if layers:
-        names = fitting.names(layers)
-        sentence = (
-            f"{first_names(names)} left in float: the model computes the weight, and has no "
-            "place for a rounded one"
-        )
-        fitting.leave_float(names, sentence)
+def _fit_file(fitting: Fitting, to_leave: LayersToLeave) -> None:
+    """Leave layers in float whose rounded weights the file to write gains nothing by."""
+    layers_by_reason: dict[str, list[str]] = {}
+    for layer, reason in to_leave(fitting.plan).items():
+        layers_by_reason.setdefault(reason, []).append(layer)
+    for reason, layers in layers_by_reason.items():
+        names = fitting.names(layers, kinds=True)
+        fitting.leave_float(names, f"{first_names(names)} left in float: {reason}")
 
 
 def _leave_out_unmatched(fitting: Fitting) -> None:

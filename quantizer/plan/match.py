@@ -15,7 +15,7 @@ from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.errors import UsageError
 from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.language_parts import language_head, router_layers
+from quantizer.graph.language_parts import language_head, router_layers, wide_layers
 from quantizer.graph.media_layers import media_layers
 from quantizer.graph.module_names import call_paths, module_of
 from quantizer.graph.names import around, is_operator_name
@@ -30,6 +30,7 @@ SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
     "kind:lm_head": language_head,
     "kind:router": router_layers,
     "kind:vision": media_layers,
+    "kind:more_bits": wide_layers,
 }
 """Selectors that fit any model, so that a model without such layers is valid. The head is
 the last layer that multiplies.

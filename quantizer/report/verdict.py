@@ -145,7 +145,8 @@ def _left_float_of(plan: Plan) -> dict[str, str]:
     for node in plan.graph.nodes:
         # Recurrent layers have several weights
         is_quantized = "weights" in map(base_role, plan.of_layer(node.name))
-        if node.row.kind == "mac" and node.row.weight and not is_quantized:
+        is_layer = node.row.kind == "mac" or node.row.looks_up
+        if is_layer and node.row.weight and not is_quantized:
             reasons[node.name] = plan.floats.get(node.name, NO_RULES)
     return reasons
 

@@ -97,7 +97,10 @@ def test_a_weight_that_is_used_twice_keeps_its_scales() -> None:
 
 def test_weights_without_groups_are_left_alone() -> None:
     spec = QuantizationSpec(qscheme="per_channel", ch_axis=0)
-    assert rounded(task_of(nn.Linear(WIDTH, 8), [uneven(8, seed=1)], spec)) == []
+    task = task_of(nn.Linear(WIDTH, 8), [uneven(8, seed=1)], spec)
+    left = imatrix(task, IMatrixConfig(), Adjustment())
+    assert not left.rounded
+    assert "symmetric integers in groups" in left.remarks[0].text
 
 
 def test_a_value_that_is_not_finite_names_layer_and_batch() -> None:

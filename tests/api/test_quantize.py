@@ -90,6 +90,8 @@ def test_options_and_targets_are_checked_before_calibration(tmp_path: Path) -> N
 
 def test_figures_of_an_example_input_say_so_everywhere(tmp_path: Path) -> None:
     made = quantizer.quantize(llama(), to="w8", folder=tmp_path)
+    in_float = "In float: model.embed_tokens, lm_head (excluded)."
+    assert in_float in made.verdict, "a checkpoint has no codes of embeddings"
     stamp = "an example input, not of real data"
     assert f"These figures are of {stamp}." in made.verdict
     assert json.loads((tmp_path / "report.json").read_text())["stamp"] == stamp
@@ -150,4 +152,4 @@ def test_weights_that_a_model_computes_stay_float(tmp_path: Path) -> None:
     heads = {"head_dim": 16, "num_heads": 4, "n_groups": 1, "use_cache": False}
     model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, **heads)).eval()
     made = quantizer.quantize(model, tokens(1), "w8", folder=tmp_path)
-    assert "In float: backbone.layers.0.mixer" in repr(made)
+    assert "In float: backbone.embeddings, backbone.layers.0.mixer, lm_head" in repr(made)

@@ -32,7 +32,7 @@ LINEAR = (
     "gguf_iq4_nl",
 )  # presets for networks of linear layers
 # Their super-blocks are of 256 inputs
-SUPER_BLOCKS = ("gguf_q4_k", "gguf_q5_k", "gguf_q6_k")
+SUPER_BLOCKS = ("gguf_q4_k", "gguf_q4_k_m", "gguf_q5_k", "gguf_q5_k_m", "gguf_q6_k")
 # Groups are of 128 inputs
 ALGORITHMS = ("gptq_int4_group", "awq_int4_group", "smoothquant_int8")
 # The README's two commands run the example

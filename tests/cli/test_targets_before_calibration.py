@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.llamas import llama, saved
 from support.runs import ROOT
 
 from quantizer.cli.main import run_command
@@ -150,3 +151,24 @@ def test_a_profile_that_does_not_fit_is_refused_before_calibration(
     error = capsys.readouterr().err
     assert "--deploy onnx --onnx_profile tensorrt: " in error
     assert not (folder / "quantize_result" / "quant_info.json").exists()
+
+
+def test_a_rounded_embedding_that_a_file_has_as_floats_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(folder / "llama", llama())
+    command = ["--config_file", str(ROOT / "configs" / "weight_int8.json"), "--model", "llama"]
+    targets = ["--for", "compressed-tensors", "--for", "safetensors"]
+    assert run_command(["plan", *command, *targets, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["stored_as_floats"]
+    assert found.pop("safetensors") == []
+    [[name]] = found.values()
+    assert name.endswith("[embed_tokens]/embedding")
+    remark = f"compressed-tensors stores the rounded weights of {name} as floats"
+    assert run_command(["plan", *command, *targets]) == 0
+    assert capsys.readouterr().out.count(remark) == 1
+    run = ["run", "llama", "--to", "w8", *command[:2], "--seq_len", "8"]
+    assert run_command(run) == 0
+    said = capsys.readouterr()
+    assert f"note: {remark}" in said.err, "a config of the user's is honoured"
+    assert "In float: lm_head (excluded)." in said.out

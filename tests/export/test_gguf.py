@@ -87,7 +87,7 @@ def without_remarks(found: Verification) -> tuple[float, float]:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    **{name: (preset(name), name.removeprefix("gguf_").upper()) for name in PRESETS},
+    **{name: (preset(name), name[5:].removesuffix("_m").upper()) for name in PRESETS},
     "int3 in groups of 64": (
         config(integer("int3", **GROUP | {"group_size": 64}), exclude=["*.down_proj"]),
         "Q4_0",
@@ -103,7 +103,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-SUPER_BLOCKS = ("gguf_q4_k", "gguf_q5_k", "gguf_q6_k")
+SUPER_BLOCKS = ("gguf_q4_k", "gguf_q4_k_m", "gguf_q5_k", "gguf_q5_k_m", "gguf_q6_k")
+AS_GOOD_AS_GGUF = ("gguf_q4_0", "gguf_q5_0", "gguf_q4_1", "gguf_q5_1", "gguf_q8_0")
 HAS_EXACT_SCALES = ("powers of two", "float16", *SUPER_BLOCKS)
 
 
@@ -120,6 +121,22 @@ def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) ->
     assert written["blk.0.attn_q.weight"] == kind
     assert written["output_norm.weight"] == "F32"
     assert [path.name for path in tmp_path.iterdir()] == ["net.gguf"]
+    if name in AS_GOOD_AS_GGUF:
+        stored, reference = errors_of_up_projection(tmp_path / "net.gguf")
+        assert stored <= reference
+
+
+def errors_of_up_projection(path: Path) -> tuple[float, float]:
+    """The squared error of a weight in a file, and that of the reference in the package gguf."""
+    weight = llama().model.layers[0].mlp.up_proj.weight.detach().numpy()
+    rows = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    row = rows["blk.0.ffn_up.weight"]
+    reference = gguf.quantize(weight, row.tensor_type)
+    errors = []
+    for blocks in (row.data, reference):
+        difference = gguf.dequantize(blocks, row.tensor_type) - weight
+        errors.append(float((difference.astype("float64") ** 2).sum()))
+    return errors[0], errors[1]
 
 
 @pytest.mark.parametrize(

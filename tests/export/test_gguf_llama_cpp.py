@@ -54,7 +54,7 @@ def rounded_by_super_block(module: nn.Module, args: tuple[Tensor, ...]) -> tuple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["q4_k", *extended("q5_k", "q6_k", "iq4_nl")])
+@pytest.mark.parametrize("name", ["q4_k_m", *extended("q4_k", "q5_k", "q6_k", "iq4_nl")])
 def test_llama_cpp_computes_super_blocks_but_for_inputs_in_int8(
     name: str, tmp_path: Path
 ) -> None:

@@ -19,7 +19,6 @@ from support.fitting_models import (
     example_graph,
 )
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils import _pytree as pytree
 
 from quantizer import calibrate
@@ -30,12 +29,11 @@ from quantizer.config.document.read import parse_document
 from quantizer.config.load import check_document, load_text
 from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError
-from quantizer.export import checked_target, planned_refusals
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.plan.fitted_config import FittedConfig, fitted_document
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -53,7 +51,15 @@ REFUSED = {
 """Some of the presets that quantize nothing of a model."""
 
 
-ALIKE = {"gguf_q4_1", "gguf_q5_0", "gguf_q5_1", "gguf_q8_0", "gguf_iq4_nl", "gguf_q5_k"}
+ALIKE = {
+    "gguf_q4_1",
+    "gguf_q5_0",
+    "gguf_q5_1",
+    "gguf_q8_0",
+    "gguf_iq4_nl",
+    "gguf_q5_k",
+    "gguf_q5_k_m",
+}
 """What differs from gguf_q4_0 or gguf_q4_k in the width of codes alone."""
 WITH_ALL_PRESETS = ("odd_widths", "recurrent", "transposed")
 """Models whose plans are made for these presets as well."""
@@ -427,22 +433,3 @@ def test_a_copy_of_a_block_has_patterns_instead_of_a_list() -> None:
     original = trace(Blocks().eval(), (torch.randn(2, 3, 16, 16),))
     result = fitted_document(document_of("nvfp4"), original, name="nvfp4")
     assert "blocks.*.patches" in result.document["exclude"]
-
-
-def test_a_computed_weight_stays_float_if_the_file_has_no_place_for_it() -> None:
-    layers = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
-    graph = trace(layers.eval(), (torch.zeros(2, 8),))
-    checked = checked_target("compressed-tensors", {})
-
-    def refused(plan: Plan) -> list[Key]:
-        return [(one.layer, one.role) for one in planned_refusals(checked, plan)]
-
-    document = document_of("weight_int8")
-    fitted_to_file = fitted_document(document, graph, refused=refused)
-    assert fitted_to_file.changes == (
-        "0 left in float: the model computes the weight, and has no place for a rounded one",
-    )
-    plan = planned(fitted_to_file.document, graph)
-    assert list(plan.tensors) == [("Sequential::Sequential/Linear[1]/linear", "weights")]
-    assert not refused(plan)
-    assert fitted_document(document, graph).changes == (), "other files may hold it"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.resources import load_resource
@@ -95,3 +96,21 @@ def test_sizes_are_those_of_the_blocks_in_a_file(dtype: str, size: int) -> None:
     tensor = next(iter(plan.tensors.values()))
     scales = 256 // int(tensor.spec.group_size or 1)
     assert parameter_bytes(256, tensor.spec, scales) == size
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS])
+@pytest.mark.parametrize("dtype", ["q4_k", "iq4_nl"])
+def test_algorithms_that_cannot_change_super_blocks_are_refused(name: str, dtype: str) -> None:
+    graph = trace(nn.Linear(256, 8).eval(), (torch.zeros(2, 256),))
+    key = "algo_config" if finds_codes(ALGORITHMS[name]) else "pre_quant_opt_config"
+    findings = planned(document_of(dtype) | {key: {"name": name}}, graph).diagnostics
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if dtype == "iq4_nl" or name == "imatrix" or key == "pre_quant_opt_config":
+        assert not errors
+        return
+    [error] = errors
+    assert error.code == "QZ361"
+    assert f"which {name} cannot change" in error.message
+    assert "write imatrix" in str(error.help)
+    fitted = fitted_document(document_of(dtype) | {key: {"name": name}}, graph)
+    assert key not in fitted.document

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
@@ -18,7 +17,11 @@ from quantizer.export.compressed_tensors.fusing import (
     partial_block_remarks,
     with_shared_factors,
 )
-from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
+from quantizer.export.compressed_tensors.placement import (
+    CodePlacement,
+    place_codes,
+    value_layers,
+)
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
@@ -277,15 +280,13 @@ def float_remarks(
     placement: CodePlacement,
 ) -> tuple[str, ...]:
     """Return a sentence on layers whose quantized weights are not codes, if there are any."""
-    coded = {*placement.linears, *placement.experts}
-    layers: dict[str, bool] = {}
-    for (layer, role), spec in specs.items():
-        if base_role(role) == "weights":
-            layers[layer] = spec.is_scaled and layer not in coded
-    floats = [layer for layer, is_float in layers.items() if is_float]
-    if not floats:
+    layers = value_layers(specs, placement)
+    if not layers:
         return ()
-    return (f"in float, with the values of their codes: {first_names(floats)}",)
+    return (
+        f"rounded, but stored as floats, which saves nothing: {first_names(layers)}; `exclude` "
+        "keeps their accuracy",
+    )
 
 
 def token_remarks(

@@ -15,7 +15,7 @@ from quantizer.export.compressed_tensors.checkpoint import (
     CompressedCheckpoint,
     checkpoint_of_network,
 )
-from quantizer.export.compressed_tensors.placement import place_codes
+from quantizer.export.compressed_tensors.placement import place_codes, value_layers
 from quantizer.export.compressed_tensors.verify import verify_folder
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
@@ -52,6 +52,12 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
     ) -> tuple[Refusal, ...]:
         """Return the tensors and specs that checkpoints cannot express."""
         return place_codes(graph, specs).refusals
+
+    def value_layers(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+    ) -> tuple[str, ...]:
+        """Return the embeddings and other layers that have no place for codes."""
+        return value_layers(specs, place_codes(graph, specs))
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[CheckpointFolder]:

@@ -101,6 +101,22 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
     return CodePlacement(linears, experts, inputs, tuple(refusals))
 
 
+def value_layers(
+    specs: Mapping[Key, QuantizationSpec],
+    placement: CodePlacement,
+) -> tuple[str, ...]:
+    """Return the layers whose rounded weights are stored as values instead of codes.
+
+    Without any codes there is no checkpoint: return none.
+    """
+    coded = {*placement.linears, *placement.experts}
+    layers: dict[str, None] = {}
+    for (layer, role), spec in specs.items():
+        if coded and base_role(role) == "weights" and spec.is_scaled and layer not in coded:
+            layers[layer] = None
+    return tuple(layers)
+
+
 def _without_layers(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Refusal:
     """Return the refusal of a network without a linear layer to store, with the class of those
     that readers take for none.

@@ -18,7 +18,7 @@ from quantizer.export.compressed_tensors.checkpoint import (
     CompressedCheckpoint,
     checkpoint_of_network,
 )
-from quantizer.export.compressed_tensors.placement import place_codes
+from quantizer.export.compressed_tensors.placement import place_codes, value_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.gptq_folder.layout import (
@@ -72,6 +72,12 @@ class GptqExporter(Exporter[GptqFolder]):
     ) -> tuple[Refusal, ...]:
         """Return the tensors and specs that the form cannot express."""
         return tuple(gptq_refusals(graph, specs))
+
+    def value_layers(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+    ) -> tuple[str, ...]:
+        """Return the embeddings and other layers that have no place for codes."""
+        return value_layers(specs, place_codes(graph, specs))
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with the file's scales, which are in the model's dtype."""

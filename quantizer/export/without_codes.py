@@ -1,0 +1,57 @@
+"""Names the layers of a plan whose rounded weights a target has no codes for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from quantizer.config.wording import first_names
+from quantizer.export import exporter_of, planned_refusals
+from quantizer.export.targets import CheckedTarget, checked_target
+from quantizer.graph.names import is_operator_name
+from quantizer.plan.model import Plan
+
+_COMPUTED = "the model computes the weight, and has no place for a rounded one"
+
+
+def planned_values(checked: CheckedTarget, plan: Plan) -> tuple[str, ...]:
+    """Return the layers whose rounded weights a target stores as floats."""
+    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
+    exporter = exporter_of(checked.target, checked.choices)
+    return exporter.value_layers(plan.graph, specs)
+
+
+def values_remarks(checked: CheckedTarget, plan: Plan) -> Iterator[str]:
+    """Yield a sentence on the layers whose rounded weights a target stores as floats."""
+    layers = planned_values(checked, plan)
+    if not layers:
+        return
+    names = first_names(layers)
+    yield (
+        f"{checked.target} stores the rounded weights of {names} as floats, "
+        "which saves nothing: `exclude` keeps their accuracy"
+    )
+
+
+def layers_to_leave(name: str, choices: Mapping[str, str]) -> Callable[[Plan], dict[str, str]]:
+    """Return a function that finds the layers of a plan to leave in float for a target.
+
+    Its files have no place for their rounded weights, or store them as floats. The function
+    returns the reasons by layer.
+    """
+    checked = checked_target(name, choices)
+    as_values = f"{checked.target} stores the weight as floats, so rounding saves nothing"
+
+    def to_leave(plan: Plan) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        for refusal in planned_refusals(checked, plan):
+            if refusal.role != "weights":
+                continue
+            node = plan.graph.by_name[refusal.layer]
+            path = node.params.get("weight", "")
+            if is_operator_name(path):
+                reasons[refusal.layer] = _COMPUTED
+        for layer in planned_values(checked, plan):
+            reasons.setdefault(layer, as_values)
+        return reasons
+
+    return to_leave
