@@ -21,7 +21,7 @@ EQUAL_DB = 100.0
 """From here on, outputs differ by the order of sums in float32 only."""
 _START = "<!-- families: written by docs/generate.py from benchmarks/engines/families -->\n"
 _END = "<!-- end of families -->\n"
-_FAMILY = re.compile(r"this model is \w+")
+_FAMILY = re.compile(r"this model is \w+, which")
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -74,6 +74,8 @@ def _cell(row: dict[str, Any] | None, reasons: dict[str, str]) -> str:
         return f"{word} ({reasons[_sentence(reason)]})"
     figure = row.get("sqnr_db", EQUAL_DB)
     words = ["equal" if figure >= EQUAL_DB else f"{figure:.0f} dB"]
+    if row.get("unread"):
+        words = ["not read"]
     if "of" in row:
         words.append(f"{row['tokens']} of {row['of']}")
     if row.get("dequantized"):
@@ -85,4 +87,4 @@ def _cell(row: dict[str, Any] | None, reasons: dict[str, str]) -> str:
 
 def _sentence(reason: str) -> str:
     """Return a reason without what differs from family to family."""
-    return _FAMILY.sub("this family is not known", reason).rstrip(".")
+    return _FAMILY.sub("this family", reason).rstrip(".")

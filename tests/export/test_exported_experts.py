@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 TARGET = "compressed-tensors"
 for package in (*EXPORTERS[TARGET].needs, *EXPORTERS["gguf"].needs):
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")
+import gguf
 
 INT4 = {"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 16}
 INT8 = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
@@ -175,10 +176,21 @@ def test_experts_share_no_blocks() -> None:
         result("Mixtral", config(BLOCKS | {"block_size": [64, 64]}))
 
 
-def test_blocks_of_llama_cpp_hold_no_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_blocks_of_llama_cpp_hold_the_experts(family: str, tmp_path: Path) -> None:
+    """transformers reads files of one of both."""
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64}
+    if family == "Qwen3Moe":
+        sizes |= {"norm_topk_prob": True, "moe_intermediate_size": 64}
     settings = config({"dtype": "int4", "qscheme": "per_group", "ch_axis": 1, "group_size": 32})
-    with pytest.raises(UsageError, match="of experts, which are not written as blocks"):
-        result("Wide", settings).export("gguf", tmp_path / "made.gguf")
+    calibrated = quantizer.calibrate(mixture(family, **sizes), settings, calls(1))
+    verified = calibrated.export("gguf", tmp_path / "made.gguf")
+    assert verified.compared == ("outputs" if family == "Qwen3Moe" else "tensors")
+    assert verified.max_difference == 0
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "made.gguf").tensors}
+    for layer in ("gate", "up", "down"):
+        stack = stored[f"blk.0.ffn_{layer}_exps.weight"]
+        assert (stack.tensor_type.name, int(stack.shape[2])) == ("Q4_0", EXPERTS)
 
 
 class Picking(nn.Module):

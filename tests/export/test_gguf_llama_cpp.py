@@ -5,7 +5,6 @@ template.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,39 +18,17 @@ from quantizer.export import EXPORTERS
 
 for package in EXPORTERS["gguf"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")
-xllamacpp = pytest.importorskip(
-    "xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp"
-)
+pytest.importorskip("xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp")
 import transformers
 from support.gguf_templates import template
+from support.llama_cpp import next_probabilities, served
 
 IDS = [1, 5, 9, 13, 17, 21, 33, 40]
 
 
-def served(path: Path) -> Any:
-    """The file in llama.cpp, with attention in float32."""
-    settings = xllamacpp.CommonParams()
-    settings.model.path = str(path)
-    settings.n_ctx, settings.n_parallel, settings.n_gpu_layers, settings.warmup = (
-        32,
-        1,
-        0,
-        False,
-    )
-    settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = 1
-    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    return xllamacpp.Server(settings)
-
-
 def log_probabilities(path: Path) -> Tensor:
     """Those of the token that follows, as llama.cpp finds them."""
-    asked = {"prompt": IDS, "max_tokens": 1, "temperature": 0, "logprobs": VOCABULARY}
-    answer = served(path).handle_completions(asked)
-    found = torch.full((VOCABULARY,), torch.nan)
-    for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-        found[entry["id"]] = entry["logprob"]
-    return found
+    return next_probabilities(served(path), IDS, VOCABULARY)[0]
 
 
 def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:

@@ -48,6 +48,13 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **IDS)).eval()
 
 
+def opt() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **layers, **IDS)).eval()
+
+
 def exported(model: Any, settings: dict[str, Any], folder: Path) -> Any:
     return quantizer.calibrate(model, settings, tokens()).export(TARGET, folder)
 
@@ -112,15 +119,11 @@ def test_an_architecture_that_gguf_lacks_is_refused_before_calibration(
         options["gguf_template"] = tmp_path / template
         gguf_template(options["gguf_template"], llama())
     with pytest.raises(UsageError, match="gguf"):
-        quantizer.quantize(gpt2(), tokens(), to="gguf", folder=tmp_path / "out", **options)
+        quantizer.quantize(opt(), tokens(), to="gguf", folder=tmp_path / "out", **options)
     assert not list(tmp_path.glob("out/*"))
 
 
 def test_inputs_whose_tokens_transformers_does_not_tell_apart_are_named(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
-    torch.manual_seed(0)
-    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **layers, **IDS)).eval()
-    written = exported(opt, config(INT8, DYNAMIC), tmp_path / "out")
+    written = exported(opt(), config(INT8, DYNAMIC), tmp_path / "out")
     [remark] = [text for text in written.remarks if "one scale for several tokens" in text]
     assert "[fc1]" in remark and "[fc2]" in remark and "q_proj" not in remark

@@ -36,6 +36,7 @@ class Case:
         refusal: why the target cannot hold it, which is known before calibration.
         failure: the message of an export that failed after calibration.
         dequantized: whether transformers loads it with `dequantize=True` only.
+        is_read: whether transformers loads it at all. If not, its tensors were compared.
         sqnr_db: the check of the file by transformers against test mode, in dB; None if all
             outputs are equal. A folder in GPTQ's form is dequantized by the quantizer first.
     """
@@ -46,6 +47,7 @@ class Case:
     refusal: str = ""
     failure: str = ""
     dequantized: bool = False
+    is_read: bool = True
     sqnr_db: float | None = None
 
     @property
@@ -81,7 +83,14 @@ def written_case(family: str, scheme: str, folder: Path) -> Case:
     share, figure = share_of_bytes(model, path), verification.sqnr_db
     if figure is not None and math.isinf(figure):
         figure = None
-    return Case(family, scheme, share, dequantized=dequantized, sqnr_db=figure)
+    return Case(
+        family,
+        scheme,
+        share,
+        dequantized=dequantized,
+        is_read=verification.compared != "tensors",
+        sqnr_db=figure,
+    )
 
 
 def calibrated_for(model: nn.Module, how: Scheme, batches: list[Any]) -> Result:

@@ -45,7 +45,11 @@ class Consumer:
         return f"families_in_{self.name}.py"
 
 
-_LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+_IN_LLAMA_CPP = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi", "phi3", "gemma2", "gemma3"),
+    *("gpt2", "gpt_neox", "bloom", "falcon", "starcoder2", "stablelm", "cohere"),
+    *("olmo2", "granite", "mixtral", "qwen3_moe", "granite_moe"),
+)
 CONSUMERS = {
     "transformers": Consumer(
         "transformers",
@@ -65,7 +69,7 @@ CONSUMERS = {
         is_exporters=True,
     ),
     "llama_cpp": Consumer(
-        "llama_cpp", "llama.cpp (xllamacpp)", ("q8_0", "q4_0"), families=_LIKE_LLAMA
+        "llama_cpp", "llama.cpp (xllamacpp)", ("q8_0", "q4_0"), families=_IN_LLAMA_CPP
     ),
     "vllm": Consumer(
         "vllm",

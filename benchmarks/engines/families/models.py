@@ -17,8 +17,21 @@ _PLAIN = {"vocab_size": VOCABULARY, "hidden_size": 64, **_HEADS, **_IDS}
 _USUAL = {**_PLAIN, "intermediate_size": 128, "max_position_embeddings": 64}
 _SHARED_KEYS = {**_USUAL, "num_key_value_heads": 1}
 _WITH_HEAD_SIZE = {**_SHARED_KEYS, "head_dim": 32}
+# Attention is scaled by the size of heads, as in the released models
+_GEMMA = {**_WITH_HEAD_SIZE, "query_pre_attn_scalar": 32}
+_GRANITE = {
+    "attention_multiplier": 1 / 32,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+}
 _EXPERTS = {**_WITH_HEAD_SIZE, "num_experts_per_tok": 2}
-_SMALL_EXPERTS = {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 64}
+_SMALL_EXPERTS = {
+    **_EXPERTS,
+    "num_experts": 4,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 _LATENT = {
     **_USUAL,
     "q_lora_rank": 32,
@@ -119,9 +132,9 @@ FAMILIES = {
     "qwen3": Family("Qwen3", "Qwen3", {**_SHARED_KEYS, "head_dim": 128}),
     "phi": Family("Phi", "Phi", _USUAL),
     "phi3": Family("Phi-3", "Phi3", _SHARED_KEYS),
-    "gemma2": Family("Gemma 2", "Gemma2", _WITH_HEAD_SIZE),
+    "gemma2": Family("Gemma 2", "Gemma2", _GEMMA),
     "gemma3": Family(
-        "Gemma 3", "Gemma3", {**_WITH_HEAD_SIZE, "sliding_window": 8}, settings="Gemma3Text"
+        "Gemma 3", "Gemma3", {**_GEMMA, "sliding_window": 8}, settings="Gemma3Text"
     ),
     "gpt2": Family("GPT-2", "GPT2", _OLDER_NAMES, head="LMHeadModel"),
     "gpt_neox": Family("GPT-NeoX", "GPTNeoX", _USUAL),
@@ -132,10 +145,12 @@ FAMILIES = {
     "stablelm": Family("StableLM", "StableLm", _SHARED_KEYS),
     "cohere": Family("Cohere", "Cohere", _SHARED_KEYS),
     "olmo2": Family("OLMo 2", "Olmo2", _SHARED_KEYS),
-    "granite": Family("Granite", "Granite", _SHARED_KEYS),
+    "granite": Family("Granite", "Granite", {**_SHARED_KEYS, **_GRANITE}),
     "mixtral": Family("Mixtral", "Mixtral", {**_EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": Family("Qwen3 MoE", "Qwen3Moe", _SMALL_EXPERTS),
-    "granite_moe": Family("Granite MoE", "GraniteMoe", {**_EXPERTS, "num_local_experts": 4}),
+    "granite_moe": Family(
+        "Granite MoE", "GraniteMoe", {**_EXPERTS, "num_local_experts": 4, **_GRANITE}
+    ),
     "deepseek_v3": Family("DeepSeek-V3", "DeepseekV3", {**_LATENT, **_ROUTED}),
     "mamba2": Family(
         "Mamba-2", "Mamba2", {**_STATES, "head_dim": 32, "num_heads": 4, "n_groups": 1}

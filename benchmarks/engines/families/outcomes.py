@@ -30,6 +30,8 @@ def row_of(consumer: Consumer, case: Case, folder: Path) -> dict[str, Any]:
         row["share"] = round(case.share, 3)
     if case.dequantized:
         row["dequantized"] = True
+    if consumer.is_exporters and not case.is_read:
+        row["unread"] = True
     if consumer.is_exporters:
         row["version"] = version(consumer.name)
         return row if case.sqnr_db is None else {**row, "sqnr_db": round(case.sqnr_db, 2)}

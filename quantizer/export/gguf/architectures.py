@@ -1,121 +1,168 @@
-"""The keys and tensor names of a GGUF file without a template, for known architectures.
+"""The keys and tensors of a GGUF file without a template, for known families.
 
-Source: the converters of llama.cpp (convert_hf_to_gguf.py), and the keys that transformers
-reads.
+Source: the converters of llama.cpp (conversion/*.py), and the keys that transformers reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import gguf
+import torch
 from torch import Tensor, nn
 
 from quantizer.errors import UsageError
-from quantizer.export.gguf.file import Arrangement, GgufValue, Outline
+from quantizer.export.gguf.families import FAMILIES, LLAMA3, Family
+from quantizer.export.gguf.file import Arrangement, GgufTensor, Outline
+from quantizer.export.gguf.settings import (
+    FULL_ATTENTION,
+    context_length,
+    head_size,
+    rotations,
+    scaling_of,
+    setting_keys,
+    sliding_window,
+    typed,
+    unsupported_setting,
+)
 from quantizer.export.gguf.template import file_names
+from quantizer.export.gguf.vocabulary import vocabulary_keys
+from quantizer.export.hugging_face_folder import source_folder
 
 TEMPLATE_HELP = (
     "give --gguf_template FILE, any .gguf of the same model, whose keys and tokenizer are kept"
 )
-# The architecture in GGUF for each `model_type`.
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-}
-# The tensors whose rows of heads are interleaved, and the config field with their number.
-_PERMUTED = {"llama": {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"}}
-_INTEGER_FIELDS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-}
-_HEAD_SIZE_KEYS = ("rope.dimension_count", "attention.key_length", "attention.value_length")
-# The sizes of heads that transformers takes without a look at the file.
-_READERS_HEAD_SIZE = {"qwen3": 128}
-_TOKEN_FIELDS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 NO_TOKENIZER = (
-    f"it has no tokenizer, so engines take and give numbers of tokens: {TEMPLATE_HELP}"
+    "it has no tokenizer, because there is no tokenizer.json of a known kind, and engines take "
+    f"and give numbers of tokens: {TEMPLATE_HELP}"
 )
+_LANGUAGE_ALONE = (
+    "it has the language model alone: llama.cpp reads the part for images from another file, "
+    "which convert_hf_to_gguf.py --mmproj writes"
+)
+_GATE_AND_UP = "gate_up_proj"
+_HALVES = ("gate_proj", "up_proj")
+_OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+"""Tensors with a matrix for each expert. The rows of the first one become two tensors."""
+_SPEEDS = ".inv_freq"
+"""The angle per token of each pair of values that is rotated."""
 
 
 def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Outline:
     """Return the keys and names of a model of transformers.
 
     Raises:
-        UsageError: its architecture, or something that its config asks for, is not known here.
+        UsageError: its family, or something that its config asks for, is not known here.
     """
-    config: Any = model.config
-    fields = config.to_dict()
-    architecture = ARCHITECTURES.get(config.model_type)
-    why = f"is {config.model_type}" if architecture is None else _unknown_feature(fields)
-    if architecture is None or why:
-        known = ", ".join(ARCHITECTURES)
-        text = (
-            f"--deploy gguf: this model {why}; without a template, only {known} are supported, "
-            "without extras"
-        )
+    whole_config: Any = model.config
+    config = whole_config.get_text_config()
+    family = FAMILIES.get(whole_config.model_type)
+    if family is None:
+        kind = whole_config.model_type
+        text = f"--deploy gguf: this model is {kind}, which needs a template"
+        known = f"these need none: {', '.join(FAMILIES)}"
+        raise UsageError(text, help=f"{TEMPLATE_HELP}; {known}")
+    why = unsupported_setting(family, config)
+    if why is not None:
+        text = f"--deploy gguf: this model {why}"
         raise UsageError(text, help=TEMPLATE_HELP)
-    sources = {source: source for source in state}
-    names = file_names(architecture, config.num_hidden_layers, sources)
-    nameless = [source for source in state if source not in names]
-    if nameless:
-        raise UsageError(
-            f"--deploy gguf: the package gguf has no name for {nameless[0]}", help=TEMPLATE_HELP
-        )
-    tensors: dict[str, tuple[str, Arrangement]] = {}
-    for source, name in names.items():
-        heads = 0
-        for part, field in _PERMUTED.get(architecture, {}).items():
-            if part in name:
-                heads = fields[field]
-        tensors[name] = (source, Arrangement(heads))
-    keys = _keys(architecture, type(model).__name__, fields)
-    return Outline(architecture, keys, tensors, remarks=(NO_TOKENIZER,))
-
-
-def _unknown_feature(fields: Mapping[str, Any]) -> str | None:
-    """Return what in a config would need more keys, or tensors of its own."""
-    rope = fields.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        return f"has rotations of the type {rope['rope_type']}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "rotates a part of each head"
-    head_size = _READERS_HEAD_SIZE.get(fields["model_type"])
-    if head_size is not None and fields["head_dim"] != head_size:
-        return f"has heads of {fields['head_dim']} values, and transformers reads {head_size}"
-    if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
-        return "has sliding windows"
-    return None
-
-
-def _keys(architecture: str, name: str, fields: Mapping[str, Any]) -> dict[str, GgufValue]:
-    integer = gguf.GGUFValueType.UINT32
-    real = gguf.GGUFValueType.FLOAT32
-    text = gguf.GGUFValueType.STRING
     keys = {
-        "general.name": GgufValue(name, text),
-        "general.quantization_version": GgufValue(2, integer),
+        "general.name": typed(type(model).__name__),
+        "general.quantization_version": typed(2),
+        **setting_keys(family, config),
     }
-    for key, field in _INTEGER_FIELDS.items():
-        keys[f"{architecture}.{key}"] = GgufValue(fields[field], integer)
-    head_size = fields.get("head_dim")
-    if not head_size:
-        head_size = fields["hidden_size"] // fields["num_attention_heads"]
-    for key in _HEAD_SIZE_KEYS:
-        keys[f"{architecture}.{key}"] = GgufValue(head_size, integer)
-    epsilon = GgufValue(fields["rms_norm_eps"], real)
-    keys[f"{architecture}.attention.layer_norm_rms_epsilon"] = epsilon
-    base = GgufValue(fields["rope_parameters"]["rope_theta"], real)
-    keys[f"{architecture}.rope.freq_base"] = base
-    keys["tokenizer.ggml.model"] = GgufValue("no_vocab", text)
-    for key, field in _TOKEN_FIELDS.items():
-        if isinstance(fields.get(field), int):
-            keys[f"tokenizer.ggml.{key}_token_id"] = GgufValue(fields[field], integer)
-    return keys
+    remarks: list[str] = []
+    folder = source_folder(model)
+    vocabulary = None
+    if folder is not None:
+        vocabulary = vocabulary_keys(folder, config.vocab_size)
+    if vocabulary is None:
+        vocabulary = {"tokenizer.ggml.model": typed("no_vocab")}
+        remarks.append(NO_TOKENIZER)
+    if family.left_out:
+        remarks.append(_LANGUAGE_ALONE)
+    window = sliding_window(config)
+    if window is not None and not family.window_period:
+        remarks.append(
+            f"its context ends at {context_length(family, config)} tokens, since llama.cpp has "
+            f"no sliding window in models of {family.architecture}"
+        )
+    read_config = config
+    if family.is_read and window is None and scaling_of(config) == "default":
+        read_config = None
+    return Outline(
+        family.architecture,
+        keys | vocabulary,
+        _tensors(family, config, state),
+        constant=_frequencies(model, config),
+        remarks=tuple(remarks),
+        config=read_config,
+    )
+
+
+def _tensors(
+    family: Family, config: Any, state: Mapping[str, Tensor]
+) -> dict[str, tuple[str, Arrangement]]:
+    """Return the tensors of a file.
+
+    Raises:
+        UsageError: the package gguf has no name for one.
+    """
+    pieces = dict(_pieces(family, state))
+    names = file_names(family.architecture, config.num_hidden_layers, pieces)
+    tensors: dict[str, tuple[str, Arrangement]] = {}
+    for piece, (source, half) in pieces.items():
+        if piece not in names:
+            text = f"--deploy gguf: the package gguf has no name for {source}"
+            raise UsageError(text, help=TEMPLATE_HELP)
+        arrangement = _arrangement(family, config, names[piece])
+        tensors[names[piece]] = (source, replace(arrangement, half=half))
+    return tensors
+
+
+def _pieces(
+    family: Family, state: Mapping[str, Tensor]
+) -> Iterator[tuple[str, tuple[str, int | None]]]:
+    """Yield the tensors of a file by names that the package gguf knows: the name in the model,
+    and which half of an expert's rows a tensor has.
+    """
+    for source in state:
+        if source.startswith(family.left_out):
+            continue
+        name = source
+        for part, known in family.renamed.items():
+            name = name.replace(part, known)
+        if not name.endswith(_OF_EXPERTS):
+            yield name, (source, None)
+        elif not name.endswith(_GATE_AND_UP):
+            yield f"{name}.weight", (source, None)
+        else:
+            stem = name.removesuffix(_GATE_AND_UP)
+            for index, layer in enumerate(_HALVES):
+                yield f"{stem}{layer}.weight", (source, index)
+
+
+def _arrangement(family: Family, config: Any, name: str) -> Arrangement:
+    """Return how a family stores the tensor with this name in a file."""
+    heads = config.num_attention_heads
+    if name.endswith("norm.weight"):
+        return Arrangement(added=family.added)
+    if family.is_transposed and name.startswith("blk.") and name.endswith(".weight"):
+        return Arrangement(is_transposed=True)
+    if family.has_grouped_heads and ".attn_qkv." in name:
+        return Arrangement(grouped_heads=heads)
+    if family.is_interleaved and ".attn_q." in name:
+        return Arrangement(heads)
+    if family.is_interleaved and ".attn_k." in name:
+        return Arrangement(config.num_key_value_heads)
+    return Arrangement()
+
+
+def _frequencies(model: nn.Module, config: Any) -> dict[str, GgufTensor]:
+    """Return the factor of each period of rotations, if no key says how they are scaled."""
+    if scaling_of(config) != LLAMA3:
+        return {}
+    base, size = rotations(config)[FULL_ATTENTION]["rope_theta"], head_size(config)
+    [scaled] = [buffer for name, buffer in model.named_buffers() if name.endswith(_SPEEDS)]
+    unscaled = base ** -(torch.arange(0, size, 2) / size)
+    factors = unscaled / scaled.cpu()
+    return {"rope_freqs.weight": GgufTensor(factors.float().numpy(), "F32")}

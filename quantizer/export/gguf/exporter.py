@@ -5,11 +5,11 @@ Weights are blocks of codes, activations are float.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quantizer.calibration.solution import Solution, encode_parameters
 from quantizer.config.model import QuantizationSpec
@@ -21,7 +21,7 @@ from quantizer.export.gguf.blocks import with_float16_scale
 from quantizer.export.gguf.file import Outline, stored_tensors, write_gguf
 from quantizer.export.gguf.placement import BlockPlacement, place_blocks
 from quantizer.export.gguf.template import outline_of_template
-from quantizer.export.gguf.verify import verify_gguf
+from quantizer.export.gguf.verify import GgufFile, verify_gguf
 from quantizer.export.hugging_face_folder import model_config
 from quantizer.export.model_tensors import (
     CHANGE_REMEDY,
@@ -33,7 +33,6 @@ from quantizer.export.model_tensors import (
 )
 from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
-from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 from quantizer.storage.atomic_write import replaced_file
@@ -45,17 +44,6 @@ _NO_LANGUAGE_MODEL = Refusal(
     "--deploy onnx, pt2 and safetensors hold any network",
 )
 _ROUNDED = "its scales are rounded to float16; test mode with --deploy gguf computes with these"
-
-
-@dataclass(frozen=True)
-class GgufFile:
-    """A file that was written, and the network and the values that it stands for."""
-
-    path: Path
-    outline: Outline
-    values: Mapping[str, Tensor]
-    network: Network
-    remarks: tuple[str, ...]
 
 
 class GgufExporter(Exporter[GgufFile]):
@@ -116,7 +104,7 @@ class GgufExporter(Exporter[GgufFile]):
         try:
             with replaced_file(path) as file:
                 write_gguf(file, outline, tensors)
-                yield GgufFile(file, outline, values | decoded, network, remarks)
+                yield GgufFile(file, outline, values, decoded, network, remarks)
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -124,9 +112,7 @@ class GgufExporter(Exporter[GgufFile]):
         """Compare what transformers computes with test mode."""
         calls = expected_calls(deployment, written.network)
         by_template = deployment.choice("gguf_template") != ""
-        verification = verify_gguf(
-            written.path, written.outline, written.values, calls, by_template=by_template
-        )
+        verification = verify_gguf(written, calls, by_template=by_template)
         return replace(verification, remarks=(*written.remarks, *verification.remarks))
 
 
@@ -149,7 +135,8 @@ def _blocks(
     blocks: dict[str, QuantizedTensor] = {}
     for layer, node in placement.layers.items():
         tensor = solution.tensors[layer, "weights"]
-        name = names[node.params["weight"]]
+        path = node.params["weight"].partition("@")[0]
+        name = names[path]
         if tensor.codes is None:
             why = f"no codes give the weight of {layer} back exactly"
             raise cannot_store(_TARGET, why, "leave it out of the algorithms")

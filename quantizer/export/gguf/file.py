@@ -16,6 +16,10 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 FILE_TYPE_KEY = "general.file_type"
 _FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
 """The names of files with one type of blocks, where they have another name."""
+_STACK_RANK = 3
+"""The axes of a tensor with a matrix for each expert."""
+_LAYERS = 3
+"""Query, key and value."""
 _ALIGNMENT_KEY = "general.alignment"
 
 
@@ -41,22 +45,55 @@ class Arrangement:
     """How a file stores a tensor of the model.
 
     The rows of `heads` heads are interleaved, so that the two halves that a rotation mixes are
-    side by side. `added` is what llama.cpp expects a norm's weight to contain already.
+    side by side. Rows that `grouped_heads` heads have as query, key and value of each become
+    all queries, all keys and all values. `half` is the part of each expert's rows that a tensor
+    has. A matrix may be transposed. `added` is what llama.cpp expects a norm's weight to
+    contain already.
     """
 
     heads: int = 0
     added: float = 0.0
+    grouped_heads: int = 0
+    half: int | None = None
+    is_transposed: bool = False
 
     def rows(self, x: Tensor) -> Tensor:
         """Return the rows, of values or of bytes, in the file's order."""
-        if not self.heads:
-            return x
-        return x.reshape(self.heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+        if self.half is not None:
+            halves = x.chunk(2, -2)
+            return halves[self.half]
+        columns = x.shape[1:]
+        if self.grouped_heads:
+            layers = x.reshape(self.grouped_heads, _LAYERS, -1, *columns)
+            return layers.transpose(0, 1).reshape(x.shape)
+        if self.heads:
+            halves_of_heads = x.reshape(self.heads, 2, -1, *columns)
+            return halves_of_heads.transpose(1, 2).reshape(x.shape)
+        return x
+
+    def coded(self, x: Tensor, value: Tensor) -> Tensor:
+        """Return the rows of a quantized matrix in the file's order.
+
+        Args:
+            x: [rows, columns], of bytes or of decoded values; the rows of experts are one below
+                the other.
+            value: the tensor in the model.
+        """
+        if value.dim() != _STACK_RANK:
+            return self.rows(x)
+        stack = x.view(
+            len(value),
+            -1,
+            x.shape[-1],
+        )
+        return self.rows(stack)
 
     def values(self, x: Tensor) -> Tensor:
         """Return the values as the file has them."""
         if self.added:
-            x = x + self.added
+            x = x.float() + self.added
+        if self.is_transposed:
+            x = x.T
         return self.rows(x)
 
 
@@ -67,6 +104,7 @@ class Outline:
     Attributes:
         tensors: for each name in the file, in order, the name in the model and the arrangement.
         constant: tensors that do not come from the model.
+        config: that of the model, if transformers does not find all of it in the keys.
     """
 
     architecture: str
@@ -74,6 +112,7 @@ class Outline:
     tensors: Mapping[str, tuple[str, Arrangement]]
     constant: Mapping[str, GgufTensor] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    config: Any = None
 
 
 def stored_tensors(
@@ -83,12 +122,14 @@ def stored_tensors(
     tensors: dict[str, GgufTensor] = {}
     for name, (source, arrangement) in outline.tensors.items():
         if source not in blocks:
-            tensors[name] = _as_values(arrangement.values(values[source]).contiguous())
+            arranged = arrangement.values(values[source])
+            tensors[name] = _as_values(arranged.contiguous())
             continue
         kind = block_type(blocks[source].spec)
         # The target refuses other weights.
         assert kind is not None
-        rows = arrangement.rows(packed_blocks(blocks[source]))
+        packed = packed_blocks(blocks[source])
+        rows = arrangement.coded(packed, values[source])
         tensors[name] = GgufTensor(rows.contiguous().numpy(), kind.name)
     return tensors | dict(outline.constant)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.placement import (
-    LINEAR_CLASS,
     insertion_refusals,
     value_refusal,
 )
@@ -23,10 +22,6 @@ _ACTIVATION = (
     "is quantized at run time, and a .gguf has only weights",
     "quantize only weights (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to "
     "int8 by itself",
-)
-_EXPERTS = (
-    "is of experts, which are not written as blocks",
-    "use --deploy compressed-tensors, or exclude experts",
 )
 _NO_WEIGHT = Refusal(
     "finds no quantized weight", "quantize weights (quantizer init --strategy gguf_q4_0)"
@@ -66,10 +61,9 @@ def _tensor_refusals(
         reason: Reason | None
         if not is_parameter(role):
             reason = _ACTIVATION
-        elif graph.by_name[layer].row.experts:
-            reason = _EXPERTS
         elif role == "weights" and layer in layers:
-            inputs = graph.tensors[layers[layer].params["weight"]].shape[-1]
+            path = layers[layer].params["weight"]
+            inputs = graph.tensors[path].shape[-1]
             reason = block_refusal(spec, inputs)
             reason = reason or value_refusal(graph, specs, layer, role)
             reason = reason or _other_use_refusal(graph, layers, layer)
@@ -93,7 +87,10 @@ def _other_use_refusal(graph: Graph, layers: Mapping[str, Node], layer: str) -> 
 
 
 def _is_matrix(graph: Graph, node: Node) -> bool:
-    """Return whether a node's weight is a matrix with a row for each output, as in files."""
+    """Return whether a node's weight is a matrix with a row for each output."""
     path = node.params.get("weight")
-    is_layer = node.row.looks_up or node.classes[:1] == (LINEAR_CLASS,)
-    return is_layer and path is not None and graph.tensors[path].dim() == 2
+    is_linear = node.row.spatial == 0
+    if path is None or not (is_linear or node.row.looks_up):
+        return False
+    weight = graph.tensors[path]
+    return weight.dim() == 2

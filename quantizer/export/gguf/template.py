@@ -1,7 +1,7 @@
 """Reads a GGUF file of the same model as a template: keys, names and arrangement of tensors."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def _block_count(
     return count
 
 
-def file_names(architecture: str, blocks: int, sources: Mapping[str, str]) -> dict[str, str]:
+def file_names(architecture: str, blocks: int, sources: Collection[str]) -> dict[str, str]:
     """Return the name in a file of each tensor of the model that the package gguf knows.
 
     Raises:

@@ -3,7 +3,7 @@ mode.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -20,37 +20,54 @@ from quantizer.export.transformers_verify import (
     require_all_keys,
     verify_calls,
 )
+from quantizer.nn.network import Network
 from quantizer.sources.hugging_face import read_checkpoint
 
 _AUTO = "AutoModelForCausalLM"
 
 
+@dataclass(frozen=True)
+class GgufFile:
+    """A file that was written, and the network and the values that it stands for.
+
+    Attributes:
+        values: by their names in the model.
+        decoded: those of blocks, by the same names, as matrices with a row for each output.
+    """
+
+    path: Path
+    outline: Outline
+    values: Mapping[str, Tensor]
+    decoded: Mapping[str, Tensor]
+    network: Network
+    remarks: tuple[str, ...]
+
+
 def verify_gguf(
-    file: Path,
-    outline: Outline,
-    values: Mapping[str, Tensor],
-    calls: Iterable[ExpectedCall],
-    *,
-    by_template: bool,
+    written: GgufFile, calls: Iterable[ExpectedCall], *, by_template: bool
 ) -> Verification:
     """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
 
-    If transformers cannot load the architecture of a template, the tensors are compared
-    instead, as the package gguf reads them.
+    If transformers cannot load the architecture, the tensors are compared instead, as the
+    package gguf reads them. This is so for templates, and for families whose files it does not
+    read by itself.
 
     Args:
-        outline: what the file was written by.
-        values: those of test mode's parameters, by their names in the model.
+        written: the file.
+        calls: of the model, with what test mode gives for them.
         by_template: whether the keys are those of a file that an engine has loaded before.
 
     Raises:
         VerificationError: transformers cannot load or run it, or its outputs differ; or a
             tensor differs.
     """
-    dtype = next(iter(values.values())).dtype
+    file, outline = written.path, written.outline
+    settings = {"dtype": next(iter(written.values.values())).dtype, "gguf_file": file.name}
+    if outline.config is not None:
+        settings["config"] = outline.config
 
     def load(call: ExpectedCall) -> nn.Module:
-        module, report = read_checkpoint(file.parent, _AUTO, gguf_file=file.name, dtype=dtype)
+        module, report = read_checkpoint(file.parent, _AUTO, **settings)
         require_all_keys(report, _reader(), file.name)
         module(*call.args, **call.kwargs)
         return module
@@ -60,33 +77,37 @@ def verify_gguf(
     except VerificationError:
         raise
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
         why = f"{_reader()} cannot run it: {type(error).__name__}: {first_line}"
-        if not by_template:
+        if not by_template and outline.config is None:
             raise VerificationError(
                 f"{file.name} is not written: {why}", help=READER_HELP
             ) from error
-    verification = _verify_tensors(file, outline, values)
+    verification = _verify_tensors(written)
     return replace(verification, remarks=(f"{why}; its tensors were compared instead",))
 
 
-def _verify_tensors(file: Path, outline: Outline, values: Mapping[str, Tensor]) -> Verification:
-    """Compare each tensor of the model as it is read back.
+def _verify_tensors(written: GgufFile) -> Verification:
+    """Compare each tensor of the model as it is read back, one after the other.
 
     Raises:
-        VerificationError: they differ.
+        VerificationError: one differs.
     """
+    file = written.path
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    expected: list[Tensor] = []
-    actual: list[Tensor] = []
-    for name, (source, arrangement) in outline.tensors.items():
-        expected.append(arrangement.values(values[source]).float())
+    for name, (source, arrangement) in written.outline.tensors.items():
+        value = written.values[source]
+        if source in written.decoded:
+            arranged = arrangement.coded(written.decoded[source], value)
+        else:
+            arranged = arrangement.values(value)
         decoded = gguf.dequantize(stored[name].data, stored[name].tensor_type)
-        actual.append(torch.from_numpy(decoded.copy()))
-    verification = verify("tensors", expected, actual)
-    if verification.max_difference:
-        text = f"{file.name} is not written: {verification.figures()}"
-        raise VerificationError(text, help=READER_HELP)
+        # Test mode has decoded values in the dtype of the model
+        actual = torch.from_numpy(decoded.copy()).to(arranged.dtype)
+        verification = verify("tensors", [arranged.float()], [actual.float()])
+        if verification.max_difference:
+            text = f"{file.name} is not written: {name}: {verification.figures()}"
+            raise VerificationError(text, help=READER_HELP)
     return verification
 
 

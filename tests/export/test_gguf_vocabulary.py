@@ -1,0 +1,182 @@
+"""The tokenizer of a folder in a GGUF file: llama.cpp finds the same tokens in a text, and a kind
+that it does not know is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.llama_cpp import next_probabilities, served
+from support.llamas import llama, saved, tokens
+from support.runs import ROOT
+
+import quantizer
+from quantizer.export import EXPORTERS
+
+for package in (*EXPORTERS["gguf"].needs, "tokenizers"):
+    pytest.importorskip(package, reason="needs quantizer-torch[llm]")
+import gguf
+import transformers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from quantizer.export.gguf.vocabulary import vocabulary_keys
+
+CORPUS = [
+    "The quick brown fox's 12345 jumps over 3.14 lazy dogs, isn't it?  Yes!\n\n  It IS the 2nd.",
+    "Über straße naïve café — 世界你好 🙂 done\t\ttabs, we've been there 100 times",
+    "def f(x):\n    return x**2  # comment",
+]
+TEXTS = (
+    "The quick brown fox's 12345",
+    "isn't it?  Yes!\n\n  It IS",
+    "Über 世界 🙂",
+    "we've  WE'VE 3.14159",
+    " x**2  # 1000000",
+)
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def of_bytes(*steps: Any, by_words: bool = False, **settings: Any) -> Tokenizer:
+    """Like those of GPT-2, which begin with all bytes."""
+    tokenizer = Tokenizer(models.BPE(**settings))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return trained(tokenizer, SPECIAL, vocab_size=400, initial_alphabet=alphabet)
+
+
+def of_pieces(*first: Any) -> Tokenizer:
+    """Like those of SentencePiece, which begin with characters, and have bytes for others."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    made = trained(tokenizer, [*SPECIAL, *letters], vocab_size=520, limit_alphabet=60)
+    content = json.loads(made.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < 3]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def of_joined_words() -> Tokenizer:
+    """The same with spaces that are replaced when a text is split."""
+    tokenizer = of_pieces(normalizers.Prepend("▁"))
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+def trained(tokenizer: Tokenizer, special: list[str], **settings: Any) -> Tokenizer:
+    trainer = trainers.BpeTrainer(special_tokens=special, show_progress=False, **settings)
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    return tokenizer
+
+
+def split(digits: str) -> Any:
+    return pre_tokenizers.Split(Regex(WORDS + digits + REST), "isolated")
+
+
+KNOWN: dict[str, tuple[str, Callable[[], Tokenizer]]] = {
+    "GPT-2": ("gpt-2", lambda: of_bytes(by_words=True)),
+    "StarCoder": (
+        "starcoder",
+        lambda: of_bytes(pre_tokenizers.Digits(individual_digits=True), by_words=True),
+    ),
+    "Qwen2": ("qwen2", lambda: of_bytes(split(r"\p{N}"))),
+    "OLMo 2": ("dbrx", lambda: of_bytes(split(r"\p{N}{1,3}"))),
+    "LLaMA 3": ("llama-bpe", lambda: of_bytes(split(r"\p{N}{1,3}"), ignore_merges=True)),
+    "LLaMA 2": ("default", lambda: of_pieces(normalizers.Prepend("▁"))),
+    "Gemma": ("default", of_pieces),
+    "Mistral": ("default", of_joined_words),
+}
+
+
+def folder_of(tokenizer: Tokenizer, folder: Path, **more: Any) -> Path:
+    """A LLaMA with a tokenizer, and three tokens that it does not name."""
+    size = tokenizer.get_vocab_size() + 3
+    saved(folder, llama(vocab_size=size, **more))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    wrapped.chat_template = "{{ messages[0]['content'] }}"
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KNOWN)
+def test_llama_cpp_finds_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """The next token's probabilities are those after the tokens that the folder's tokenizer
+    gives.
+    """
+    pytest.importorskip("xllamacpp", reason="needs xllamacpp, the CPU binding of llama.cpp")
+    splitter, make = KNOWN[name]
+    tokenizer = make()
+    folder = folder_of(tokenizer, tmp_path / "model", max_position_embeddings=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.config.use_cache = False
+    result = quantizer.calibrate(model, ROOT / "configs" / "gguf_q8_0.json", tokens())
+    verification = result.export("gguf", tmp_path / "net.gguf")
+    assert not any("tokenizer" in remark for remark in verification.remarks)
+    fields = gguf.GGUFReader(tmp_path / "net.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == splitter
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages[0]['content'] }}"
+    server = served(tmp_path / "net.gguf")
+    size = model.config.vocab_size
+    texts = TEXTS
+    if name == "Mistral":
+        # SentencePiece and llama.cpp begin with a space in any case, but Metaspace with one
+        texts = TEXTS[:-1]
+    for text in texts:
+        ids = tokenizer.encode(text).ids
+        expected, _ = next_probabilities(server, ids, size)
+        found, count = next_probabilities(server, text, size)
+        assert count == len(ids), text
+        assert torch.allclose(found, expected, atol=1e-4, equal_nan=True), text
+
+
+def lowered() -> Tokenizer:
+    tokenizer = of_bytes(by_words=True)
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
+    "words": lambda: Tokenizer(models.WordPiece({"<unk>": 0, "a": 1}, unk_token="<unk>")),
+    "unigrams": lambda: Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0, False)),
+    "another split": lambda: of_bytes(split(r"\p{N}{1,2}")),
+    "whole words": lambda: of_bytes(split(r"\p{N}"), ignore_merges=True),
+    "small letters": lowered,
+    "small letters in pieces": lambda: of_pieces(normalizers.Lowercase()),
+    "no merges": lambda: Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [])),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_another_kind_is_left_out(name: str, tmp_path: Path) -> None:
+    UNKNOWN[name]().save(str(tmp_path / "tokenizer.json"))
+    assert vocabulary_keys(tmp_path, 8) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"model": 3}', '{"model": {"type": "BPE", "merges": 3}}', "[" * 9999]
+)
+def test_a_damaged_file_is_left_out(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    assert vocabulary_keys(tmp_path, 8) is None
