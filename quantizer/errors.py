@@ -1,6 +1,6 @@
 """The errors that a user can get, one class per exit code. Only `cli` exits with the codes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quantizer.printable import one_line
 
@@ -47,6 +47,13 @@ class QuantizerError(Exception):
         self.message = one_line(message)
         super().__init__(self.message)
         self.help = None if help is None else _Lines(help)
+
+    def reworded(self, change: Callable[[str], str]) -> None:
+        """Replace the message and the help by what `change` makes of them."""
+        self.message = change(self.message)
+        self.args = (self.message,)
+        if self.help is not None:
+            self.help = _Lines(change(self.help).splitlines())
 
     def __str__(self) -> str:
         """Return message and help, for callers from Python."""

@@ -28,7 +28,7 @@ from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import preset_text
-from quantizer.config.run_config import MadeFor, run_config
+from quantizer.config.run_config import MadeFor, removed_if_refused, run_config
 from quantizer.config.wording import closest_word
 from quantizer.errors import ModelError, UsageError
 from quantizer.evaluation.analyze import WatchedData
@@ -159,12 +159,13 @@ def quantize(
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
     graph = _trace(model, batches, target, choices, dynamic=dynamic)
-    if config is None:
-        made_for = MadeFor(name, type(model).__name__, preset, max_mb)
-        sized = _sized_run(model, graph, batches, events)
-        to_leave = layers_to_leave(target, choices)
-        config = _config_file(run_folder, made_for, sized, to_leave, overwrite=overwrite)
-    result = calibrate_batches(model, config, batches, settings, graph=graph)
+    with removed_if_refused(run_folder):
+        if config is None:
+            made_for = MadeFor(name, type(model).__name__, preset, max_mb)
+            sized = _sized_run(model, graph, batches, events)
+            to_leave = layers_to_leave(target, choices)
+            config = _config_file(run_folder, made_for, sized, to_leave, overwrite=overwrite)
+        result = calibrate_batches(model, config, batches, settings, graph=graph)
     result.save(run_folder, overwrite=overwrite)
     path = _new_path(run_folder, result, target)
     # The option onnx_profile="tuned" leaves layers in float where that is faster
@@ -173,16 +174,15 @@ def quantize(
     )
     comparison = in_file.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
     verification = in_file.export(target, path, evaluation_data, **choices)
-    improvement = destination.improvement(has_data=has_data)
     quantized = Quantized(path, run_folder, result, comparison, verification, ())
-    lines = _verdict(quantized, target, improvement=improvement, config=_name_of(config))
-    return replace(quantized, verdict=lines)
+    improvement = destination.improvement(has_data=has_data)
+    return _with_verdict(quantized, target, improvement=improvement, config=_name_of(config))
 
 
-def _verdict(
+def _with_verdict(
     quantized: Quantized, target: str, *, improvement: str, config: str
-) -> tuple[str, ...]:
-    """Return the verdict, after the figures are written."""
+) -> Quantized:
+    """Return the result with the verdict, after the figures are written."""
     path, verification = quantized.path, quantized.verification
     tested = quantized.comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
@@ -192,7 +192,7 @@ def _verdict(
     )
     plan = quantized.result.plan.plan
     facts = _verdict_facts(plan, tested, path=path, verification=verification, config=config)
-    return tuple(verdict(facts))
+    return replace(quantized, verdict=tuple(verdict(facts)))
 
 
 def _verdict_facts(

@@ -6,13 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import click
 
 from quantizer.cli import session, torchrun
-from quantizer.cli.analyzed_data import watched_data
 from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.climbing import (
     TUNED_CONFIG,
@@ -22,6 +20,7 @@ from quantizer.cli.climbing import (
     run_tuned,
     with_advice,
 )
+from quantizer.cli.config_of_run import config_of_run
 from quantizer.cli.divided_data import divide_data
 from quantizer.cli.float_mode import evaluator_of, with_float_metrics
 from quantizer.cli.follow import one_display
@@ -45,13 +44,14 @@ from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import data_words
+from quantizer.cli.run_words import in_words_of_run
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.document.document import Text
 from quantizer.config.load import load_text
 from quantizer.config.resources import preset_text, presets
-from quantizer.config.run_config import MadeFor, run_config
+from quantizer.config.run_config import MadeFor, removed_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.export import require_extras, require_model
@@ -62,13 +62,10 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
-from quantizer.export.sized_widths import SizedRun, config_within, require_sized
+from quantizer.export.sized_widths import require_sized
 from quantizer.export.value_names import require_fitting_names
-from quantizer.export.without_codes import layers_to_leave
-from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
-from quantizer.plan.fitted_config import fitted_text
 from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -238,47 +235,48 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
     has_file = options.config_file is not None
-    require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
-    require_extras([target])
-    choices = choices_for(name, options.target_choices)
-    options = replace(options, onnx_profile=choices["onnx_profile"])
-    require_choices(options.target_choices, [target])
-    # A gate that cannot be checked is refused before anything is written
-    if evaluator_of(options, opened.loaded) is None:
-        with_target = replace(options, deploy=(target,))
-        require_known(about_all(gates), names_in_test(MEASURED, with_target))
-    if session.evaluates_on_synthetic(options, opened.loaded):
-        example = opened.batches.for_shapes().first()
-        require_measured(gates, not_measured_by_targets(example))
-    try:
-        graph = opened.graph
-    except UntraceableError as error:
-        return _on_modules(options, opened, gates, name=name, error=error)
-    require_known_parts(gates, output_parts(graph))
-    require_fitting_names(options.target_choices, model, graph)
-    require_model(target, choices, model)
-    opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
-    config_file = options.config_file
-    if config_file is None:
-        preset = options.preset or preset_for(name, has_data=has_data)
-        made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
-        config_file = _config_file(options, made_for, graph, opened, target=target)
-    options = replace(options, config_file=config_file)
-    test_options = replace(
-        options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
-    )
-    calib_options = replace(options, quant_mode="calib", for_=(target,), gate=())
-    calibrated = run_calib(calib_options, opened=opened)
-    seed_everything(options.seed)
-    tested = run_test(test_options, opened=opened)
-    assert calibrated.plan is not None
-    finished = _Finished(test_options, opened, calibrated, tested, calibrated.plan)
-    if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
-        return finished
-    if options.max_mb is not None:
-        say_note("note: no better config is looked for: --max_mb has chosen the widths")
-        return finished
-    return _climbed(finished, options, gates, has_file=has_file)
+    with in_words_of_run(target, name):
+        require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
+        require_extras([target])
+        choices = choices_for(name, options.target_choices)
+        options = replace(options, onnx_profile=choices["onnx_profile"])
+        require_choices(options.target_choices, [target])
+        # A gate that cannot be checked is refused before anything is written
+        if evaluator_of(options, opened.loaded) is None:
+            with_target = replace(options, deploy=(target,))
+            require_known(about_all(gates), names_in_test(MEASURED, with_target))
+        if session.evaluates_on_synthetic(options, opened.loaded):
+            example = opened.batches.for_shapes().first()
+            require_measured(gates, not_measured_by_targets(example))
+        try:
+            graph = opened.graph
+        except UntraceableError as error:
+            return _on_modules(options, opened, gates, name=name, error=error)
+        require_known_parts(gates, output_parts(graph))
+        require_fitting_names(options.target_choices, model, graph)
+        require_model(target, choices, model)
+        opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
+        with removed_if_refused(Path(options.output_dir)):
+            if options.config_file is None:
+                preset = options.preset or preset_for(name, has_data=has_data)
+                made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
+                path = config_of_run(options, made_for, graph, opened, target=target)
+                options = replace(options, config_file=path)
+            calib_options = replace(options, quant_mode="calib", for_=(target,), gate=())
+            calibrated = run_calib(calib_options, opened=opened)
+        test_options = replace(
+            options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
+        )
+        seed_everything(options.seed)
+        tested = run_test(test_options, opened=opened)
+        assert calibrated.plan is not None
+        finished = _Finished(test_options, opened, calibrated, tested, calibrated.plan)
+        if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
+            return finished
+        if options.max_mb is not None:
+            say_note("note: no better config is looked for: --max_mb has chosen the widths")
+            return finished
+        return _climbed(finished, options, gates, has_file=has_file)
 
 
 def _climbed(
@@ -347,14 +345,15 @@ def _on_modules(
     for option_name in ("fast_finetune", "dynamic", "max_mb"):
         if getattr(options, option_name):
             raise with_remedy(error, f"--{option_name} works on a trace") from error
-    if options.config_file is None:
-        config = load_text(Text(preset, preset_text(preset))).require()
-        require_weights_only(model, config, error)
-        made_for = MadeFor(name, opened.loaded.name, preset)
-        modules = module_graph(model)
-        config_file = _config_file(options, made_for, modules, opened, target=target)
-        options = replace(options, config_file=config_file)
-    run = RunOnModules(options, opened, gates, target, error).run()
+    with removed_if_refused(Path(options.output_dir)):
+        if options.config_file is None:
+            config = load_text(Text(preset, preset_text(preset))).require()
+            require_weights_only(model, config, error)
+            made_for = MadeFor(name, opened.loaded.name, preset)
+            modules = module_graph(model)
+            config_file = config_of_run(options, made_for, modules, opened, target=target)
+            options = replace(options, config_file=config_file)
+        run = RunOnModules(options, opened, gates, target, error).run()
     if options.minutes and failed_gates(gates, run.tested.metrics):
         say_note("note: no better config is looked for: that needs a trace")
     test_options = replace(options, quant_mode="test", deploy=(target,))
@@ -368,33 +367,6 @@ def _on_modules(
         left_float=run.left_float,
         remedy="`exclude` in the config leaves layers in float",
     )
-
-
-def _config_file(
-    options: RunOptions,
-    made_for: MadeFor,
-    graph: Graph,
-    opened: OpenedRun,
-    *,
-    target: str,
-) -> str:
-    """Return the path of the run's config, and print what was fitted if it is a new one."""
-    preset = made_for.preset
-
-    def new_text() -> str:
-        """Return the preset, fitted to the model and the file."""
-        to_leave = layers_to_leave(target, options.target_choices)
-        text, changes = fitted_text(preset_text(preset), preset, graph, to_leave)
-        for change in changes:
-            say_note(change)
-        return text
-
-    data = watched_data(options, opened.batches, graph)
-    sized = SizedRun(opened.loaded.module, graph, data, say_note)
-    finish = partial(config_within, max_mb=options.max_mb, run=sized)
-    folder = Path(options.output_dir)
-    path = run_config(folder, made_for, new_text, finish=finish, overwrite=options.overwrite)
-    return str(path)
 
 
 def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:

@@ -2,16 +2,18 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document, read_text
 from quantizer.config.forms.compared import compare_configs
 from quantizer.config.load import load_text
 from quantizer.config.wording import first_names
-from quantizer.errors import UsageError
+from quantizer.errors import QuantizerError, UsageError
 from quantizer.storage.atomic_write import replace_file
 from quantizer.storage.files import cannot_use
 
@@ -85,6 +87,25 @@ def run_config(
     except OSError as error:
         raise cannot_use(folder, error) from None
     return path
+
+
+@contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove a config that the code inside has written if it fails.
+
+    Another destination would be refused because of it. A config that the error is about stays.
+    """
+    path = folder / RUN_CONFIG
+    was_there = path.exists()
+    try:
+        yield
+    except ConfigError:
+        raise
+    except QuantizerError as error:
+        is_about_config = str(path) in str(error)
+        if not was_there and not is_about_config:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _with_comment(text: str, made_for: MadeFor) -> str:

@@ -28,6 +28,19 @@ def calibration_data():
     inputs = [torch.randn(8, 3, 4, 4, generator=generator) for _ in range(2)]
     return [(batch, torch.arange(8) % 3) for batch in inputs]
 """
+INVERSE = MODEL.replace(
+    """def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(""",
+    """class Inverse(torch.nn.Sequential):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.linalg.inv(y.unsqueeze(1) * y.unsqueeze(2) + 4 * torch.eye(3))
+
+def model():
+    torch.manual_seed(0)
+    return Inverse(""",
+)
 WITHOUT_DATA = MODEL[: MODEL.index("def calibration_data")]
 WITH_EXAMPLE = f"{WITHOUT_DATA}def example_input():\n    return torch.ones(1, 3, 4, 4)\n"
 
@@ -135,6 +148,19 @@ def test_a_config_for_another_destination_is_refused_with_the_difference(
     assert '/global_quant_config/weight/dtype is "int8" instead of "int4"' in error
     assert Path("quantize_result/quantize_config.json").read_bytes() == config
     assert run_command(["run", model, "-q", "--to", "w4", "--overwrite"]) == 0
+
+
+def test_a_refused_destination_is_not_in_the_way_of_another(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal names the option that the user has, and leaves no config."""
+    model = write(INVERSE)
+    assert run_command(["run", model, "-q", "--to", "onnx"]) == 2
+    error = capsys.readouterr().err
+    assert "error: --to onnx: " in error
+    assert "or use --to pt2" in error
+    assert not Path("quantize_result/quantize_config.json").exists()
+    assert run_command(["run", model, "-q", "--to", "pt2"]) == 0
 
 
 def test_data_that_asks_for_another_preset_is_not_ignored(

@@ -13,7 +13,7 @@ from quantizer.config.resources import load_resource
 from quantizer.graph.modules import module_graph
 from quantizer.plan.resolve import resolve_plan
 
-# The blocks of files with 28 and 32 blocks that llama.cpp wrote
+# By the rule of llama.cpp: the first and the last eighth of the blocks, and every third between
 WIDE_BLOCKS = {
     1: [0],
     2: [1],

@@ -1,0 +1,40 @@
+"""Says errors of a run with `--to`, which its user has written, instead of `--deploy`."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from quantizer.config.diagnostics import ConfigError
+from quantizer.errors import QuantizerError
+from quantizer.export.destinations import DESTINATIONS
+
+_DEPLOY = re.compile(r"--deploy ([\w-]+)")
+
+
+@contextmanager
+def in_words_of_run(target: str, destination: str) -> Iterator[None]:
+    """Name destinations instead of targets in errors of the code inside.
+
+    Args:
+        target: of the run.
+        destination: what its user calls it.
+    """
+
+    def option(match: re.Match[str]) -> str:
+        """Return the option of a run for a target; `--deploy` if no destination writes it."""
+        name = match[1]
+        if name == target:
+            name = destination
+        if name in DESTINATIONS:
+            return f"--to {name}"
+        return match[0]
+
+    try:
+        yield
+    except ConfigError:
+        # Its findings are about keys of the file
+        raise
+    except QuantizerError as error:
+        error.reworded(partial(_DEPLOY.sub, option))
+        raise
