@@ -21,9 +21,12 @@ _TRANSPOSED = (
     _ATEN.conv_transpose1d.default,
     _ATEN.conv_transpose2d.input,
 )
-_SHARES = (
+_SOFTMAX = (
     _ATEN.softmax.int,
     _ATEN._softmax.default,
+)
+_SHARES = (
+    *_SOFTMAX,
     _ATEN.sigmoid.default,
     _ATEN.sigmoid_.default,
 )
@@ -205,6 +208,9 @@ def keep_scales_of_shares(program: ExportedProgram) -> None:
     clamp that changes no value keeps the converter from using them.
     """
     for node in _calls(program, _SHARES):
+        if node.target in _SOFTMAX:
+            # The converter would round the maximum, and no longer find a softmax.
+            _hide(node.all_input_nodes[0], node)
         _clamp_before_codes(node, _ATEN.relu.default, ())
     for node in _calls(program, _SIGNED_SHARES):
         _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
