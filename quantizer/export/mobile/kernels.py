@@ -37,11 +37,13 @@ class MobileEngine:
         name: for sentences.
         compiler: the same for what makes its files.
         has_least_code: whether int8 weights may have the code -128.
+        has_float_outputs: whether linear layers with int8 inputs may have outputs in float.
     """
 
     name: str
     compiler: str
     has_least_code: bool
+    has_float_outputs: bool = False
 
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
@@ -141,7 +143,8 @@ class MobileEngine:
         if layer_input_spec(node.name, graph, specs) is None:
             return "its input is not quantized"
         if output_spec(node.name, graph, specs, where) is None:
-            return "its output is not quantized"
+            has_kernel = node.op == "linear" and self.has_float_outputs
+            return None if has_kernel else "its output is not quantized"
         return _reason_of_readers(node, graph, specs)
 
 

@@ -35,6 +35,7 @@ from quantizer.export.mobile.litert_rewrites import (
 )
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
+from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
 from quantizer.export.torch_export.coded import ProgramForm
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
@@ -51,7 +52,7 @@ class LitertExporter(MobileExporter):
     batch if its inputs are resized.
     """
 
-    engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False)
+    engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False, has_float_outputs=True)
     form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
 
     def refusals(
@@ -86,6 +87,8 @@ class LitertExporter(MobileExporter):
         deployment = source.tested
         is_float = deployment.choice("litert_io") == "float"
         names = TfliteNames(deployment.input_names, deployment.output_names)
+        if is_float:
+            code_weights(file, [*source.scales.values()])
         file.finish(names, deployment.origin.text(), in_float=is_float)
         kernels = _kernels_of_file(source, file)
         remarks: list[str] = []
@@ -187,7 +190,7 @@ def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
 
     The converter keeps no names of layers, so weights are found by their scales.
     """
-    counts = Counter(file.integer_scales())
+    counts = Counter(integer_scales(file))
     integer: list[str] = []
     floating = dict(source.kernels.floating)
     for layer in source.kernels.integer:
