@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,12 @@ class LitertExporter(MobileExporter):
     batch if its inputs are resized.
     """
 
-    engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False, has_float_outputs=True)
+    engine = MobileEngine(
+        "LiteRT",
+        compiler="litert-torch",
+        has_least_code=False,
+        float_outputs=("linear", "conv1d", "conv2d"),
+    )
     form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
 
     def refusals(
@@ -66,6 +72,12 @@ class LitertExporter(MobileExporter):
                 "leave --dynamic out, or use --deploy executorch or onnx",
             )
         yield from super().refusals(graph, specs, opset)
+
+    def engine_for(self, deployment: Deployment) -> MobileEngine:
+        """Return what kernels take: devices without floats have no outputs in float."""
+        if _is_float(deployment):
+            return self.engine
+        return replace(self.engine, float_outputs=())
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return one sample: the converter loses a batch dimension that is open."""
@@ -85,7 +97,7 @@ class LitertExporter(MobileExporter):
         if is_open:
             file.open_batch()
         deployment = source.tested
-        is_float = deployment.choice("litert_io") == "float"
+        is_float = _is_float(deployment)
         names = TfliteNames(deployment.input_names, deployment.output_names)
         if is_float:
             code_weights(file, [*source.scales.values()])
@@ -121,6 +133,11 @@ class LitertExporter(MobileExporter):
             return _run_apart(run, deployment, call)
 
         return outputs
+
+
+def _is_float(deployment: Deployment) -> bool:
+    """Return whether inputs and outputs are float, and what has no int8 kernel may be."""
+    return deployment.choice("litert_io") == "float"
 
 
 def _converted(source: MobileProgram) -> bytes:

@@ -8,12 +8,11 @@ from numpy.typing import NDArray
 
 from quantizer.export.mobile.tflite_tables import TfliteTables
 
-_LINEAR = "FULLY_CONNECTED"
 _VALUE_AND_WEIGHT = {
     "CONV_2D": (0, 1),
     "DEPTHWISE_CONV_2D": (0, 1),
     "CONV_3D": (0, 1),
-    _LINEAR: (0, 1),
+    "FULLY_CONNECTED": (0, 1),
     "TRANSPOSE_CONV": (2, 1),
 }
 """The arguments with the input and the weight, by the operators with int8 kernels."""
@@ -45,6 +44,9 @@ _HOMOGENEOUS = (
     "RESIZE_BILINEAR",
 )
 """Operators whose results are twice as large if all their values are."""
+_MOVES = ("RESHAPE", "TRANSPOSE")
+_WITH_FLOAT_OUTPUTS = ("CONV_2D", "FULLY_CONNECTED")
+"""Operators with a kernel for int8 weights and inputs and outputs in float."""
 _CODES = (-128, 127)
 
 
@@ -56,13 +58,10 @@ def integer_scales(file: TfliteTables) -> Iterator[tuple[float, ...]]:
             continue
         value, weight = (row.inputs[place] for place in places)
         is_static = file.is_int8(value) and file.is_int8(row.outputs[0])
-        if file.is_int8(weight) and (is_static or _is_dynamic(row)):
+        # It rounds its input in float to int8.
+        is_dynamic = file.is_float(value) and file.name(row) in _WITH_FLOAT_OUTPUTS
+        if file.is_int8(weight) and (is_static or is_dynamic):
             yield tuple(file.graph.tensors[weight].quantization.scale)
-
-
-def _is_dynamic(row: Any) -> bool:
-    """Return whether an operator rounds its input in float to int8."""
-    return getattr(row.builtinOptions, "asymmetricQuantizeInputs", False)
 
 
 def drop_factors(file: TfliteTables) -> None:
@@ -79,7 +78,7 @@ def drop_factors(file: TfliteTables) -> None:
         (result,) = half.outputs
         if _is_product(file, row, 2.0) and result not in graph.outputs:
             for reader in file.readers(result):
-                reader.inputs = [row.inputs[0] if at == result else at for at in reader.inputs]
+                _replace(reader, result, row.inputs[0])
         elif _is_homogeneous(file, row) and len(file.readers(row.outputs[0])) == 1:
             _join(file, makers, row, half)
     _drop_unread(file)
@@ -87,19 +86,32 @@ def drop_factors(file: TfliteTables) -> None:
 
 def _join(file: TfliteTables, makers: dict[int, Any], row: Any, half: Any) -> None:
     """Let an operator read values before they are doubled, and make what was halved."""
-    inputs: list[int] = []
+    doubled: list[tuple[Any, int, int]] = []
     for place in row.inputs:
-        double = makers.get(place)
-        if double is None and not file.is_float(place):
-            # An argument, such as axes
-            inputs.append(place)
-        elif double is not None and _is_product(file, double, 2.0):
-            inputs.append(double.inputs[0])
-        else:
+        # Axes and the like are no floats.
+        if not file.is_float(place):
+            continue
+        reader = row
+        maker = makers.get(place)
+        while maker is not None and file.name(maker) in _MOVES:
+            if len(file.readers(place)) != 1:
+                return
+            reader = maker
+            place = maker.inputs[0]
+            maker = makers.get(place)
+        if maker is None or not _is_product(file, maker, 2.0):
             return
-    row.inputs = inputs
+        doubled.append((reader, place, maker.inputs[0]))
+    for reader, place, value in doubled:
+        _replace(reader, place, value)
     row.outputs, half.outputs = half.outputs, row.outputs
     makers[row.outputs[0]] = row
+
+
+def _replace(row: Any, place: int, other: int) -> None:
+    """Let an operator read another tensor."""
+    inputs = np.array(row.inputs)
+    row.inputs = np.where(inputs == place, other, inputs).tolist()
 
 
 def _is_product(file: TfliteTables, row: Any, factor: float) -> bool:
@@ -119,12 +131,12 @@ def _is_homogeneous(file: TfliteTables, row: Any) -> bool:
 
 
 def _drop_unread(file: TfliteTables) -> None:
-    """Drop the products whose results nothing reads."""
+    """Drop products and dequantizations that nothing reads."""
     graph = file.graph
     read = {*graph.outputs}
     rows: list[Any] = []
     for row in reversed(graph.operators):
-        if file.name(row) == "MUL" and read.isdisjoint(row.outputs):
+        if file.name(row) in ("MUL", "DEQUANTIZE") and read.isdisjoint(row.outputs):
             continue
         read.update(row.inputs)
         rows.append(row)
@@ -170,11 +182,11 @@ def _is_slow(file: TfliteTables, row: Any) -> bool:
 
 
 def code_weights(file: TfliteTables, scales: Sequence[Sequence[float]]) -> None:
-    """Multiply codes in the linear layers that read codes and make floats.
+    """Multiply codes in the layers that read codes and make floats.
 
-    LiteRT has a kernel for float inputs and int8 weights. It rounds each row of the input to
-    int8, with the range of the row. So the rows get two more columns, the ends of the codes.
-    Then the range is that of the codes, and rounding changes nothing.
+    LiteRT has kernels for float inputs and int8 weights. They round each row or image to int8,
+    with its own range. So the input gets two more channels, the ends of the codes. Then the
+    range is that of the codes, and rounding changes nothing.
 
     Args:
         scales: of the weights that may be multiplied in int8, one for each output. Weights in
@@ -185,37 +197,46 @@ def code_weights(file: TfliteTables, scales: Sequence[Sequence[float]]) -> None:
     rows: list[Any] = []
     for row in graph.operators:
         maker = makers.get(row.inputs[0])
-        is_decoded = maker is not None and file.name(maker) == "DEQUANTIZE"
-        if file.name(row) == _LINEAR and is_decoded:
-            weights = _coded(file, row.inputs[1], scales)
+        has_kernel = file.name(row) in _WITH_FLOAT_OUTPUTS
+        if maker is not None and has_kernel and file.name(maker) == "DEQUANTIZE":
+            weights = _coded(file, makers, row.inputs[1], scales)
             if weights is not None:
                 rows += _with_ends(file, row, maker.inputs[0])
                 row.inputs[1] = weights
-                row.builtinOptions.asymmetricQuantizeInputs = True
         rows.append(row)
     graph.operators = rows
 
 
-def _coded(file: TfliteTables, place: int, scales: Sequence[Sequence[float]]) -> int | None:
+def _coded(
+    file: TfliteTables, makers: dict[int, Any], place: int, scales: Sequence[Sequence[float]]
+) -> int | None:
     """Return the place of the codes of a weight in float; None if it has other scales."""
-    data = file.data(place)
-    if not data or not file.is_float(place):
+    tensors = file.graph.tensors
+    shape = tensors[place].shape
+    maker = makers.get(place)
+    source = place if maker is None else maker.inputs[0]
+    data = file.data(source)
+    if not data:
         return None
-    shape = file.graph.tensors[place].shape
+    if file.is_int8(source):
+        steps = np.array(tensors[source].quantization.scale, np.float32)
+        return _weights(file, np.frombuffer(data, np.int8).reshape(shape), steps)
     weights = np.frombuffer(data, np.float32).reshape(shape)
     for of_outputs in scales:
-        steps = np.array(of_outputs, np.float32)[:, None]
-        if len(steps) != len(weights):
+        if len(of_outputs) != len(weights):
             continue
-        codes = np.rint(weights / steps)
-        if np.abs(codes).max() <= max(_CODES) and np.array_equal(codes * steps, weights):
-            return _weights(file, codes.astype(np.int8), steps[:, 0])
+        steps = np.array(of_outputs, np.float32)
+        by_output = steps.reshape(-1, *[1] * (weights.ndim - 1))
+        codes = np.rint(weights / by_output).clip(*_CODES).astype(np.int8)
+        if np.array_equal(codes * by_output, weights):
+            return _weights(file, codes, steps)
     return None
 
 
 def _weights(file: TfliteTables, codes: NDArray[np.int8], steps: NDArray[np.float32]) -> int:
     """Add codes with a scale for each output, and zeros for the two ends of the inputs."""
-    place = file.constant("INT8", np.pad(codes, ((0, 0), (0, 2))))
+    sizes = [*[(0, 0)] * (codes.ndim - 1), (0, 2)]
+    place = file.constant("INT8", np.pad(codes, sizes))
     quantization = file.schema.QuantizationParametersT()
     quantization.scale = steps
     quantization.zeroPoint = np.zeros(len(steps), np.int64)
@@ -224,7 +245,7 @@ def _weights(file: TfliteTables, codes: NDArray[np.int8], steps: NDArray[np.floa
 
 
 def _with_ends(file: TfliteTables, row: Any, codes: int) -> list[Any]:
-    """Give the input of a linear layer the ends of its codes; return the operators for that."""
+    """Give the input of a layer the ends of its codes; return the operators for that."""
     schema = file.schema
     value = row.inputs[0]
     tensors = file.graph.tensors

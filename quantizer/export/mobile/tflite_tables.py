@@ -5,10 +5,12 @@ It needs `ai_edge_litert`, which is imported where it is used.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+_Tables = TypeVar("_Tables", bound="TfliteTables")
 
 
 @dataclass
@@ -26,10 +28,7 @@ class TfliteTables:
     operators: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        content: bytes,
-    ) -> Self:
+    def of(cls: type[_Tables], content: bytes) -> _Tables:
         """Return the tables of a file."""
         from ai_edge_litert import schema_py_generated
         from ai_edge_litert.tools import flatbuffer_utils

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -21,6 +22,8 @@ QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 QUANTIZE_WEIGHT = torch.ops.quantized_decomposed.quantize_per_channel.default
 DEQUANTIZE_WEIGHT = torch.ops.quantized_decomposed.dequantize_per_channel.default
+_EPS = 1e-12
+"""A smaller step than any between codes."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,45 @@ class Activation(nn.Module):
         return y if x.dtype == y.dtype else y.to(x.dtype)
 
 
+class WideActivation(Activation):
+    """Quantizes an activation, and adds two channels with the least and the greatest value.
+
+    Kernels that give floats round each row or image with its own range. With these channels,
+    the range is that of the codes, so that rounding changes nothing.
+
+    Args:
+        axes: how many axes images have; 0 or None for rows.
+    """
+
+    def __init__(self, tensor: QuantizedTensor, code_type: CodeType, axes: int | None) -> None:
+        super().__init__(tensor, code_type)
+        self.axis = 1 if axes else -1
+        ends = torch.tensor([code_type.low, code_type.high])
+        self.least, self.greatest = ((ends - self.zero_point) * self.scale).tolist()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values of the codes of `x`, and the two channels."""
+        y = super().forward(x)
+        channel = y.narrow(self.axis, 0, 1)
+        least = channel.clamp(max=self.least)
+        greatest = channel.clamp(min=self.greatest)
+        wide = torch.cat([y, least, greatest], self.axis)
+        low, high, dtype = self.codes
+        operators = torch.ops.quantized_decomposed
+        values: Tensor
+        if self.axis == 1:
+            scale, zero_point = operators.choose_qparams.tensor(wide, low, high, _EPS, dtype)
+            operands = scale, zero_point, low, high, dtype
+            codes = operators.quantize_per_tensor.tensor(wide, *operands)
+            values = operators.dequantize_per_tensor.tensor(codes, *operands)
+            return values
+        scale, zero_point = operators.choose_qparams_per_token_asymmetric(wide, dtype)
+        operands = scale, zero_point, low, high, dtype
+        codes = operators.quantize_per_token(wide, *operands)
+        values = operators.dequantize_per_token(codes, *operands, wide.dtype)
+        return values
+
+
 def has_operators(
     spec: QuantizationSpec,
     dtype: torch.dtype | None,
@@ -154,6 +196,12 @@ class Weight(nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale.clone())
         self.register_buffer("zero_point", zero_point)
+
+    def widen(self) -> None:
+        """Add zeros for two more inputs."""
+        # `pad` takes the sizes before and after each axis, from the last axis on.
+        sizes = [0] * 2 * (self.codes.dim() - 2)
+        self.codes = pad(self.codes, [*sizes, 0, 2])
 
     def forward(self) -> Tensor:
         """Return the values of the codes."""
