@@ -55,7 +55,9 @@ class ExecutorchExporter(MobileExporter):
         has_least_code=True,
         float_outputs=("linear", "conv2d"),
     )
-    form = ProgramForm("int8", is_shared=False, weight_codes=(-128, 127), has_transposed=True, has_ranges=True)
+    form = ProgramForm(
+        "int8", is_shared=False, weight_codes=(-128, 127), has_transposed=True, has_ranges=True
+    )
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return the largest batch: that of the option, else that of the first call."""

@@ -156,7 +156,9 @@ class _CodedNetwork(nn.Module):
             node = graph.by_name[name]
             key = input_key(name, graph, solution.specs)
             assert key is not None
-            wide = WideActivation(solution.tensors[key], code_type, node.row.spatial)
+            channels = graph.weight(node).shape[1]
+            axes = node.row.spatial
+            wide = WideActivation(solution.tensors[key], code_type, channels, axes)
             network.layers[name].quantizers["input"] = wide
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

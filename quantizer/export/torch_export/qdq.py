@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import conv2d, linear, pad
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -106,31 +106,41 @@ class WideActivation(Activation):
     the range is that of the codes, so that rounding changes nothing.
 
     Args:
+        channels: how many the activation has.
         axes: how many axes images have; 0 or None for rows.
     """
 
-    def __init__(self, tensor: QuantizedTensor, code_type: CodeType, axes: int | None) -> None:
+    zeros: Tensor
+    ends: Tensor
+
+    def __init__(
+        self,
+        tensor: QuantizedTensor,
+        code_type: CodeType,
+        channels: int,
+        axes: int | None,
+    ) -> None:
         super().__init__(tensor, code_type)
-        self.axis = 1 if axes else -1
-        ends = torch.tensor([code_type.low, code_type.high])
-        self.least, self.greatest = ((ends - self.zero_point) * self.scale).tolist()
+        self.is_image = bool(axes)
+        codes = torch.tensor([code_type.low, code_type.high])
+        self.register_buffer("zeros", torch.zeros(2, channels, *[1] * (axes or 0)))
+        self.register_buffer("ends", (codes - self.zero_point) * self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the values of the codes of `x`, and the two channels."""
         y = super().forward(x)
-        channel = y.narrow(self.axis, 0, 1)
-        least = channel.clamp(max=self.least)
-        greatest = channel.clamp(min=self.greatest)
-        wide = torch.cat([y, least, greatest], self.axis)
         low, high, dtype = self.codes
         operators = torch.ops.quantized_decomposed
         values: Tensor
-        if self.axis == 1:
+        # A layer makes them, because XNNPACK takes no slices of batches whose size is open.
+        if self.is_image:
+            wide = torch.cat([y, conv2d(y, self.zeros, self.ends)], 1)
             scale, zero_point = operators.choose_qparams.tensor(wide, low, high, _EPS, dtype)
             operands = scale, zero_point, low, high, dtype
             codes = operators.quantize_per_tensor.tensor(wide, *operands)
             values = operators.dequantize_per_tensor.tensor(codes, *operands)
             return values
+        wide = torch.cat([y, linear(y, self.zeros, self.ends)], -1)
         scale, zero_point = operators.choose_qparams_per_token_asymmetric(wide, dtype)
         operands = scale, zero_point, low, high, dtype
         codes = operators.quantize_per_token(wide, *operands)
