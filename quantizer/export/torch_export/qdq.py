@@ -22,6 +22,7 @@ QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 QUANTIZE_WEIGHT = torch.ops.quantized_decomposed.quantize_per_channel.default
 DEQUANTIZE_WEIGHT = torch.ops.quantized_decomposed.dequantize_per_channel.default
+_IMAGE_DIMENSIONS = 4
 _EPS = 1e-12
 """A smaller step than any between codes."""
 
@@ -140,6 +141,9 @@ class WideActivation(Activation):
             codes = operators.quantize_per_tensor.tensor(wide, *operands)
             values = operators.dequantize_per_tensor.tensor(codes, *operands)
             return values
+        if y.dim() == _IMAGE_DIMENSIONS:
+            # The layout of images would be changed between this quantization and the layer.
+            y = y.unsqueeze(0).squeeze(0)
         wide = torch.cat([y, linear(y, self.zeros, self.ends)], -1)
         scale, zero_point = operators.choose_qparams_per_token_asymmetric(wide, dtype)
         operands = scale, zero_point, low, high, dtype
