@@ -53,7 +53,7 @@ class ExecutorchExporter(MobileExporter):
         "XNNPACK",
         compiler="ExecuTorch",
         has_least_code=True,
-        float_outputs=("linear", "conv2d"),
+        float_axes=(0, 2),
     )
     form = ProgramForm(
         "int8", is_shared=False, weight_codes=(-128, 127), has_transposed=True, has_ranges=True

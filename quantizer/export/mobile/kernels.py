@@ -37,14 +37,14 @@ class MobileEngine:
         name: for sentences.
         compiler: the same for what makes its files.
         has_least_code: whether int8 weights may have the code -128.
-        float_outputs: the operators whose kernels may give floats for int8 inputs and weights,
-            if they have one group.
+        float_axes: how many axes a layer's kernel has if it may give floats for int8 inputs and
+            weights, 0 for linear layers.
     """
 
     name: str
     compiler: str
     has_least_code: bool
-    float_outputs: tuple[str, ...] = ()
+    float_axes: tuple[int, ...] = ()
 
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
@@ -148,7 +148,8 @@ class MobileEngine:
 
     def _gives_floats(self, node: Node) -> bool:
         """Return whether a kernel gives floats for a layer with int8 inputs and weights."""
-        return node.op in self.float_outputs and node.attrs.get("groups", 1) == 1
+        has_kernel = not node.row.transposed and node.attrs.get("groups", 1) == 1
+        return has_kernel and (node.row.spatial or 0) in self.float_axes
 
     def with_float_outputs(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec]

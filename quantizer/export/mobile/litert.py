@@ -57,7 +57,7 @@ class LitertExporter(MobileExporter):
         "LiteRT",
         compiler="litert-torch",
         has_least_code=False,
-        float_outputs=("linear", "conv1d", "conv2d"),
+        float_axes=(0, 1, 2),
     )
     form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
 
@@ -77,7 +77,7 @@ class LitertExporter(MobileExporter):
         """Return what kernels take: devices without floats have no outputs in float."""
         if _is_float(deployment):
             return self.engine
-        return replace(self.engine, float_outputs=())
+        return replace(self.engine, float_axes=())
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return one sample: the converter loses a batch dimension that is open."""

@@ -35,7 +35,10 @@ class CodeType:
     low: int
     high: int
 
-    def offset(self, spec: QuantizationSpec) -> int:
+    def offset(
+        self,
+        spec: QuantizationSpec,
+    ) -> int:
         """Return what is added to codes so that this type holds them.
 
         >>> CODE_TYPES["uint8"].offset(QuantizationSpec())
@@ -127,7 +130,10 @@ class WideActivation(Activation):
         self.register_buffer("zeros", torch.zeros(2, channels, *[1] * (axes or 0)))
         self.register_buffer("ends", (codes - self.zero_point) * self.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+    ) -> Tensor:
         """Return the values of the codes of `x`, and the two channels."""
         y = super().forward(x)
         low, high, dtype = self.codes
@@ -231,7 +237,10 @@ class Weight(nn.Module):
         return values
 
 
-def is_channelwise(tensor: QuantizedTensor, axis: int) -> bool:
+def is_channelwise(
+    tensor: QuantizedTensor,
+    axis: int,
+) -> bool:
     """Return whether kernels can multiply a weight as it is.
 
     That is int8 without a zero point, with one scale, or one for each index of the axis.
