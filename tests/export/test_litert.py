@@ -280,6 +280,25 @@ def test_outputs_in_float_are_products_of_codes(tmp_path: Path) -> None:
     assert len(in_int8.kernels.floating) == 2
 
 
+class Halves(nn.Module):
+    """Factors of 2 and 0.5 that belong to the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = nn.functional.avg_pool2d(self.conv(x) * 2.0, 2)
+        z = nn.functional.avg_pool2d(x * 2.0, 2).relu()
+        return y * 0.5, z * 0.5, (x * 2.0) * 0.5
+
+
+def test_factors_of_the_network_stay_what_they_are(tmp_path: Path) -> None:
+    verified = result_of(Halves()).export("litert", tmp_path / "net.tflite", [X])
+    assert verified.within_step is not None
+    assert verified.within_step >= 0.999
+
+
 def test_a_file_says_how_it_was_made(tmp_path: Path) -> None:
     from ai_edge_litert.tools import flatbuffer_utils
 

@@ -83,7 +83,7 @@ def drop_factors(
         if _is_product(file, row, 2.0) and result not in graph.outputs:
             for reader in file.readers(result):
                 _replace(reader, result, row.inputs[0])
-        elif _is_homogeneous(file, row) and len(file.readers(row.outputs[0])) == 1:
+        elif _is_homogeneous(file, row) and file.has_one_reader(row.outputs[0]):
             _join(file, makers, row, half)
     _drop_unread(file)
 
@@ -103,7 +103,7 @@ def _join(
         reader = row
         maker = makers.get(place)
         while maker is not None and file.name(maker) in _MOVES:
-            if len(file.readers(place)) != 1:
+            if not file.has_one_reader(place):
                 return
             reader = maker
             place = maker.inputs[0]

@@ -108,6 +108,11 @@ class TfliteTables:
         """Return the operators that read a tensor."""
         return [row for row in self.graph.operators if place in row.inputs]
 
+    def has_one_reader(self, place: int) -> bool:
+        """Return whether one operator reads a tensor, and the network does not return it."""
+        is_returned = place in self.graph.outputs
+        return len(self.readers(place)) == 1 and not is_returned
+
     def tensor(
         self,
         kind: str,
