@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,61 @@ def test_a_softmax_keeps_its_scale(tmp_path: Path) -> None:
     assert verified.kernels is not None
     assert [len(verified.kernels.integer), verified.kernels.count] == [2, 4]
     assert verified.remarks[0] == "the file takes one sample at a time"
+
+
+class Stream(nn.Module):
+    """A residual stream in float, and functions for which XNNPACK has no int8 kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.wide = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.position = nn.Parameter(torch.randn(1, 256, 8))
+        self.norm, self.last = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.leaky_relu(self.wide(nn.functional.hardswish(self.conv(x))), 0.2)
+        y = nn.functional.avg_pool2d(y, 3, 1, 1).flatten(2).transpose(1, 2) + self.position
+        y = y + self.down(nn.functional.gelu(self.up(self.norm(y))))
+        return self.last(y)  # type: ignore[no-any-return]
+
+
+def test_outputs_in_float_are_products_of_codes(tmp_path: Path) -> None:
+    """XNNPACK computes all operators, for any batch, and nothing is rounded twice."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    path = tmp_path / "net.tflite"
+    verified = result_of(Stream()).export("litert", path, [X, X[:1]])
+    assert verified.within_step is not None
+    assert verified.within_step >= 0.999
+    assert verified.kernels is not None
+    assert (verified.kernels.share, verified.kernels.count) == (1.0, 4)
+    interpreter = Interpreter(str(path))
+    interpreter.allocate_tensors()
+    names = Counter(row["op_name"] for row in interpreter._get_ops_details())
+    assert names["DELEGATE"] == 1
+    in_int8 = result_of(Stream()).export("litert", path, [X], litert_io="int8")
+    assert in_int8.kernels is not None
+    assert len(in_int8.kernels.floating) == 2
+
+
+class Halves(nn.Module):
+    """Factors of 2 and 0.5 that belong to the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = nn.functional.avg_pool2d(self.conv(x) * 2.0, 2)
+        z = nn.functional.avg_pool2d(x * 2.0, 2).relu()
+        return y * 0.5, z * 0.5, (x * 2.0) * 0.5
+
+
+def test_factors_of_the_network_stay_what_they_are(tmp_path: Path) -> None:
+    verified = result_of(Halves()).export("litert", tmp_path / "net.tflite", [X])
+    assert verified.within_step is not None
+    assert verified.within_step >= 0.999
 
 
 def test_a_file_says_how_it_was_made(tmp_path: Path) -> None:

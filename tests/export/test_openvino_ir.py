@@ -10,7 +10,9 @@ import pytest
 import torch
 from support.deployments import deployment, written
 from support.runs import ROOT, calibrate, check
+from torch import Tensor, nn
 
+import quantizer
 from quantizer.errors import VerificationError
 from quantizer.export import export
 from quantizer.export.onnx.build import BuiltOnnx
@@ -45,6 +47,34 @@ def test_openvino_reads_both_files(tmp_path: Path) -> None:
     assert session.kernels is not None
     assert len(session.kernels.integer) == 5
     assert list(session.kernels.floating.values()) == ["its input is not quantized"]
+
+
+class Residual(nn.Module):
+    """A convolution and a SiLU, whose sum with other values OpenVINO would compute at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.middle, self.act = nn.Conv2d(32, 32, 1), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.first(x))
+        z: Tensor = y + self.act(self.last(self.act(self.middle(y))))
+        return z
+
+
+def test_results_of_convolutions_are_rounded_before_sums(tmp_path: Path) -> None:
+    """Without that it is 46 dB (OpenVINO 2026.4.1)."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 32, 32)
+    preset = ROOT / "configs" / "cpu_int8.json"
+    result = quantizer.calibrate(Residual().eval(), preset, [x])
+    verified = result.export("openvino", tmp_path / "net.xml", [x])
+    assert verified.default_session is not None
+    assert verified.default_session.kernels is not None
+    assert verified.default_session.kernels.share == 1.0
+    assert verified.sqnr_db is not None
+    assert verified.sqnr_db >= 60
 
 
 def test_other_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,32 @@ def test_the_program_computes_what_test_mode_does(
     assert mean.args[2] is True
 
 
+class Stream(nn.Module):
+    """A convolution and a linear layer whose outputs are quantized only after other operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.leaky_relu(self.conv(x), 0.2).permute(0, 2, 3, 1)
+        return nn.functional.leaky_relu(self.fc(y), 0.2)
+
+
+@pytest.mark.parametrize("target", PHONES)
+def test_outputs_in_float_are_products_of_codes(target: str) -> None:
+    """ExecuTorch rounds their inputs again, with a range that changes nothing."""
+    source = program_of(target, deployment_of(result_of(Stream())))
+    assert (source.kernels.share, source.kernels.count) == (1.0, 2)
+    few = X[: source.most_samples]
+    computed, expected = source.program.module()(few), source.tested.network()(few)
+    assert torch.allclose(computed, expected, rtol=0, atol=1e-5)
+    counts = operators(source.program)
+    operator = "quantized_decomposed.choose_qparams"
+    ranges = counts[f"{operator}.tensor"], counts[f"{operator}_per_token_asymmetric.default"]
+    assert ranges == ((1, 1) if target == "executorch" else (0, 0))
+
+
 class Joined(nn.Module):
     """Parts and joins of values with several scales, and an average with a scale of its own."""
 

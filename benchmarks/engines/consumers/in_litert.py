@@ -93,8 +93,9 @@ def kernels(path: Path) -> dict[str, int]:
     multiplications = 0
     for operator in interpreter._get_ops_details():
         if operator["op_name"] in MULTIPLYING:
+            # A weight is the second input of all of them.
             multiplications += 1
-            integer += dtypes[operator["outputs"][0]] == np.int8
+            integer += dtypes[operator["inputs"][1]] == np.int8
     return {"integer": integer, "multiplications": multiplications}
 
 

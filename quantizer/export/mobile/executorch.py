@@ -49,8 +49,15 @@ class ExecutorchExporter(MobileExporter):
     The batch dimension is open up to a largest batch. Two runs write the same bytes.
     """
 
-    engine = MobileEngine("XNNPACK", compiler="ExecuTorch", has_least_code=True)
-    form = ProgramForm("int8", is_shared=False, weight_codes=(-128, 127), has_transposed=True)
+    engine = MobileEngine(
+        "XNNPACK",
+        compiler="ExecuTorch",
+        has_least_code=True,
+        float_axes=(0, 2),
+    )
+    form = ProgramForm(
+        "int8", is_shared=False, weight_codes=(-128, 127), has_transposed=True, has_ranges=True
+    )
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return the largest batch: that of the option, else that of the first call."""

@@ -108,7 +108,8 @@ class MobileExporter(Exporter[MobileFile]):
         solution = self.as_run(graph, deployment.solution).by_rows()
         tested = replace(deployment, graph=graph, solution=solution)
         stated = quantized_apart(graph, solution, any_rounding=False)
-        kernels = self.engine.kernels(graph, stated.specs)
+        engine = self.engine_for(deployment)
+        kernels = engine.kernels(graph, stated.specs)
         constant: set[str] = set()
         for layer, role in stated.tensors:
             is_coded = layer in kernels.integer
@@ -118,6 +119,9 @@ class MobileExporter(Exporter[MobileFile]):
                 constant.add(layer)
         most_samples = self.most_samples(deployment)
         form = replace(self.form, constant=frozenset(constant), most_samples=most_samples)
+        if form.has_ranges:
+            widened = engine.with_float_outputs(graph, stated.specs)
+            form = replace(form, widened=widened)
         program = coded_program(tested, stated, form)
         layers: dict[str, str] = {}
         for name, module in tested.network().module_names.items():
@@ -126,6 +130,10 @@ class MobileExporter(Exporter[MobileFile]):
         for layer in kernels.integer:
             scales[layer] = _output_scales(stated.tensors[layer, "weights"], graph, layer)
         return MobileProgram(program, tested, kernels, layers, scales, most_samples)
+
+    def engine_for(self, deployment: Deployment) -> MobileEngine:
+        """Return what kernels take in a file with the options of a deployment."""
+        return self.engine
 
     @abstractmethod
     def most_samples(self, deployment: Deployment) -> int | None:

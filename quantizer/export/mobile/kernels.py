@@ -37,11 +37,14 @@ class MobileEngine:
         name: for sentences.
         compiler: the same for what makes its files.
         has_least_code: whether int8 weights may have the code -128.
+        float_axes: how many axes a layer's kernel has if it may give floats for int8 inputs and
+            weights, 0 for linear layers.
     """
 
     name: str
     compiler: str
     has_least_code: bool
+    float_axes: tuple[int, ...] = ()
 
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
@@ -140,9 +143,25 @@ class MobileEngine:
             return "its weights are not quantized"
         if layer_input_spec(node.name, graph, specs) is None:
             return "its input is not quantized"
-        if output_spec(node.name, graph, specs, where) is None:
-            return "its output is not quantized"
-        return _reason_of_readers(node, graph, specs)
+        reason = _output_reason(node, graph, specs, where)
+        return None if self._gives_floats(node) else reason
+
+    def _gives_floats(self, node: Node) -> bool:
+        """Return whether a kernel gives floats for a layer with int8 inputs and weights."""
+        has_kernel = not node.row.transposed and node.attrs.get("groups", 1) == 1
+        return has_kernel and (node.row.spatial or 0) in self.float_axes
+
+    def with_float_outputs(
+        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+    ) -> frozenset[str]:
+        """Return the layers that are multiplied in int8, and whose outputs stay in float."""
+        where = layout(graph)
+        layers: set[str] = set()
+        for layer in self.kernels(graph, specs).integer:
+            node = graph.by_name[layer]
+            if _output_reason(node, graph, specs, where) is not None:
+                layers.add(layer)
+        return frozenset(layers)
 
 
 _CODES = 256
@@ -154,10 +173,12 @@ def _is_grouped_transpose(node: Node) -> bool:
     return node.row.transposed and node.attrs.get("groups", 1) != 1
 
 
-def _reason_of_readers(
-    node: Node, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+def _output_reason(
+    node: Node, graph: Graph, specs: Mapping[Key, QuantizationSpec], where: Layout
 ) -> str | None:
     """Return why the output of a layer is not quantized next; None if it is."""
+    if output_spec(node.name, graph, specs, where) is None:
+        return "its output is not quantized"
     if (node.name, "activation") in specs:
         return None
     readers = graph.consumers[node.name]

@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from quantizer.export.mobile.litert_rewrites import (
 )
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
+from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
 from quantizer.export.torch_export.coded import ProgramForm
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Key
@@ -51,7 +53,12 @@ class LitertExporter(MobileExporter):
     batch if its inputs are resized.
     """
 
-    engine = MobileEngine("LiteRT", compiler="litert-torch", has_least_code=False)
+    engine = MobileEngine(
+        "LiteRT",
+        compiler="litert-torch",
+        has_least_code=False,
+        float_axes=(0, 1, 2),
+    )
     form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
 
     def refusals(
@@ -65,6 +72,12 @@ class LitertExporter(MobileExporter):
                 "leave --dynamic out, or use --deploy executorch or onnx",
             )
         yield from super().refusals(graph, specs, opset)
+
+    def engine_for(self, deployment: Deployment) -> MobileEngine:
+        """Return what kernels take: devices without floats have no outputs in float."""
+        if _is_float(deployment):
+            return self.engine
+        return replace(self.engine, float_axes=())
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return one sample: the converter loses a batch dimension that is open."""
@@ -84,8 +97,10 @@ class LitertExporter(MobileExporter):
         if is_open:
             file.open_batch()
         deployment = source.tested
-        is_float = deployment.choice("litert_io") == "float"
+        is_float = _is_float(deployment)
         names = TfliteNames(deployment.input_names, deployment.output_names)
+        if is_float:
+            code_weights(file, [*source.scales.values()])
         file.finish(names, deployment.origin.text(), in_float=is_float)
         kernels = _kernels_of_file(source, file)
         remarks: list[str] = []
@@ -118,6 +133,11 @@ class LitertExporter(MobileExporter):
             return _run_apart(run, deployment, call)
 
         return outputs
+
+
+def _is_float(deployment: Deployment) -> bool:
+    """Return whether inputs and outputs are float, and what has no int8 kernel may be."""
+    return deployment.choice("litert_io") == "float"
 
 
 def _converted(source: MobileProgram) -> bytes:
@@ -187,7 +207,7 @@ def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
 
     The converter keeps no names of layers, so weights are found by their scales.
     """
-    counts = Counter(file.integer_scales())
+    counts = Counter(integer_scales(file))
     integer: list[str] = []
     floating = dict(source.kernels.floating)
     for layer in source.kernels.integer:

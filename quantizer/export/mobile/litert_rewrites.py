@@ -21,9 +21,12 @@ _TRANSPOSED = (
     _ATEN.conv_transpose1d.default,
     _ATEN.conv_transpose2d.input,
 )
-_SHARES = (
+_SOFTMAX = (
     _ATEN.softmax.int,
     _ATEN._softmax.default,
+)
+_SHARES = (
+    *_SOFTMAX,
     _ATEN.sigmoid.default,
     _ATEN.sigmoid_.default,
 )
@@ -33,6 +36,10 @@ _SIGNED_SHARES = (
     _ATEN.tanh_.default,
 )
 """Operators with values from -1 to 1."""
+_LEAKY = (
+    _ATEN.leaky_relu.default,
+    _ATEN.leaky_relu_.default,
+)
 _INEXACT_IN_LITERT = (
     _ATEN.cat.default,
     _ATEN.stack.default,
@@ -41,8 +48,7 @@ _INEXACT_IN_LITERT = (
     _ATEN.avg_pool2d.default,
     _ATEN.adaptive_avg_pool2d.default,
     _ATEN.upsample_bilinear2d.vec,
-    _ATEN.leaky_relu.default,
-    _ATEN.leaky_relu_.default,
+    *_LEAKY,
 )
 """Operators whose int8 kernels in LiteRT lose accuracy.
 
@@ -205,6 +211,9 @@ def keep_scales_of_shares(program: ExportedProgram) -> None:
     clamp that changes no value keeps the converter from using them.
     """
     for node in _calls(program, _SHARES):
+        if node.target in _SOFTMAX:
+            # The converter would round the maximum, and no longer find a softmax.
+            _hide(node.all_input_nodes[0], node)
         _clamp_before_codes(node, _ATEN.relu.default, ())
     for node in _calls(program, _SIGNED_SHARES):
         _clamp_before_codes(node, _ATEN.hardtanh.default, (-1.0, 1.0))
@@ -225,6 +234,9 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
         after = {_codes_after(reader) for reader in node.users}
         is_join = node.target is _ATEN.cat.default
         is_coded_after = len(after) == 1 and None not in after
+        if codes == {None} and node.target in _LEAKY:
+            # It reads floats, for which it has no int8 kernel.
+            continue
         if len(values) == 1:
             codes |= after
         elif is_join and is_coded_after:

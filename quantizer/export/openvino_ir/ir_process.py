@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import openvino
+from openvino import opset13
 
 _MULTIPLYING = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "GroupConvolution")
 
@@ -31,6 +32,7 @@ class Engine:
 
     def __init__(self) -> None:
         model = openvino.convert_model("model.onnx")
+        round_before_sums(model)
         openvino.save_model(model, "model.xml", compress_to_fp16=False)
         self.core = openvino.Core()
         known = set(self.core.get_property("CPU", "SUPPORTED_PROPERTIES"))
@@ -94,6 +96,34 @@ class Engine:
             for name in value.get_names() & self.inputs.keys():
                 named[name] = self.inputs[name]
         return named
+
+
+def round_before_sums(model: Any) -> None:
+    """Keep sums apart from the convolutions before them, if those compute a function.
+
+    OpenVINO 2026.4 computes a convolution, a function such as SiLU and a sum at once, and then
+    it does not round the result of the convolution. A maximum that changes nothing prevents it.
+    """
+    least = np.finfo(np.float32).min
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Add":
+            continue
+        for value in node.inputs():
+            rounded = value.get_source_output()
+            function = _source(rounded.get_node())
+            if function is None or function.get_input_size() != 1:
+                continue
+            if _source(function.input_value(0).get_node()) is not None:
+                apart = opset13.maximum(rounded, opset13.constant(least))
+                value.replace_source_output(apart.output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def _source(node: Any) -> Any:
+    """Return what makes the value that a node quantizes; None if it quantizes nothing."""
+    if node.get_type_name() != "FakeQuantize":
+        return None
+    return node.input_value(0).get_node()
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from quantizer.export.torch_export.qdq import (
     DEQUANTIZE,
     Activation,
     Weight,
+    WideActivation,
     has_operators,
     is_channelwise,
 )
@@ -45,6 +46,8 @@ class ProgramForm:
             the spec if None.
         requantizes: whether weights are constants in float that an operator quantizes.
         has_transposed: whether kernels multiply by the codes of transposed convolutions.
+        has_ranges: whether kernels that give floats find the range of their inputs.
+        widened: the layers with such kernels.
         most_samples: the largest batch; None if there is no limit.
     """
 
@@ -55,6 +58,8 @@ class ProgramForm:
     weight_codes: tuple[int, int] | None = None
     requantizes: bool = False
     has_transposed: bool = False
+    has_ranges: bool = False
+    widened: frozenset[str] = frozenset()
     most_samples: int | None = None
 
 
@@ -135,6 +140,8 @@ class _CodedNetwork(nn.Module):
                     codes_range=form.weight_codes,
                     requantizes=form.requantizes,
                 )
+                if name in form.widened:
+                    weight.widen()
                 layer.quantizers[role] = weight
                 self.weights[f"{network.module_names[name]}.{parameter}"] = weight
                 del layer._parameters[parameter]
@@ -145,6 +152,14 @@ class _CodedNetwork(nn.Module):
                 layer.quantizers[role] = Activation(tensor, code_type)
         for name, tensor in _moved_inputs(graph, solution, form).items():
             network.layers[name].quantizers["input"] = Activation(tensor, code_type)
+        for name in form.widened:
+            node = graph.by_name[name]
+            key = input_key(name, graph, solution.specs)
+            assert key is not None
+            channels = graph.weight(node).shape[1]
+            axes = node.row.spatial
+            wide = WideActivation(solution.tensors[key], code_type, channels, axes)
+            network.layers[name].quantizers["input"] = wide
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network with weights that are decoded from their codes."""
