@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import QuantizerError
@@ -20,15 +19,23 @@ def in_words_of_run(target: str, destination: str) -> Iterator[None]:
         target: of the run.
         destination: what its user calls it.
     """
+    written = f"--deploy {target}"
+    for name, value in DESTINATIONS[destination].choices.items():
+        written += f" --{name} {value}"
 
     def option(match: re.Match[str]) -> str:
         """Return the option of a run for a target; `--deploy` if no destination writes it."""
         name = match[1]
-        if name == target:
-            name = destination
         if name in DESTINATIONS:
             return f"--to {name}"
+        if name == target:
+            return f"--to {destination}"
         return match[0]
+
+    def reworded(text: str) -> str:
+        """Return a sentence with destinations."""
+        text = text.replace(written, f"--to {destination}")
+        return _DEPLOY.sub(option, text)
 
     try:
         yield
@@ -36,5 +43,5 @@ def in_words_of_run(target: str, destination: str) -> Iterator[None]:
         # Its findings are about keys of the file
         raise
     except QuantizerError as error:
-        error.reworded(partial(_DEPLOY.sub, option))
+        error.reworded(reworded)
         raise

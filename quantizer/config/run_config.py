@@ -103,8 +103,8 @@ def removed_if_refused(folder: Path) -> Iterator[None]:
         raise
     except QuantizerError as error:
         is_about_config = str(path) in str(error)
-        if not was_there and not is_about_config:
-            path.unlink(missing_ok=True)
+        if path.is_file() and not was_there and not is_about_config:
+            path.unlink()
         raise
 
 

@@ -14,6 +14,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.ops import OPS
 from quantizer.graph.trace import quiet
 from quantizer.nn.execution import layer_arguments
+from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import build_layer
 
 _EXAMPLE_BATCH = 2
@@ -49,6 +50,7 @@ class _Alone(nn.Module):
         super().__init__()
         self.node = node
         self.layer = build_layer(graph, node)
+        leave_ties_open([self.layer])
         self.sources = list(dict.fromkeys(node.refs()))
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:

@@ -2,7 +2,7 @@
 parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -95,9 +95,9 @@ class Function(Layer):
         self._is_positional = self._target not in _CALLS and not hasattr(call, "_schema")
 
     def leave_ties_open(self) -> None:
-        """Call torch's own operator if the function is `topk`, for an export to ONNX.
+        """Call torch's own operator if the function is `topk`.
 
-        The exported TopK returns the first of equal values anyway.
+        Exported to ONNX, it returns the first of equal values anyway.
         """
         if self._target == _TOPK:
             self._bind(resolve_target(_TOPK))
@@ -173,3 +173,10 @@ class Constant(Layer):
 
 class Parameter(Constant):
     """A trained tensor in an expression, such as `self.shift` in `x + self.shift`."""
+
+
+def leave_ties_open(layers: Iterable[nn.Module]) -> None:
+    """Let each `topk` among the layers be torch's own operator, for compilers."""
+    for layer in layers:
+        if isinstance(layer, Function):
+            layer.leave_ties_open()

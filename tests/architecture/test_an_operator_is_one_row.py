@@ -55,7 +55,7 @@ NAMED = {
     "of",
     "evaluation/exact_layers.py": "computes these operators in integers",
     "export/mobile/executorch.py": "where torch has the weight in these operators",
-    "export/mobile/kernels.py": "what the kernels of phones compute together",
+    "export/mobile/kernels.py": "what the kernels of phones compute together, and what they may lack",
     "export/mobile/litert_rewrites.py": "what LiteRT's converter rounds, and has one scale for",
     "export/onnx/tuned/trials.py": "moves the steps of codes to where the kernels want them",
     "export/onnx/complex_numbers.py": "what torch.onnx can do with complex numbers, and what is written out for it",

@@ -137,19 +137,25 @@ def test_a_profile_is_checked_as_a_target_is(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        ["--quant_mode", "calib", "--model", "net.py", "--for", "tensorrt"],
-        ["run", "net.py", "--to", "tensorrt"],
-        ["run", "net.py", "--to", "onnx", "--onnx_profile", "tensorrt"],
+        (
+            ["--quant_mode", "calib", "--model", "net.py", "--for", "tensorrt"],
+            "--deploy onnx --onnx_profile tensorrt",
+        ),
+        (["run", "net.py", "--to", "tensorrt"], "--to tensorrt"),
+        (
+            ["run", "net.py", "--to", "onnx", "--onnx_profile", "tensorrt"],
+            "--to onnx --onnx_profile tensorrt",
+        ),
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused_before_calibration(
-    options: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command([*options, "--config_file", STATIC]) == 2
     error = capsys.readouterr().err
-    assert "--deploy onnx --onnx_profile tensorrt: " in error
+    assert f"error: {words}: " in error
     assert not (folder / "quantize_result" / "quant_info.json").exists()
 
 

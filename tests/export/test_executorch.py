@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import VerificationError
+from quantizer.errors import UsageError, VerificationError
 
 pytest.importorskip(
     "executorch.exir", reason="--deploy executorch needs it (extra: executorch)"
@@ -190,3 +190,22 @@ def test_one_command_writes_it(
     [file] = report["exports"]
     assert file["kernels"]["share"] == 1.0
     assert [check["engine"] for check in file["checks"]] == ["ExecuTorch"]
+
+
+class Ranked(nn.Module):
+    """Sorts the values of a linear layer, and takes the largest ones of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).topk(3).values.sort().values
+
+
+def test_an_operator_that_the_engine_lacks_is_refused_by_its_layer(tmp_path: Path) -> None:
+    data = [torch.randn(4, 8) for _ in range(2)]
+    with pytest.raises(
+        UsageError, match="Ranked/sort computes sort, which ExecuTorch does not"
+    ):
+        quantizer.quantize(Ranked(), data, to="executorch", folder=tmp_path)

@@ -31,6 +31,7 @@ from quantizer.export.mobile.rewrites import (
     slice_parts,
 )
 from quantizer.export.torch_export.coded import ProgramForm
+from quantizer.graph.trace import quiet
 
 ORIGIN_METHOD = "quantizer"
 """The method of a .pte that returns how it was made, as text."""
@@ -56,8 +57,34 @@ class ExecutorchExporter(MobileExporter):
         float_axes=(0, 2),
     )
     form = ProgramForm(
-        "int8", is_shared=False, weight_codes=(-128, 127), has_transposed=True, has_ranges=True
+        "int8",
+        is_shared=False,
+        weight_codes=(-128, 127),
+        has_transposed=True,
+        has_ranges=True,
+        has_stable_sort=False,
     )
+
+    def knows(self, program: ExportedProgram) -> bool:
+        """Return whether ExecuTorch compiles and loads a program, or is not installed."""
+        try:
+            from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
+                XnnpackPartitioner,
+            )
+            from executorch.exir import to_edge_transform_and_lower
+            from executorch.runtime import Runtime
+        except ImportError:
+            return True
+        partitioner = XnnpackPartitioner()
+        try:
+            with quiet():
+                lowered = to_edge_transform_and_lower(program, partitioner=[partitioner])
+                content = lowered.to_executorch().buffer
+                Runtime.get().load_program(content).load_method("forward")
+        # Each stage has its own errors for an operator that it does not know
+        except Exception:  # noqa: BLE001
+            return False
+        return True
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return the largest batch: that of the option, else that of the first call."""

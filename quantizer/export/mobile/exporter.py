@@ -22,7 +22,8 @@ from quantizer.export.acceptance import Outputs, verified_calls
 from quantizer.export.agreement import Kernels, Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.mobile.kernels import MobileEngine
+from quantizer.export.lone_layers import lone_programs
+from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
 from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.conventions import BiasForm
 from quantizer.export.onnx.specs import quantized_apart
@@ -32,6 +33,8 @@ from quantizer.graph.trace import quiet
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key
 from quantizer.storage.files import write_bytes
+
+_UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,16 @@ class MobileExporter(Exporter[MobileFile]):
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
     ) -> Iterator[Refusal]:
-        """Yield what the engine's kernels cannot hold."""
+        """Yield what the engine's kernels cannot hold, and operators that it does not know."""
         yield from self.engine.refusals(graph, specs)
+        for node, program in lone_programs(graph, DOUBTFUL):
+            if not self.knows(program):
+                why = f"computes {node.op}, which {self.engine.compiler} does not know"
+                yield Refusal(why, _UNKNOWN_HELP, node.name)
+
+    @abstractmethod
+    def knows(self, program: ExportedProgram) -> bool:
+        """Return whether a program of one operator in float can be compiled and loaded."""
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with biases rounded to int32, as the engine does."""

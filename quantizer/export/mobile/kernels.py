@@ -23,6 +23,21 @@ PRESET = "mobile_int8"
 """The preset whose plans these kernels hold."""
 _FUSED = ("relu", "relu6", "hardtanh")
 """The activation functions that kernels compute with the layer before them."""
+DOUBTFUL = (
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "argsort",
+    "diagonal_scatter",
+    "histc",
+    "median",
+    "searchsorted",
+    "sort",
+    "std_mean",
+    "topk",
+    "var_mean",
+)
+"""Operators of the table that an engine may lack."""
 _MOST_AXES = 2
 """Of a convolution's kernel."""
 _Reason = tuple[str, str]

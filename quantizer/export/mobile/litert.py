@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
@@ -39,6 +40,7 @@ from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
 from quantizer.export.torch_export.coded import ProgramForm
 from quantizer.graph.ir import Graph
+from quantizer.graph.trace import quiet
 from quantizer.plan.model import Key
 
 _PAD = torch.ops.aten.constant_pad_nd.default
@@ -59,7 +61,29 @@ class LitertExporter(MobileExporter):
         has_least_code=False,
         float_axes=(0, 1, 2),
     )
-    form = ProgramForm("int8", is_shared=False, weight_codes=(-127, 127), requantizes=True)
+    form = ProgramForm(
+        "int8",
+        is_shared=False,
+        weight_codes=(-127, 127),
+        requantizes=True,
+        has_stable_sort=False,
+    )
+
+    def knows(self, program: ExportedProgram) -> bool:
+        """Return whether LiteRT loads a converted program, or litert-torch is missing."""
+        try:
+            import litert_torch
+        except ImportError:
+            return True
+        args, _ = program.example_inputs
+        try:
+            with quiet(), contextlib.redirect_stdout(io.StringIO()):
+                model = litert_torch.convert(program.module(), args)
+                _signature(model.model_content())
+        # Each stage has its own errors for an operator that it does not know
+        except Exception:  # noqa: BLE001
+            return False
+        return True
 
     def refusals(
         self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int

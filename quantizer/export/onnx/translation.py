@@ -16,7 +16,7 @@ from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
 from quantizer.export.onnx.written_out import decompositions_for
 from quantizer.export.torch_export.program import export_program
 from quantizer.graph.trace import quiet, without_stack_traces
-from quantizer.nn.function import Function
+from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network
 
 
@@ -53,9 +53,7 @@ class _MarkedNetwork(nn.Module):
         super().__init__()
         self.network = network
         self.leaves, self.spec = pytree.tree_flatten(deployment.blank)
-        for function in network.layers.values():
-            if isinstance(function, Function):
-                function.leave_ties_open()
+        leave_ties_open(network.layers.values())
         self.weights: dict[str, _Mark] = {}
         for index, ((layer, role), _) in enumerate(quantizations):
             mark = _Mark(index)

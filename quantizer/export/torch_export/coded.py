@@ -25,6 +25,7 @@ from quantizer.export.torch_export.qdq import (
     is_channelwise,
 )
 from quantizer.graph.ir import Graph, Node
+from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
@@ -48,6 +49,7 @@ class ProgramForm:
         has_transposed: whether kernels multiply by the codes of transposed convolutions.
         has_ranges: whether kernels that give floats find the range of their inputs.
         widened: the layers with such kernels.
+        has_stable_sort: whether there is an operator that keeps the order of equal values.
         most_samples: the largest batch; None if there is no limit.
     """
 
@@ -60,6 +62,7 @@ class ProgramForm:
     has_transposed: bool = False
     has_ranges: bool = False
     widened: frozenset[str] = frozenset()
+    has_stable_sort: bool = True
     most_samples: int | None = None
 
 
@@ -76,7 +79,10 @@ def coded_program(
     """
     graph = deployment.graph.replaced(rebuild=None)
     stated = dataclasses.replace(deployment, graph=graph, solution=solution)
-    coded = _CodedNetwork(stated.network(), stated.encoded, form)
+    network = stated.network()
+    if not form.has_stable_sort:
+        leave_ties_open(network.layers.values())
+    coded = _CodedNetwork(network, stated.encoded, form)
     program = export_program(
         coded,
         graph,
