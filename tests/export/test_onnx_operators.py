@@ -98,6 +98,18 @@ class Number(nn.Module):
         return y + y.mean().kthvalue(1).values
 
 
+class Median(nn.Module):
+    """Shifts by the median of all values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y - y.median()
+
+
 @pytest.mark.parametrize(
     ("model", "shape"),
     [(Ranks(), (2, 5, 8)), (Regions(), (2, 1, 7, 7, 7)), (Places(), (2, 1, 8, 8))],
@@ -115,7 +127,8 @@ def test_operators_without_a_form_are_written_by_others(
 
 
 @pytest.mark.parametrize(
-    ("model", "operator"), [(Inverse(), "linalg_inv"), (Number(), "kthvalue")]
+    ("model", "operator"),
+    [(Inverse(), "linalg_inv"), (Number(), "kthvalue"), (Median(), "median")],
 )
 def test_an_operator_without_a_form_is_refused_before_calibration(
     model: nn.Module, operator: str, tmp_path: Path
