@@ -163,14 +163,6 @@ def test_a_refused_destination_is_not_in_the_way_of_another(
     assert run_command(["run", model, "-q", "--to", "pt2"]) == 0
 
 
-def test_a_file_in_the_place_of_the_folder_is_one_sentence(
-    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("quantize_result").write_text("")
-    assert run_command(["run", write(MODEL), "-q", "--to", "w8"]) == 5
-    assert "quantize_result is not a folder" in capsys.readouterr().err
-
-
 def test_data_that_asks_for_another_preset_is_not_ignored(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
