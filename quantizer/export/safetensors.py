@@ -31,6 +31,8 @@ _REMEDY = "run --deploy safetensors again"
 _CORRECTION = ".bias_correction"
 # safetensors writes several keys in any order, so there is only one.
 _METADATA_KEY = "quantizer"
+_DAMAGE_ERRORS = (LookupError, TypeError, ValueError, AttributeError)
+"""What a description raises that this exporter has not written."""
 
 
 class SafetensorsExporter(Exporter[Path]):
@@ -109,11 +111,27 @@ def load(path: Path) -> dict[str, Tensor]:
 
 
 def _decoded(path: Path) -> dict[str, DeferredTensor]:
-    """Return the parameters of a file, each decoded when it is needed."""
+    """Return the parameters of a file, each decoded when it is needed.
+
+    Raises:
+        ResultError: see `load`.
+    """
     tensors = deferred_tensors(path)
     metadata = read_metadata(path)
     text = metadata.get(_METADATA_KEY, "{}")
-    description = json.loads(text)
+    try:
+        return _described(path, tensors, json.loads(text))
+    except _DAMAGE_ERRORS as error:
+        why = f"{path} has a damaged description: {type(error).__name__}: {error}"
+        raise ResultError(why, help=_REMEDY) from error
+
+
+def _described(
+    path: Path,
+    tensors: Mapping[str, DeferredTensor],
+    description: Any,
+) -> dict[str, DeferredTensor]:
+    """Return the parameters that a description finds in a file's tensors."""
     if description.get("format") != _FORMAT:
         raise ResultError(
             f"{path} is not a deployed network of this version",

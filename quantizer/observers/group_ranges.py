@@ -26,8 +26,8 @@ from quantizer.observers.observed_batch import (
     ObservedBatch,
 )
 
-# Sixteenths of an octave to cut off from the range of a group; negative ones widen it. More
-# of them gain less than 0.02 dB at 4 and 5 bits
+# Sixteenths of an octave to cut off from the range of a group; negative ones widen it. All from
+# -4 to 16 gain less than 0.1 dB at 4 and 5 bits, in groups of 32 or 128 normal values
 _GROUP_STEPS = (0, 2, 4, 8, -1, -2)
 _GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
 # How often the best range is fitted to its codes again; more gain less than 0.01 dB

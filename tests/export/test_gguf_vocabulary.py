@@ -164,6 +164,8 @@ UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
     "whole words": lambda: of_bytes(split(r"\p{N}"), ignore_merges=True),
     "small letters": lowered,
     "small letters in pieces": lambda: of_pieces(normalizers.Lowercase()),
+    "other quotes in pieces": lambda: of_pieces(normalizers.Replace("'", "`")),
+    "another prefix of pieces": lambda: of_pieces(normalizers.Prepend("_")),
     "no merges": lambda: Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [])),
 }
 

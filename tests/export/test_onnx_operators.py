@@ -26,6 +26,7 @@ class Ranks(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("bounds", torch.tensor([-0.5, 0.0, 0.5]))
+        self.register_buffer("unsorted", torch.tensor([0.5, -0.5, 0.0]))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.linear(x)
@@ -36,6 +37,8 @@ class Ranks(nn.Module):
             y.kthvalue(3, 1, keepdim=True).values,
             y.median(-1).values,
             torch.searchsorted(self.bounds, y, right=True),
+            torch.searchsorted(self.unsorted, y, sorter=self.unsorted.argsort()),
+            torch.searchsorted(self.bounds, y.mean()),
             torch.searchsorted(y[:, :, :3].sort().values, y[:, :, 3:]),
             torch.isin(y.round(), self.bounds),
         )
@@ -59,6 +62,19 @@ class Regions(nn.Module):
         )
 
 
+class Places(nn.Module):
+    """Pools maps to a size that divides theirs, with the places, and to another, without them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        image = self.image(x)
+        values, places = F.adaptive_max_pool2d(image, 2, return_indices=True)
+        return F.adaptive_max_pool2d(image, 3), values, places
+
+
 class Inverse(nn.Module):
     """Multiplies by the inverse of a matrix."""
 
@@ -70,10 +86,34 @@ class Inverse(nn.Module):
         return torch.linalg.inv(self.linear(x))
 
 
+class Number(nn.Module):
+    """Ranks a single number, which has no axis to sort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y + y.mean().kthvalue(1).values
+
+
+class Median(nn.Module):
+    """Shifts by the median of all values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y - y.median()
+
+
 @pytest.mark.parametrize(
     ("model", "shape"),
-    [(Ranks(), (2, 5, 8)), (Regions(), (2, 1, 7, 7, 7))],
-    ids=["ranks", "regions"],
+    [(Ranks(), (2, 5, 8)), (Regions(), (2, 1, 7, 7, 7)), (Places(), (2, 1, 8, 8))],
+    ids=["ranks", "regions", "places"],
 )
 def test_operators_without_a_form_are_written_by_others(
     model: nn.Module, shape: tuple[int, ...], tmp_path: Path
@@ -86,10 +126,16 @@ def test_operators_without_a_form_are_written_by_others(
     assert result.verification.sqnr_db > 100
 
 
-def test_an_operator_without_a_form_is_refused_before_calibration(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "operator"),
+    [(Inverse(), "linalg_inv"), (Number(), "kthvalue"), (Median(), "median")],
+)
+def test_an_operator_without_a_form_is_refused_before_calibration(
+    model: nn.Module, operator: str, tmp_path: Path
+) -> None:
     def batches() -> Iterator[Tensor]:
         yield torch.randn(4, 8, 8)
         raise AssertionError("a second batch was read")
 
-    with pytest.raises(UsageError, match=r"Inverse/linalg_inv computes linalg_inv, for which"):
-        quantizer.quantize(Inverse(), batches, to="onnx", folder=tmp_path)
+    with pytest.raises(UsageError, match=rf"/{operator} computes {operator}, for which"):
+        quantizer.quantize(model, batches, to="onnx", folder=tmp_path)

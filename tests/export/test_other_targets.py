@@ -143,6 +143,23 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    "description",
+    [
+        "{",
+        "[]",
+        '{"format": 3}',
+        '{"format": 3, "specs": {"a": {"no": 1}}}',
+        '{"format": 3, "specs": {}, "shapes": {"a": [2]}, "dtypes": {"a": "no"}}',
+    ],
+)
+def test_a_damaged_description_is_refused(description: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    write_tensors(path, {"a": torch.ones(2)}, {"quantizer": description})
+    with pytest.raises(ResultError, match="has a damaged description"):
+        load(path)
+
+
 def test_a_verification_counts_what_differs() -> None:
     nan = float("nan")
     found = verify(

@@ -218,4 +218,4 @@ FAMILIES = {
         },
     ),
 }
-"""By `model_type`, in the order of tables."""
+"""The families by `model_type`."""

@@ -27,19 +27,19 @@ _WIDENING = 4
 _OTHER_FIELDS = (
     *_WIDTH_FIELDS,
     "num_key_value_heads",
-    "num_kv_heads",
     "max_position_embeddings",
-    "original_max_position_embeddings",
     "head_dim",
     "rope_parameters",
     "sliding_window",
     "use_sliding_window",
-    "max_window_layers",
     "layer_types",
     "query_pre_attn_scalar",
 )
 """What is read here."""
 _INERT_FIELDS = (
+    "max_window_layers",
+    "num_kv_heads",
+    "original_max_position_embeddings",
     "tie_word_embeddings",
     "use_qkv_bias",
     "initializer_range",
@@ -56,7 +56,7 @@ _INERT_FIELDS = (
     "id2label",
     "label2id",
 )
-"""What the tensors show, and what does not change the outputs of a trained model."""
+"""Fields that change no output of a trained model, or repeat tensors or other fields."""
 _DROPOUT_ENDINGS = ("_dropout", "_pdrop")
 FULL_ATTENTION = "full_attention"
 _WINDOWED = "sliding_attention"

@@ -142,10 +142,10 @@ def _piece_values(content: Mapping[str, Any], size: int) -> dict[str, Any] | Non
     """
     has_prefix = False
     for step in _steps(content, "normalizer"):
-        kind = step["type"]
-        if kind not in ("Prepend", "Replace"):
+        if step == {"type": "Prepend", "prepend": _SPACE}:
+            has_prefix = True
+        elif step != {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}:
             return None
-        has_prefix |= kind == "Prepend"
     for step in _steps(content, "pre_tokenizer"):
         if step["type"] == "Metaspace":
             scheme = step.get("prepend_scheme", "always")
@@ -175,7 +175,7 @@ def _piece_values(content: Mapping[str, Any], size: int) -> dict[str, Any] | Non
 def _byte_values(content: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return how a text is split into words, as keys; None if llama.cpp has no name for it."""
     for step in _steps(content, "normalizer"):
-        # llama.cpp leaves letters and accents as they are
+        # llama.cpp normalizes nothing. Few texts are not in this form already
         if step["type"] != "NFC":
             return None
     steps: list[str] = []

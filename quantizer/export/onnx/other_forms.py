@@ -1,6 +1,8 @@
-"""Writes operators that torch.onnx has no form for by others, with the same values."""
+"""Writes operators that torch.onnx has no form for by others, with the same values if none of
+the inputs is NaN.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +12,20 @@ _ATEN = torch.ops.aten
 _Form = Callable[..., Any]
 
 
-def form_of(node: fx.Node) -> Mapping[Any, _Form]:
-    """Return a decomposition of the operator of a program's node, none if it needs none."""
-    operator: Any = node.target
-    if operator in _FORMS:
-        form = _FORMS[operator]
-        return {operator: form}
-    if operator in _LARGEST and not _reads_places(node):
-        return {operator: _largest_of_regions}
-    return {}
+def other_forms(nodes: Iterable[fx.Node]) -> dict[Any, _Form]:
+    """Return decompositions of a program's operators, by operator; none if it needs none."""
+    forms: dict[Any, _Form] = {}
+    have_places: set[Any] = set()
+    for node in nodes:
+        operator: Any = node.target
+        if operator in _FORMS:
+            forms[operator] = _FORMS[operator]
+        if operator in _LARGEST and _reads_places(node):
+            have_places.add(operator)
+    # A decomposition is for all nodes of an operator
+    for operator in have_places:
+        del forms[operator]
+    return forms
 
 
 def _reads_places(node: fx.Node) -> bool:
@@ -39,8 +46,12 @@ def _average_of_regions(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return _reduced_regions(x, sizes, torch.mean)
 
 
-def _largest_of_regions(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Take the largest value of each region, also if regions differ in size."""
+def _largest_of_regions(x: Tensor, sizes: Sequence[int]) -> Any:
+    """Take the largest value of each region if regions differ in size."""
+    lengths = x.shape[-len(sizes) :]
+    if not any(length % count for length, count in zip(lengths, sizes, strict=True)):
+        # torch.onnx knows this pooling
+        return NotImplemented
     values = _reduced_regions(x, sizes, torch.amax)
     # Nothing reads the places
     return values, values
@@ -71,24 +82,27 @@ def _kth_value(
     k: int,
     dim: int = -1,
     keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     """Sort the values, and take the one of rank `k` with its place."""
+    if not x.dim():
+        return NotImplemented
     results: list[Tensor] = []
     for ranked in x.sort(dim):
         result = ranked.narrow(dim, k - 1, 1)
         if not keepdim:
             result = result.squeeze(dim)
         results.append(result)
-    value, place = results
-    return value, place
+    return tuple(results)
 
 
 def _median(
     x: Tensor,
     dim: int,
     keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     """Take the lower one of two values in the middle, as torch does."""
+    if not x.dim():
+        return NotImplemented
     middle = (x.shape[dim] + 1) // 2
     return _kth_value(x, middle, dim, keepdim)
 
@@ -101,11 +115,12 @@ def _search(
     right: bool = False,
     side: str | None = None,
     sorter: Tensor | None = None,
-) -> Any:
+) -> Tensor:
     """Count the bounds below each value, on the right side also those that equal it."""
-    if sorter is not None or not x.dim():
-        return NotImplemented
-    bounds = bounds.unsqueeze(-2)
+    if sorter is not None:
+        bounds = bounds.gather(-1, sorter)
+    if bounds.dim() > 1:
+        bounds = bounds.unsqueeze(-2)
     values = x.unsqueeze(-1)
     is_below = bounds < values
     if right or side == "right":
@@ -146,6 +161,11 @@ def _is_member(
     return is_member
 
 
+_LARGEST = (
+    _ATEN.adaptive_max_pool1d.default,
+    _ATEN.adaptive_max_pool2d.default,
+    _ATEN.adaptive_max_pool3d.default,
+)
 _FORMS: Mapping[Any, _Form] = {
     _ATEN.adaptive_avg_pool3d.default: _average_of_regions,
     _ATEN.cdist.default: _distances,
@@ -154,10 +174,4 @@ _FORMS: Mapping[Any, _Form] = {
     _ATEN.kthvalue.default: _kth_value,
     _ATEN.median.dim: _median,
     _ATEN.searchsorted.Tensor: _search,
-}
-_LARGEST = (
-    _ATEN.adaptive_max_pool1d.default,
-    _ATEN.adaptive_max_pool2d.default,
-    _ATEN.adaptive_max_pool3d.default,
-)
-"""torch.onnx knows these if regions have one size."""
+} | dict.fromkeys(_LARGEST, _largest_of_regions)

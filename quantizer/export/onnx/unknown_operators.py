@@ -10,6 +10,8 @@ from quantizer.export.lone_layers import lone_programs
 from quantizer.export.onnx.translation import reason_of, translatable, translate_program
 from quantizer.graph.ir import Graph
 
+_DOUBTFUL = ("median", "searchsorted", "sort")
+"""Operators in the table of operators of which torch.onnx knows only some calls."""
 _REMEDY = "keep that part outside the quantized model, or use --deploy pt2"
 
 
@@ -18,7 +20,7 @@ def untranslatable_operators(graph: Graph, opset: int) -> Iterator[Refusal]:
 
     Each rare operator is translated alone, which takes a tenth of a second.
     """
-    for node, program in lone_programs(graph):
+    for node, program in lone_programs(graph, _DOUBTFUL):
         if _is_translated(program, opset):
             continue
         why = f"computes {node.op}, for which torch.onnx has no form"

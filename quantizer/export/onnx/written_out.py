@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quantizer.export.onnx.complex_numbers import complex_decompositions
-from quantizer.export.onnx.other_forms import form_of
+from quantizer.export.onnx.other_forms import other_forms
 
 _ATEN = torch.ops.aten
 _BAG_OPTIONS = (
@@ -32,7 +32,7 @@ _AVERAGES = {
 
 def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]:
     """Return decompositions of a program's operators; none if all are read right."""
-    decompositions: dict[Any, Callable[..., Any]] = {}
+    decompositions: dict[Any, Callable[..., Any]] = other_forms(program.graph.nodes)
     bags: list[fx.Node] = []
     for node in program.graph.nodes:
         if node.target is _ATTENTION and node.args[0].meta["val"].dim() != 4:
@@ -45,8 +45,6 @@ def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., A
             decompositions[node.target] = _average_by_divisor(_AVERAGES[node.target])
         elif node.target is _EMBEDDING_BAG:
             bags.append(node)
-        else:
-            decompositions |= form_of(node)
     if bags and all(map(_has_even_bags, bags)):
         decompositions[_EMBEDDING_BAG] = _even_bags
     if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
