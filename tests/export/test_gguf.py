@@ -121,6 +121,9 @@ def test_transformers_computes_what_test_mode_does(name: str, tmp_path: Path) ->
     assert written["blk.0.attn_q.weight"] == kind
     assert written["output_norm.weight"] == "F32"
     assert [path.name for path in tmp_path.iterdir()] == ["net.gguf"]
+    if name == "gguf_q4_k_m":
+        fields = gguf.GGUFReader(tmp_path / "net.gguf").fields
+        assert fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_K_M
     if name in AS_GOOD_AS_GGUF:
         stored, reference = errors_of_up_projection(tmp_path / "net.gguf")
         assert stored <= reference

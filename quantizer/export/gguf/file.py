@@ -16,6 +16,8 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 FILE_TYPE_KEY = "general.file_type"
 _FILE_TYPES = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}
 """The names of files with one type of blocks, where they have another name."""
+_MIXTURES = {"Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+"""The names of files with layers in Q6_K, too."""
 _STACK_RANK = 3
 """The axes of a tensor with a matrix for each expert."""
 _LAYERS = 3
@@ -180,9 +182,11 @@ def write_gguf(
 def _file_type(tensors: Mapping[str, GgufTensor]) -> GgufValue:
     """Return what loaders call the file: the type that most of its matrices have."""
     types = Counter(tensor.type for tensor in tensors.values() if tensor.type != "F32")
+    types_of_layers = {tensor.type for name, tensor in tensors.items() if "blk." in name}
+    names = _MIXTURES if "Q6_K" in types_of_layers else _FILE_TYPES
     name = "ALL_F32"
     if types:
         most_common = types.most_common(1)[0][0]
-        name = f"MOSTLY_{_FILE_TYPES.get(most_common, most_common)}"
+        name = f"MOSTLY_{names.get(most_common, most_common)}"
     number = getattr(gguf.LlamaFileType, name, gguf.LlamaFileType.GUESSED)
     return GgufValue(int(number), gguf.GGUFValueType.UINT32)
