@@ -74,7 +74,7 @@ from quantizer.seeding import seed_everything
 _MODULE_TARGETS = ("safetensors", "compressed-tensors")
 """The targets of `--to` that modules can be written for."""
 _NOTED_TARGETS = ("gguf", "compressed-tensors")
-"""The targets whose remarks are for users of the file."""
+"""The targets whose notes are for users of the file."""
 
 
 @dataclass(frozen=True)
