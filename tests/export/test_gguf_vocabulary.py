@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.llama_cpp import next_probabilities, served
-from support.llamas import llama, saved, tokens
+from support.llamas import llama, saved, text_llama, tokens
 from support.runs import ROOT
 
 import quantizer
+from quantizer.cli.main import run_command
 from quantizer.export import EXPORTERS
 
 for package in (*EXPORTERS["gguf"].needs, "tokenizers"):
@@ -278,3 +279,14 @@ def test_tokenizer_json_says_what_is_added_to_a_text(has_bos: bool, tmp_path: Pa
 def test_a_damaged_file_is_left_out(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     assert vocabulary_keys(tmp_path, 8) is None
+
+
+def test_a_run_says_that_the_file_has_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text_llama(tmp_path)
+    folder, book = tmp_path / "my_llama", tmp_path / "book.txt"
+    (folder / "tokenizer_config.json").write_text("{")
+    words = ["run", str(folder), "--to", "gguf", "--data", str(book)]
+    assert run_command([*words, "-o", str(tmp_path / "q8")]) == 0
+    assert "Note: it has no tokenizer" in capsys.readouterr().out
