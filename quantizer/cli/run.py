@@ -73,6 +73,8 @@ from quantizer.seeding import seed_everything
 
 _MODULE_TARGETS = ("safetensors", "compressed-tensors")
 """The targets of `--to` that modules can be written for."""
+_NOTED_TARGETS = ("gguf", "compressed-tensors")
+"""The targets whose notes are for users of the file."""
 
 
 @dataclass(frozen=True)
@@ -378,11 +380,14 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     runtime = ""
     floating: Mapping[str, str] | None = None
     float_activations: tuple[Key, ...] = ()
+    notes: tuple[str, ...] = ()
     for written, verified in tested.deployed.items():
         path = str(written)
         size = tested.exports[-1]["bytes"]
         runtime, floating = verified.in_runtime
         float_activations = verified.float_activations
+        if tested.exports[-1]["target"] in _NOTED_TARGETS:
+            notes = verified.remarks
     facts = VerdictFacts.of(
         finished.plan,
         floating=floating,
@@ -397,6 +402,7 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         gates=gate_lines(gates, tested.metrics),
         not_met=failed_gates(gates, tested.metrics),
         improvement=finished.opened.improvement,
+        notes=notes,
     )
     if finished.float_bytes is not None:
         left_float = {**facts.left_float, **finished.left_float}

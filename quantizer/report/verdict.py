@@ -54,6 +54,7 @@ class VerdictFacts:
         config: the path of the config.
         model_option: the value of `--model`; empty in Python.
         improvement: what would lose less, if the run knows it; empty otherwise.
+        notes: what users of the file have to know.
     """
 
     model: str
@@ -71,6 +72,7 @@ class VerdictFacts:
     not_met: Sequence[str] = ()
     weight_bits: int | None = None
     improvement: str = ""
+    notes: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -161,8 +163,10 @@ def _weight_bits(plan: Plan) -> int | None:
 
 
 def verdict(facts: VerdictFacts) -> list[str]:
-    """Return at most eight lines of plain words about a run."""
+    """Return at most nine lines of plain words about a run."""
     lines = [_written(facts)]
+    if facts.notes:
+        lines.append(f"Note: {'; '.join(facts.notes)}.")
     if facts.gates:
         lines.append("; ".join(facts.gates))
     lines += [*measured_lines(facts.tested), *_warnings(facts.tested)]

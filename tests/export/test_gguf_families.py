@@ -177,6 +177,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo2", TIED, "has tie_word_embeddings True, and llama.cpp assumes False"),
     ("starcoder2", {"head_dim": 16}, "has heads of 16 values, and llama.cpp assumes 32"),
     ("falcon", {"alibi": True}, "has alibi True"),
+    ("qwen2_moe", TIED, "has tie_word_embeddings True, and llama.cpp assumes False"),
+    (
+        "qwen2_moe",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "has layers of sliding_attention with sliding_window 0",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": {"full_attention": {**THETA}, "sliding_attention": LOCAL}},
+        "has another rope_theta in layers of sliding_attention",
+    ),
+    ("olmo3", {"rope_parameters": dict(THETA)}, "both for all layers and by type of layer"),
     ("qwen3_moe", {"norm_topk_prob": False}, "has norm_topk_prob False"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"has mlp_only_layers \[0\]"),
     ("opt", {}, "this model is opt, which needs a template"),

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.llama_cpp import next_probabilities, served
-from support.llamas import llama, saved, tokens
+from support.llamas import llama, saved, text_llama, tokens
 from support.runs import ROOT
 
 import quantizer
+from quantizer.cli.main import run_command
 from quantizer.export import EXPORTERS
 
 for package in (*EXPORTERS["gguf"].needs, "tokenizers"):
@@ -23,6 +24,7 @@ for package in (*EXPORTERS["gguf"].needs, "tokenizers"):
 import gguf
 import transformers
 from tokenizers import (
+    AddedToken,
     Regex,
     Tokenizer,
     models,
@@ -32,6 +34,7 @@ from tokenizers import (
     trainers,
 )
 
+from quantizer.export.gguf.architectures import NO_TOKENIZER
 from quantizer.export.gguf.vocabulary import vocabulary_keys
 
 CORPUS = [
@@ -133,7 +136,7 @@ def test_llama_cpp_finds_the_same_tokens(name: str, tmp_path: Path) -> None:
     model.config.use_cache = False
     result = quantizer.calibrate(model, ROOT / "configs" / "gguf_q8_0.json", tokens())
     verification = result.export("gguf", tmp_path / "net.gguf")
-    assert not any("tokenizer" in remark for remark in verification.remarks)
+    assert NO_TOKENIZER not in verification.remarks
     fields = gguf.GGUFReader(tmp_path / "net.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == splitter
     assert fields["tokenizer.chat_template"].contents() == "{{ messages[0]['content'] }}"
@@ -157,6 +160,37 @@ def lowered() -> Tokenizer:
     return tokenizer
 
 
+def after(special: str) -> Tokenizer:
+    """With these tokens before each text."""
+    tokenizer = of_bytes(by_words=True)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{special} $A",
+        pair=f"{special} $A $B",
+        special_tokens=[("<s>", 1), ("<unk>", 0)],
+    )
+    return tokenizer
+
+
+def of_separate_words(**settings: Any) -> Tokenizer:
+    """Like those of Mistral, with other settings of what replaces spaces."""
+    tokenizer = of_joined_words()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(**settings)
+    return tokenizer
+
+
+def without_spaces() -> Tokenizer:
+    tokenizer = of_pieces()
+    tokenizer.normalizer = None
+    return tokenizer
+
+
+def without_bytes() -> Tokenizer:
+    vocabulary = {"<unk>": 0, "a": 1, "▁": 2, "▁a": 3}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    return tokenizer
+
+
 UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
     "words": lambda: Tokenizer(models.WordPiece({"<unk>": 0, "a": 1}, unk_token="<unk>")),
     "unigrams": lambda: Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0, False)),
@@ -166,6 +200,16 @@ UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
     "small letters in pieces": lambda: of_pieces(normalizers.Lowercase()),
     "other quotes in pieces": lambda: of_pieces(normalizers.Replace("'", "`")),
     "another prefix of pieces": lambda: of_pieces(normalizers.Prepend("_")),
+    "one more special token": lambda: after("<unk> <s>"),
+    "another special token": lambda: after("<unk>"),
+    "a special token twice": lambda: after("<s> <s>"),
+    "replaced letters": lambda: of_pieces(normalizers.Replace("a", "b")),
+    "joined spaces": lambda: of_pieces(normalizers.Replace(Regex(" +"), " ")),
+    "another prefix": lambda: of_pieces(normalizers.Prepend("a")),
+    "spaces as they are": without_spaces,
+    "another letter for spaces": lambda: of_separate_words(replacement="_", split=False),
+    "pieces within words": lambda: of_separate_words(split=True),
+    "no bytes": without_bytes,
     "no merges": lambda: Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [])),
 }
 
@@ -173,7 +217,62 @@ UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_another_kind_is_left_out(name: str, tmp_path: Path) -> None:
     UNKNOWN[name]().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     assert vocabulary_keys(tmp_path, 8) is None
+
+
+def of_pieces_with(word: str, **settings: Any) -> Callable[[], Tokenizer]:
+    def make() -> Tokenizer:
+        tokenizer = of_pieces()
+        tokenizer.add_special_tokens([AddedToken(word, **settings)])
+        return tokenizer
+
+    return make
+
+
+def of_pieces_like_phi_3() -> Tokenizer:
+    tokenizer = of_pieces_with("<a>", rstrip=True)()
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"][2]["rstrip"] = True
+    return Tokenizer.from_str(json.dumps(content))
+
+
+SPACES: dict[str, tuple[Callable[[], Tokenizer], str, str]] = {
+    "before": (of_pieces_with("<a>", lstrip=True), "Llama", "spaces next to these tokens: <a>"),
+    "behind": (of_pieces_with("<a>", rstrip=True), "Llama", "spaces next to these tokens: <a>"),
+    "behind, known by name": (of_pieces_like_phi_3, "Phi3", ""),
+    "kept, lost by name": (of_pieces_with("<a>"), "Phi3", "tokens: </s>, <a>"),
+    "kept": (of_pieces_with("<a>"), "Llama", ""),
+    "only first": (of_joined_words, "Llama", "behind special tokens"),
+}
+"""A tokenizer, the name of the model in the file, and what a remark says."""
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_spaces_that_llama_cpp_treats_otherwise_are_said(name: str, tmp_path: Path) -> None:
+    make, model, expected = SPACES[name]
+    make().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    found = vocabulary_keys(tmp_path, 600, model)
+    assert found is not None
+    remarks = " ".join(found[1])
+    assert expected in remarks
+    assert bool(remarks) == bool(expected)
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_tokenizer_json_says_what_is_added_to_a_text(has_bos: bool, tmp_path: Path) -> None:
+    """As transformers does, whatever `add_bos_token` of the folder says."""
+    tokenizer = of_pieces()
+    if not has_bos:
+        tokenizer.post_processor = None
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "add_bos_token": not has_bos, "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = vocabulary_keys(tmp_path, 600)
+    assert found is not None
+    assert found[0]["tokenizer.ggml.add_bos_token"].value == has_bos
+    assert found[0]["tokenizer.ggml.add_eos_token"].value is False
 
 
 @pytest.mark.parametrize(
@@ -182,3 +281,14 @@ def test_another_kind_is_left_out(name: str, tmp_path: Path) -> None:
 def test_a_damaged_file_is_left_out(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     assert vocabulary_keys(tmp_path, 8) is None
+
+
+def test_a_run_says_that_the_file_has_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text_llama(tmp_path)
+    folder, book = tmp_path / "my_llama", tmp_path / "book.txt"
+    (folder / "tokenizer_config.json").write_text("{")
+    words = ["run", str(folder), "--to", "gguf", "--data", str(book)]
+    assert run_command([*words, "-o", str(tmp_path / "q8")]) == 0
+    assert "Note: it has no tokenizer" in capsys.readouterr().out

@@ -74,10 +74,12 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     folder = source_folder(model)
     vocabulary = None
     if folder is not None:
-        vocabulary = vocabulary_keys(folder, config.vocab_size)
+        name = type(model).__name__
+        vocabulary = vocabulary_keys(folder, config.vocab_size, name)
     if vocabulary is None:
-        vocabulary = {"tokenizer.ggml.model": typed("no_vocab")}
-        remarks.append(NO_TOKENIZER)
+        no_words = {"tokenizer.ggml.model": typed("no_vocab")}
+        vocabulary = no_words, (NO_TOKENIZER,)
+    remarks += vocabulary[1]
     if family.left_out:
         remarks.append(_LANGUAGE_ALONE)
     window = sliding_window(config)
@@ -91,7 +93,7 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
         read_config = None
     return Outline(
         family.architecture,
-        keys | vocabulary,
+        keys | vocabulary[0],
         _tensors(family, config, state),
         constant=_frequencies(model, config),
         remarks=tuple(remarks),

@@ -70,6 +70,7 @@ class Family:
         rotates_part: whether a head may be rotated in part.
         window_period: every so many layers one has no sliding window; 0 if llama.cpp has none.
         scaled_rotations: the types of scaled rotations that llama.cpp reads.
+        rotates_windows: whether layers with a window have a rotation of their own.
         wide_layers: with so many layers, llama.cpp scales attention by the model's width for
             each head, and not by the size of a head.
         is_read: whether transformers takes all settings from the file. If not, it gets them
@@ -90,6 +91,7 @@ class Family:
     rotates_part: bool = False
     window_period: int = 0
     scaled_rotations: tuple[str, ...] = ()
+    rotates_windows: bool = False
     wide_layers: int = 0
     is_read: bool = False
 
@@ -101,6 +103,7 @@ _GEMMA3 = Family(
     has_head_size=True,
     window_period=6,
     scaled_rotations=(LINEAR,),
+    rotates_windows=True,
     wide_layers=62,
 )
 FAMILIES = {
@@ -128,6 +131,7 @@ FAMILIES = {
         keys=_RMS_NORM
         | _MANY_EXPERTS
         | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        required=_UNTIED,
     ),
     "qwen3_moe": Family(
         "qwen3moe",

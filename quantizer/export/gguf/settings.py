@@ -132,8 +132,6 @@ def sliding_window(config: Any) -> int | None:
     layers = getattr(config, "layer_types", None)
     if layers is not None and _WINDOWED not in layers:
         return None
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
     return getattr(config, "sliding_window", None)
 
 
@@ -194,6 +192,8 @@ def _unsupported_heads(family: Family, config: Any) -> Iterator[str]:
 
 
 def _unsupported_windows(family: Family, config: Any) -> Iterator[str]:
+    if sliding_window(config) == 0:
+        yield "has layers of sliding_attention with sliding_window 0"
     if not family.window_period:
         return
     for index, kind in enumerate(config.layer_types):
@@ -203,7 +203,15 @@ def _unsupported_windows(family: Family, config: Any) -> Iterator[str]:
 
 
 def _unsupported_rotations(family: Family, config: Any) -> Iterator[str]:
-    for kind, parameters in rotations(config).items():
+    by_layer = rotations(config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" in parameters and FULL_ATTENTION in parameters:
+        yield "has rope_parameters both for all layers and by type of layer"
+    windowed = by_layer.get(_WINDOWED, {})
+    base = by_layer.get(FULL_ATTENTION, {}).get("rope_theta")
+    if windowed.get("rope_theta", base) != base and not family.rotates_windows:
+        yield "has another rope_theta in layers of sliding_attention, which llama.cpp ignores"
+    for kind, parameters in by_layer.items():
         scaling = parameters.get("rope_type", "default")
         is_scaled = scaling != "default"
         if is_scaled and (kind != FULL_ATTENTION or scaling not in family.scaled_rotations):

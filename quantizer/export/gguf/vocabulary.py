@@ -9,14 +9,16 @@ Source: the converters of llama.cpp (conversion/base.py), and its src/llama-voca
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 
+from quantizer.errors import DataError
 from quantizer.export.gguf.file import GgufValue
 from quantizer.export.gguf.settings import typed
+from quantizer.sources.tokenizer import load_tokenizer
 
 _FILE = "tokenizer.json"
 _SPACE = "▁"
@@ -40,6 +42,7 @@ _WHOLE_WORDS = {"dbrx": "llama-bpe"}
 """The name where a word of the vocabulary is taken whole, without merges."""
 _TOKEN_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
 _DAMAGE_ERRORS = (
+    DataError,
     OSError,
     LookupError,
     TypeError,
@@ -48,30 +51,45 @@ _DAMAGE_ERRORS = (
     RecursionError,
 )
 """What a missing or damaged file raises."""
+_PREFIX = {"type": "Prepend", "prepend": _SPACE}
+_REPLACED_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_STRIPPING_NAME = "phi3"
+"""llama.cpp removes the spaces behind special tokens of models with this in their name."""
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""The tokens of these models behind which spaces stay."""
 
 
-def vocabulary_keys(folder: Path, size: int) -> dict[str, GgufValue] | None:
-    """Return the keys of a folder's `tokenizer.json`; None if there is none, or none of a kind
-    that is known here.
+def vocabulary_keys(
+    folder: Path, size: int, name: str = ""
+) -> tuple[dict[str, GgufValue], tuple[str, ...]] | None:
+    """Return the keys of a folder's `tokenizer.json`, and notes on what llama.cpp does
+    otherwise; None if there is none, or none of a kind that is known here.
 
     Args:
         folder: of the model.
         size: the number of tokens that the model has.
+        name: of the model in the file.
     """
     try:
-        return _keys(folder, size)
+        text = (folder / _FILE).read_text("utf-8")
+        content = json.loads(text)
+        keys = _keys(folder, content, size)
+        if keys is None:
+            return None
+        return keys, tuple(_differences(content, name))
     except _DAMAGE_ERRORS:
         return None
 
 
-def _keys(folder: Path, size: int) -> dict[str, GgufValue] | None:
-    text = (folder / _FILE).read_text("utf-8")
-    content = json.loads(text)
+def _keys(folder: Path, content: Mapping[str, Any], size: int) -> dict[str, GgufValue] | None:
     model = content["model"]
     # The package gguf writes no empty lists
     if model["type"] != "BPE" or not model["merges"]:
         return None
+    tokenizer = load_tokenizer(folder / _FILE).tokenizer
     has_pieces = bool(model.get("byte_fallback"))
+    if has_pieces and _splits_words(tokenizer):
+        return None
     if has_pieces:
         values = _piece_values(content, size)
     else:
@@ -94,14 +112,59 @@ def _keys(folder: Path, size: int) -> dict[str, GgufValue] | None:
     for token, key in _TOKEN_KEYS.items():
         if token in numbers:
             values[f"{key}_token_id"] = numbers[token]
-    for token in ("bos", "eos"):
-        is_added = special.add_special_token.get(token)
-        values[f"add_{token}_token"] = bool(is_added)
+    added = _added_around(tokenizer, numbers)
+    if added is None:
+        return None
+    values |= added
     keys = {f"tokenizer.ggml.{name}": typed(value) for name, value in values.items()}
     template = special.chat_template
     if isinstance(template, str):
         keys["tokenizer.chat_template"] = typed(template)
     return keys
+
+
+def _splits_words(tokenizer: Any) -> bool:
+    """Return whether no piece has letters of two words, which llama.cpp joins."""
+    words = "a a"
+    if tokenizer.normalizer is not None:
+        words = tokenizer.normalizer.normalize_str(words)
+    splitter = tokenizer.pre_tokenizer
+    return splitter is not None and len(splitter.pre_tokenize_str(words)) > 1
+
+
+def _added_around(tokenizer: Any, numbers: Mapping[str, int]) -> dict[str, bool] | None:
+    """Return which tokens are added to a text, as keys; None if not only BOS and EOS are.
+
+    transformers does as this file says, whatever the folder's other files say.
+    """
+    encoding = tokenizer.encode("a")
+    are_added = encoding.special_tokens_mask
+    has_bos = are_added[0] == 1 and encoding.ids[0] == numbers.get("bos")
+    has_eos = are_added[-1] == 1 and encoding.ids[-1] == numbers.get("eos")
+    if sum(are_added) != has_bos + has_eos:
+        return None
+    return {"add_bos_token": has_bos, "add_eos_token": has_eos}
+
+
+def _differences(content: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield what llama.cpp does otherwise with spaces."""
+    is_stripped = _STRIPPING_NAME in name.lower()
+    words: list[str] = []
+    for token in content.get("added_tokens") or ():
+        word = token["content"]
+        expected = is_stripped and word not in _UNSTRIPPED
+        is_other = token.get("rstrip", False) != expected
+        if is_other or token.get("lstrip") or token.get("single_word"):
+            words.append(word)
+    if words:
+        text = ", ".join(words)
+        yield f"llama.cpp and the tokenizer differ in spaces next to these tokens: {text}"
+    for step in _steps(content, "pre_tokenizer"):
+        if step.get("prepend_scheme") == "first":
+            yield (
+                "llama.cpp puts a space before each text and behind special tokens, which the "
+                "tokenizer does not"
+            )
 
 
 def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
@@ -141,19 +204,25 @@ def _piece_values(content: Mapping[str, Any], size: int) -> dict[str, Any] | Non
     does not know that. Pieces of the highest score are joined first, here the earliest merge.
     """
     has_prefix = False
+    has_spaces = False
     for step in _steps(content, "normalizer"):
-        if step == {"type": "Prepend", "prepend": _SPACE}:
-            has_prefix = True
-        elif step != {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}:
+        if step not in (_PREFIX, _REPLACED_SPACES):
             return None
+        has_prefix |= step == _PREFIX
+        has_spaces |= step == _REPLACED_SPACES
     for step in _steps(content, "pre_tokenizer"):
         if step["type"] == "Metaspace":
             scheme = step.get("prepend_scheme", "always")
             has_prefix |= scheme != "never"
+            has_spaces |= step["replacement"] == _SPACE
         elif step.get("pattern") != {"String": " "}:
             return None
     model = content["model"]
     vocabulary = model["vocab"]
+    # llama.cpp has no other token for characters without a piece
+    has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    if not has_spaces or not has_bytes:
+        return None
     scores = [0.0] * size
     joined: set[int] = set()
     for rank, merge in enumerate(model["merges"]):
@@ -185,7 +254,8 @@ def _byte_values(content: Mapping[str, Any]) -> dict[str, Any] | None:
     model = content["model"]
     if model.get("ignore_merges"):
         name = _WHOLE_WORDS.get(name, "")
-    if not name or model.get("continuing_subword_prefix"):
+    has_marks = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if not name or has_marks:
         return None
     return {"model": "gpt2", "pre": name}
 
