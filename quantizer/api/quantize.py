@@ -28,7 +28,7 @@ from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import preset_text
-from quantizer.config.run_config import MadeFor, removed_if_refused, run_config
+from quantizer.config.run_config import MadeFor, restored_if_refused, run_config
 from quantizer.config.wording import closest_word
 from quantizer.errors import ModelError, UsageError
 from quantizer.evaluation.analyze import WatchedData
@@ -159,7 +159,7 @@ def quantize(
     batches = _batches(model, data, settings)
     require_real(batches, evaluate, evaluation_data)
     graph = _trace(model, batches, target, choices, dynamic=dynamic)
-    with removed_if_refused(run_folder):
+    with restored_if_refused(run_folder):
         if config is None:
             made_for = MadeFor(name, type(model).__name__, preset, max_mb)
             sized = _sized_run(model, graph, batches, events)

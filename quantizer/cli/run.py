@@ -51,7 +51,7 @@ from quantizer.cli.untraceable import with_remedy
 from quantizer.config.document.document import Text
 from quantizer.config.load import load_text
 from quantizer.config.resources import preset_text, presets
-from quantizer.config.run_config import MadeFor, removed_if_refused
+from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.export import require_extras, require_model
@@ -258,7 +258,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
         opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
-        with removed_if_refused(Path(options.output_dir)):
+        with restored_if_refused(Path(options.output_dir)):
             if options.config_file is None:
                 preset = options.preset or preset_for(name, has_data=has_data)
                 made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
@@ -347,7 +347,7 @@ def _on_modules(
     for option_name in ("fast_finetune", "dynamic", "max_mb"):
         if getattr(options, option_name):
             raise with_remedy(error, f"--{option_name} works on a trace") from error
-    with removed_if_refused(Path(options.output_dir)):
+    with restored_if_refused(Path(options.output_dir)):
         if options.config_file is None:
             config = load_text(Text(preset, preset_text(preset))).require()
             require_weights_only(model, config, error)

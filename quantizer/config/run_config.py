@@ -90,21 +90,27 @@ def run_config(
 
 
 @contextmanager
-def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove a config that the code inside has written if it fails.
+def restored_if_refused(folder: Path) -> Iterator[None]:
+    """Undo what the code inside has written as the config of a folder, if it fails.
 
-    Another destination would be refused because of it. A config that the error is about stays.
+    A new config would stop a run for another destination. A config that the error is about
+    stays.
     """
     path = folder / RUN_CONFIG
-    was_there = path.exists()
+    before: bytes | None = None
+    if path.is_file():
+        before = path.read_bytes()
     try:
         yield
     except ConfigError:
         raise
     except QuantizerError as error:
         is_about_config = str(path) in str(error)
-        if path.is_file() and not was_there and not is_about_config:
-            path.unlink()
+        if path.is_file() and not is_about_config:
+            if before is None:
+                path.unlink()
+            elif path.read_bytes() != before:
+                replace_file(path, before)
         raise
 
 

@@ -159,8 +159,12 @@ def test_a_refused_destination_is_not_in_the_way_of_another(
     error = capsys.readouterr().err
     assert "error: --to onnx: " in error
     assert "or use --to pt2" in error
-    assert not Path("quantize_result/quantize_config.json").exists()
+    config = Path("quantize_result/quantize_config.json")
+    assert not config.exists()
     assert run_command(["run", model, "-q", "--to", "pt2"]) == 0
+    written = config.read_bytes()
+    assert run_command(["run", model, "-q", "--to", "onnx", "--overwrite"]) == 2
+    assert config.read_bytes() == written
 
 
 def test_data_that_asks_for_another_preset_is_not_ignored(
