@@ -24,9 +24,10 @@ _EXAMPLE_BATCH = 2
 def lone_programs(
     graph: Graph, doubtful: Collection[str] = ()
 ) -> Iterator[tuple[Node, ExportedProgram]]:
-    """Yield the first layer of each rare operator, and a program that has this layer alone.
+    """Yield a layer of each rare operator, and a program that has this layer alone.
 
-    Operators with a row in the table of operators are known to compilers. The others are rare.
+    It is the first layer that can be exported alone. Operators with a row in the table of
+    operators are known to compilers. The others are rare.
 
     Args:
         graph: of the network in float.
@@ -37,9 +38,9 @@ def lone_programs(
         is_known = node.op in OPS and node.op not in doubtful
         if is_known or node.target in tried:
             continue
-        tried.add(node.target)
         program = _lone_program(graph, node)
         if program is not None:
+            tried.add(node.target)
             yield node, program
 
 

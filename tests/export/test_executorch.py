@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.ranked import require_sort_is_refused
 from support.runs import ROOT
 from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import UsageError, VerificationError
+from quantizer.errors import VerificationError
 
 pytest.importorskip(
     "executorch.exir", reason="--deploy executorch needs it (extra: executorch)"
@@ -192,20 +193,5 @@ def test_one_command_writes_it(
     assert [check["engine"] for check in file["checks"]] == ["ExecuTorch"]
 
 
-class Ranked(nn.Module):
-    """Sorts the values of a linear layer, and takes the largest ones of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).topk(3).values.sort().values
-
-
 def test_an_operator_that_the_engine_lacks_is_refused_by_its_layer(tmp_path: Path) -> None:
-    data = [torch.randn(4, 8) for _ in range(2)]
-    with pytest.raises(
-        UsageError, match="Ranked/sort computes sort, which ExecuTorch does not"
-    ):
-        quantizer.quantize(Ranked(), data, to="executorch", folder=tmp_path)
+    require_sort_is_refused("executorch", "ExecuTorch", tmp_path)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.ranked import require_sort_is_refused
 from support.runs import ROOT
 from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import UsageError
 
 for _package in ("litert_torch", "ai_edge_litert"):
     pytest.importorskip(_package, reason="--deploy litert needs it (extra: litert)")
@@ -336,20 +336,5 @@ def test_one_command_writes_it(
     assert "gate litert_int8_share==1: met" in printed
 
 
-class Ranked(nn.Module):
-    """Sorts the values of a linear layer, and takes the largest ones of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).topk(3).values.sort().values
-
-
 def test_an_operator_that_the_engine_lacks_is_refused_by_its_layer(tmp_path: Path) -> None:
-    data = [torch.randn(4, 8) for _ in range(2)]
-    with pytest.raises(
-        UsageError, match="Ranked/sort computes sort, which litert-torch does not"
-    ):
-        quantizer.quantize(Ranked(), data, to="litert", folder=tmp_path)
+    require_sort_is_refused("litert", "litert-torch", tmp_path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, linear, pad
+from torch.nn.functional import pad
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -22,9 +22,6 @@ QUANTIZE = torch.ops.quantized_decomposed.quantize_per_tensor.default
 DEQUANTIZE = torch.ops.quantized_decomposed.dequantize_per_tensor.default
 QUANTIZE_WEIGHT = torch.ops.quantized_decomposed.quantize_per_channel.default
 DEQUANTIZE_WEIGHT = torch.ops.quantized_decomposed.dequantize_per_channel.default
-_IMAGE_DIMENSIONS = 4
-_EPS = 1e-12
-"""A smaller step than any between codes."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,7 @@ class CodeType:
     low: int
     high: int
 
-    def offset(
-        self,
-        spec: QuantizationSpec,
-    ) -> int:
+    def offset(self, spec: QuantizationSpec) -> int:
         """Return what is added to codes so that this type holds them.
 
         >>> CODE_TYPES["uint8"].offset(QuantizationSpec())
@@ -101,61 +95,6 @@ class Activation(nn.Module):
         codes = QUANTIZE(x, self.scale, self.zero_point, *self.codes)
         y: Tensor = DEQUANTIZE(codes, self.scale, self.zero_point, *self.codes)
         return y if x.dtype == y.dtype else y.to(x.dtype)
-
-
-class WideActivation(Activation):
-    """Quantizes an activation, and adds two channels with the least and the greatest value.
-
-    Kernels that give floats round each row or image with its own range. With these channels,
-    the range is that of the codes, so that rounding changes nothing.
-
-    Args:
-        channels: how many the activation has.
-        axes: how many axes images have; 0 or None for rows.
-    """
-
-    zeros: Tensor
-    ends: Tensor
-
-    def __init__(
-        self,
-        tensor: QuantizedTensor,
-        code_type: CodeType,
-        channels: int,
-        axes: int | None,
-    ) -> None:
-        super().__init__(tensor, code_type)
-        self.is_image = bool(axes)
-        codes = torch.tensor([code_type.low, code_type.high])
-        self.register_buffer("zeros", torch.zeros(2, channels, *[1] * (axes or 0)))
-        self.register_buffer("ends", (codes - self.zero_point) * self.scale)
-
-    def forward(
-        self,
-        x: Tensor,
-    ) -> Tensor:
-        """Return the values of the codes of `x`, and the two channels."""
-        y = super().forward(x)
-        low, high, dtype = self.codes
-        operators = torch.ops.quantized_decomposed
-        values: Tensor
-        # A layer makes them, because XNNPACK takes no slices of batches whose size is open.
-        if self.is_image:
-            wide = torch.cat([y, conv2d(y, self.zeros, self.ends)], 1)
-            scale, zero_point = operators.choose_qparams.tensor(wide, low, high, _EPS, dtype)
-            operands = scale, zero_point, low, high, dtype
-            codes = operators.quantize_per_tensor.tensor(wide, *operands)
-            values = operators.dequantize_per_tensor.tensor(codes, *operands)
-            return values
-        if y.dim() == _IMAGE_DIMENSIONS:
-            # The layout of images would be changed between this quantization and the layer.
-            y = y.unsqueeze(0).squeeze(0)
-        wide = torch.cat([y, linear(y, self.zeros, self.ends)], -1)
-        scale, zero_point = operators.choose_qparams_per_token_asymmetric(wide, dtype)
-        operands = scale, zero_point, low, high, dtype
-        codes = operators.quantize_per_token(wide, *operands)
-        values = operators.dequantize_per_token(codes, *operands, wide.dtype)
-        return values
 
 
 def has_operators(
@@ -237,10 +176,7 @@ class Weight(nn.Module):
         return values
 
 
-def is_channelwise(
-    tensor: QuantizedTensor,
-    axis: int,
-) -> bool:
+def is_channelwise(tensor: QuantizedTensor, axis: int) -> bool:
     """Return whether kernels can multiply a weight as it is.
 
     That is int8 without a zero point, with one scale, or one for each index of the axis.
