@@ -12,6 +12,8 @@ MIN_ROUNDS = 3
 MAX_SPREAD = 1.25
 # The largest speed-up that kernels can give. Beyond it something else has slowed float down.
 MAX_SPEEDUP = 20.0
+# The largest share of the time in which threads may wait for a processor that others use.
+MAX_WAITED = 0.25
 # Below this share of float's speed, the text says how many times slower the file is.
 MUCH_SLOWER = 0.1
 BUSY = "no speed is given: the machine is too busy to measure it"
@@ -25,6 +27,8 @@ class Speed:
         ratio: the median over rounds of float's time divided by the file's.
         low, high: the lower and upper quartile of these ratios.
         rounds: their number.
+        waited: how long threads waited for processors that other programs used, as a share of
+            the time that was measured.
         faster: a setting, and the speed that the file would have with it; None if there is no
             such setting on this processor.
         remedy: the setting that keeps a file from being slower than float; empty if there is
@@ -35,19 +39,23 @@ class Speed:
     low: float
     high: float
     rounds: int
+    waited: float = 0.0
     faster: tuple[str, Speed] | None = None
     remedy: str = ""
 
     @classmethod
-    def of(cls, ours: Sequence[float], floats: Sequence[float]) -> Speed | None:
+    def of(
+        cls, ours: Sequence[float], floats: Sequence[float], *, waited: float = 0.0
+    ) -> Speed | None:
         """Return the speed, or None if there are too few rounds.
 
         Args:
             ours: seconds of the file, one for each round.
             floats: seconds of the float network, in the same rounds.
+            waited: the share of the time in which threads waited for processors.
 
         >>> Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
-        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, faster=None, remedy='')
+        Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, waited=0.0, faster=None, remedy='')
         """
         ratios: list[float] = []
         for our_time, float_time in zip(ours, floats, strict=True):
@@ -56,12 +64,13 @@ class Speed:
         if len(ratios) < MIN_ROUNDS:
             return None
         low, _, high = quantiles(ratios, n=4, method="inclusive")
-        return cls(median(ratios), low, high, len(ratios))
+        return cls(median(ratios), low, high, len(ratios), waited)
 
     @property
     def is_clear(self) -> bool:
-        """Return whether rounds agree well enough to state a speed."""
-        return self.high <= MAX_SPREAD * self.low and self.ratio < MAX_SPEEDUP
+        """Return whether rounds agree, and had the processors, so that a speed is stated."""
+        do_agree = self.high <= MAX_SPREAD * self.low and self.ratio < MAX_SPEEDUP
+        return do_agree and self.waited <= MAX_WAITED
 
     @property
     def text(self) -> str:
@@ -74,7 +83,7 @@ class Speed:
         >>> Speed(1.8, 0.9, 3.1, 7).text
         'no speed is given: the machine is too busy to measure it'
         >>> fastest = Speed(2.5, 2.4, 2.6, 7)
-        >>> Speed(1.2, 1.1, 1.2, 7, ("--onnx_weights int8", fastest)).text
+        >>> Speed(1.2, 1.1, 1.2, 7, faster=("--onnx_weights int8", fastest)).text
         '1.2x the speed of float (1.1 to 1.2 in 7 rounds); 2.5x with --onnx_weights int8'
         >>> Speed(0.6, 0.58, 0.61, 7, remedy="--onnx_profile tuned").text
         '0.60x the speed of float (0.58 to 0.61 in 7 rounds); slower: use --onnx_profile tuned'

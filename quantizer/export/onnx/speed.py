@@ -13,6 +13,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from quantizer.export.onnx.marks import MARK_DOMAIN
+from quantizer.export.processor_waits import waited_seconds
 from quantizer.export.speed import MIN_ROUNDS, Speed
 
 Timer = Callable[[int], float]
@@ -93,6 +94,7 @@ def speeds_in_turns(
     *,
     seconds: float = _ROUND_SECONDS,
     shortest: float = _MIN_SECONDS,
+    waited: Callable[[], float] = waited_seconds,
 ) -> list[Speed | None]:
     """Return how fast the first network is against the second one, the float network, and so
     are the third and later ones; None for each that cannot be measured.
@@ -104,10 +106,13 @@ def speeds_in_turns(
         timers: of the networks.
         seconds: in which rounds begin.
         shortest: the seconds that a measurement takes at least, of at most 100 runs.
+        waited: returns for how many seconds the threads that run the networks have waited for a
+            processor until now.
     """
     runs = [_runs_at_once(timer, shortest) for timer in timers]
     times: list[list[float]] = [[] for _ in timers]
     order = list(range(len(timers)))
+    waited_before = waited()
     start = time.perf_counter()
     for index in range(_ROUNDS):
         for which in order:
@@ -118,8 +123,10 @@ def speeds_in_turns(
         order.reverse()
         if index + 1 >= MIN_ROUNDS and time.perf_counter() - start > seconds:
             break
+    elapsed = time.perf_counter() - start
+    share = (waited() - waited_before) / elapsed
     ours, floats, *others = times
-    return [Speed.of(rounds, floats) for rounds in (ours, *others)]
+    return [Speed.of(rounds, floats, waited=share) for rounds in (ours, *others)]
 
 
 def _runs_at_once(timer: Timer, shortest: float) -> int:

@@ -17,6 +17,7 @@ from quantizer.export.onnx.marks import MULTIPLYING
 from quantizer.export.onnx.openvino import first_layer_that_differs
 from quantizer.export.onnx.speed import speeds_in_turns
 from quantizer.export.openvino_ir.session import BY_DEFAULT, IN_FLOAT32, IrSession
+from quantizer.export.processor_waits import waited_seconds
 from quantizer.export.speed import Speed
 
 _COARSER = (
@@ -98,5 +99,6 @@ def _speed(session: IrSession) -> Speed | None:
     if not session.has_float:
         return None
     timers = [partial(session.seconds, which) for which in ("model", "float")]
-    (speed,) = speeds_in_turns(timers)
+    waited = partial(waited_seconds, session.process.pid)
+    (speed,) = speeds_in_turns(timers, waited=waited)
     return speed
