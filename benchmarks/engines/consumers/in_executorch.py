@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import work_folder
+from executorch.extension.pybindings import portable_lib
 from executorch.runtime import Runtime
 
 
 def main() -> None:
     """Run and measure times."""
     folder = work_folder.folder()
+    # Its other threads wait for work in a loop, which takes time of processors
+    portable_lib._unsafe_reset_threadpool(1)
     inputs = [torch.from_numpy(array) for array in work_folder.inputs()]
     # A method reads its program for as long as it lives.
     program = Runtime.get().load_program(folder / "model.pte")
