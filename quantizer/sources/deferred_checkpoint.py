@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.config.typed_fields import fits
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
 from quantizer.sources.json_files import read_object
@@ -102,8 +103,7 @@ def indexed_files(index: Path) -> list[str]:
         ModelError: a file is elsewhere, or the index is damaged.
     """
     weight_map: Any = read_object(index, ModelError).get("weight_map")
-    is_valid = isinstance(weight_map, dict)
-    if not is_valid or not all(isinstance(name, str) for name in weight_map.values()):
+    if not fits(weight_map, dict[str, str]):
         raise ModelError(f"{index} is damaged: its weight_map does not name files")
     files = set(weight_map.values())
     for name in files:
