@@ -150,7 +150,7 @@ def quantize(
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     require_extras([target])
-    choices = choices_for(name, checked_choices(options, target))
+    choices = choices_for(name, checked_choices(options, target, quantize))
     has_data = data is not None
     preset = _preset(name, target, max_mb, has_config=config is not None, has_data=has_data)
     check_float(model, traced=True)

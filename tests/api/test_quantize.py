@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,10 @@ def test_options_and_targets_are_checked_before_calibration(tmp_path: Path) -> N
     folder = tmp_path / "results"
     with pytest.raises(UsageError, match="no target has the option onnx_profil"):
         quantizer.quantize(network(), batches(), "onnx", folder=folder, onnx_profil="fast")
+    misspelt: Any = {"evaluation_dat": batches()}
+    with pytest.raises(UsageError) as refused:
+        quantizer.quantize(network(), batches(), "onnx", folder=folder, **misspelt)
+    assert refused.value.help == "did you mean evaluation_data?"
     assert not folder.exists()
     with pytest.raises(UsageError, match="gguf"):
         quantizer.quantize(network(), batches(), "gguf", folder=folder)
