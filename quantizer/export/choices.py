@@ -35,8 +35,9 @@ def checked_choices(
     for name, value in options.items():
         if name not in CHOICES:
             arguments = signature(function).parameters
-            near = closest_word(name, [*arguments, *CHOICES])
-            remedy = f"known are {', '.join(CHOICES)}"
+            near = closest_word(name, (*arguments, *CHOICES))
+            known = ", ".join(CHOICES)
+            remedy = f"known are {known}"
             if near is not None:
                 remedy = f"did you mean {near}?"
             raise UsageError(f"no target has the option {name}", help=remedy)
@@ -56,8 +57,10 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
     """
     for name, value in choices.items():
         option = CHOICES[name]
-        if value not in option.values and not (option.is_file or option.is_text):
-            remedy = f"known are {', '.join(option.values)}"
+        is_free = option.is_file or option.is_text
+        if value not in option.values and not is_free:
+            known = ", ".join(option.values)
+            remedy = f"known are {known}"
             raise UsageError(f"{name} is {value!r}", help=remedy)
         if value != option.default and option.target not in targets:
             raise UsageError(f"--{name} is only for --deploy {option.target}")
@@ -70,7 +73,8 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
         if value == option.default or option.goes_with is None:
             continue
         other, needed = option.goes_with
-        if choices.get(other, CHOICES[other].default) not in needed:
+        default = CHOICES[other].default
+        if choices.get(other, default) not in needed:
             raise UsageError(f"--{name} is only for --{other} {listed(needed)}")
 
 
