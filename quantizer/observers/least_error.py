@@ -182,11 +182,11 @@ def _pairs(
         alike: whether both ends are cut by the same octaves.
     """
     low = octaves[0] + steps
-    low = low.clamp(min=-_MOST_WIDENING).unique()
+    low = torch.unique(low.clamp(min=-_MOST_WIDENING))
     if alike:
         return torch.stack([low, low])
     high = octaves[1] + steps
-    high = high.clamp(min=-_MOST_WIDENING).unique()
+    high = torch.unique(high.clamp(min=-_MOST_WIDENING))
     # An end at zero stays there
     if extremes[0] == 0:
         low = low[:1]
