@@ -185,8 +185,13 @@ def _require_weights(folder: Path, config: dict[str, Any], architecture: str) ->
     is_explicit = bool(config.get("transformers_weights"))
     if is_explicit or stored_tensors(folder):
         return
-    if any(folder.glob("*.safetensors")):
-        return
+    shards = sorted(folder.glob("*.safetensors"))
+    if shards:
+        raise ModelError(
+            f"{folder} has {shards[0].name}, but no {CHECKPOINT_FILE}, and no "
+            f"{CHECKPOINT_INDEX}, which names the files of a model",
+            help="copy or download the whole model",
+        )
     pickles = sorted(folder.glob("*.bin"))
     if pickles:
         raise ModelError(

@@ -92,6 +92,14 @@ def parse_object(
     """
     try:
         value = json.loads(text)
+        # A half of a surrogate pair can only come from an escape
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as cause:
+        half = ascii(cause.object[cause.start])
+        raise error(
+            f"{path}:{first_line} is no text: {half} is half of a character", help=remedy
+        ) from cause
     except json.JSONDecodeError as cause:
         place = f"{path}:{first_line - 1 + cause.lineno}:{cause.colno}"
         reason = cause.msg

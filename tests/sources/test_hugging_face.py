@@ -199,6 +199,14 @@ def test_weights_that_are_missing_or_damaged_name_their_file(
     assert remedy in help_
 
 
+def test_shards_without_their_index_are_refused(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "model.safetensors").rename(place / "model-00001-of-00001.safetensors")
+    message, remedy = refusal(place)
+    assert "has model-00001-of-00001.safetensors, but no model.safetensors" in message
+    assert remedy == "copy or download the whole model"
+
+
 def test_pickled_weights_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> None:
     place = saved(tmp_path / "model", llama())
     (place / "model.safetensors").rename(place / "pytorch_model.bin")
