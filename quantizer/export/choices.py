@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from inspect import signature
 from typing import Any
 
-from quantizer.config.wording import a_kind, closest_word, listed
+from quantizer.config.wording import a_kind, did_you_mean, listed
 from quantizer.errors import UsageError
 from quantizer.export.targets import EXPORTERS, TargetOption
 
@@ -35,11 +35,10 @@ def checked_choices(
     for name, value in options.items():
         if name not in CHOICES:
             arguments = signature(function).parameters
-            near = closest_word(name, (*arguments, *CHOICES))
             known = ", ".join(CHOICES)
+            names = (*arguments, *CHOICES)
             remedy = f"known are {known}"
-            if near is not None:
-                remedy = f"did you mean {near}?"
+            remedy = did_you_mean(name, names, remedy)
             raise UsageError(f"no target has the option {name}", help=remedy)
         if not isinstance(value, (str, os.PathLike)):
             raise UsageError(f"{name} is {a_kind(value)}, not a text")

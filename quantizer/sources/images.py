@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.typed_fields import fits
-from quantizer.config.wording import closest_word, listed
+from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors
 from quantizer.storage.plain_files import read_start, require_file_or_folder
@@ -316,8 +316,7 @@ def _check_fields(fields: Mapping[str, Any], place: str) -> None:
     """
     for name, value in fields.items():
         if name not in _FIELDS:
-            close = closest_word(name, _FIELDS)
-            remedy = f"did you mean {close!r}?" if close else f"known are {listed(_FIELDS)}"
+            remedy = did_you_mean(name, _FIELDS, f"known are {listed(_FIELDS)}")
             raise UsageError(f"{place}: unknown key {name!r}", help=remedy)
         is_valid, expected = _FIELDS[name]
         if not is_valid(value):

@@ -98,7 +98,7 @@ def parse_object(
     except UnicodeEncodeError as cause:
         half = ascii(cause.object[cause.start])
         raise error(
-            f"{path}:{first_line} is no text: {half} is half of a character", help=remedy
+            f"{path}:{first_line} has {half}, which is half of a character", help=remedy
         ) from cause
     except json.JSONDecodeError as cause:
         place = f"{path}:{first_line - 1 + cause.lineno}:{cause.colno}"

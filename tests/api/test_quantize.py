@@ -69,7 +69,7 @@ def test_the_text_of_the_result_is_the_verdict(tmp_path: Path) -> None:
 def test_a_destination_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no destination 'onx'") as error:
         quantizer.quantize(network(), batches(), "onx", folder=tmp_path)
-    assert error.value.help == 'did you mean "onnx"?'
+    assert error.value.help == "did you mean onnx?"
 
 
 def test_missing_data_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
