@@ -19,6 +19,7 @@ from quantizer.config.typed_fields import fits
 from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors
+from quantizer.sources.json_files import parse_object
 from quantizer.storage.plain_files import read_start, require_file_or_folder
 
 IMAGE_SUFFIXES = (
@@ -117,12 +118,7 @@ def parse_preprocess(text: str) -> Preprocess:
                 help=f"give a file or: {PREPROCESS_EXAMPLE}",
             ) from cause
     remedy = f"for example: {PREPROCESS_EXAMPLE}"
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as cause:
-        raise UsageError(f"{place} is not JSON: {cause}", help=remedy) from cause
-    if not isinstance(fields, dict):
-        raise UsageError(f"{place} is not a JSON object", help=remedy)
+    fields = parse_object(text, Path(place), UsageError, remedy=remedy)
     _check_fields(fields, place)
     for name in ("mean", "std"):
         fields[name] = tuple(map(float, fields[name]))
