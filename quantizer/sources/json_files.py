@@ -57,7 +57,7 @@ def read_text(path: Path, error: type[QuantizerError]) -> str:
         byte = content[cause.start]
         raise error(
             f"{path}:{line} is not UTF-8 text: byte {byte:#04x} at offset {cause.start}",
-            help="save it as UTF-8",
+            help="save it as UTF-8; if it was cut off, copy it again",
         ) from cause
 
 

@@ -179,6 +179,12 @@ def of_separate_words(**settings: Any) -> Tokenizer:
     return tokenizer
 
 
+def of_other_letters() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({"b": 0, "c": 1, "bc": 2}, [("b", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
 def without_spaces() -> Tokenizer:
     tokenizer = of_pieces()
     tokenizer.normalizer = None
@@ -211,6 +217,7 @@ UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
     "another letter for spaces": lambda: of_separate_words(replacement="_", split=False),
     "pieces within words": lambda: of_separate_words(split=True),
     "no bytes": without_bytes,
+    "no letters": of_other_letters,
     "no merges": lambda: Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [])),
 }
 

@@ -130,12 +130,15 @@ def _splits_words(tokenizer: Any) -> bool:
 
 
 def _added_around(tokenizer: Any, numbers: Mapping[str, int]) -> dict[str, bool] | None:
-    """Return which tokens are added to a text, as keys; None if not only BOS and EOS are.
+    """Return which tokens are added to a text, as keys; None if not only BOS and EOS are,
+    or if letters have no tokens.
 
     transformers does as this file says, whatever the folder's other files say.
     """
     encoding = tokenizer.encode("a")
     are_added = encoding.special_tokens_mask
+    if not are_added:
+        return None
     has_bos = are_added[0] == 1 and encoding.ids[0] == numbers.get("bos")
     has_eos = are_added[-1] == 1 and encoding.ids[-1] == numbers.get("eos")
     if sum(are_added) != has_bos + has_eos:
