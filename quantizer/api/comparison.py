@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantizer.api.notebook import html_table
-from quantizer.config.wording import closest_word, counted, first_names
+from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores
 from quantizer.graph.module_names import path_names
@@ -103,10 +103,8 @@ class Comparison:
             raise UsageError(
                 f"whether less or more of {base!r} is better is not known", help=remedy
             )
-        remedy = f"known here: {', '.join(sorted(self.metrics))}"
-        near = closest_word(name, list(self._scores.gated))
-        if near is not None:
-            remedy = f"did you mean {near}?"
+        known = f"known here: {', '.join(sorted(self.metrics))}"
+        remedy = did_you_mean(name, self._scores.gated, known)
         raise UsageError(f"there is no metric {name!r}", help=remedy)
 
     def _is_bounded_above(self, name: str) -> bool:

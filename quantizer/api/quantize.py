@@ -29,7 +29,7 @@ from quantizer.calibration.request import CalibrationRequest
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, restored_if_refused, run_config
-from quantizer.config.wording import closest_word
+from quantizer.config.wording import did_you_mean
 from quantizer.errors import ModelError, UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.export import (
@@ -150,7 +150,7 @@ def quantize(
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     require_extras([target])
-    choices = choices_for(name, checked_choices(options, target))
+    choices = choices_for(name, checked_choices(options, target, quantize))
     has_data = data is not None
     preset = _preset(name, target, max_mb, has_config=config is not None, has_data=has_data)
     check_float(model, traced=True)
@@ -348,8 +348,5 @@ def _known_destination(name: str) -> str:
     """Return the name, or raise `UsageError` if there is no such destination."""
     if name in DESTINATIONS:
         return name
-    near = closest_word(name, DESTINATIONS)
-    remedy = f"known are {', '.join(DESTINATIONS)}"
-    if near is not None:
-        remedy = f'did you mean "{near}"?'
+    remedy = did_you_mean(name, DESTINATIONS, f"known are {', '.join(DESTINATIONS)}")
     raise UsageError(f"there is no destination {name!r}", help=remedy)

@@ -241,7 +241,7 @@ class Result:
                 help=f"known are {', '.join(EXPORTERS)}",
             )
         file = path_of(path)
-        choices = checked_choices(options, target)
+        choices = checked_choices(options, target, self.export)
         require_extras([target])
         calibrated = self._calibrated
         require_expressible(

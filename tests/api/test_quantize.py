@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_the_text_of_the_result_is_the_verdict(tmp_path: Path) -> None:
 def test_a_destination_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no destination 'onx'") as error:
         quantizer.quantize(network(), batches(), "onx", folder=tmp_path)
-    assert error.value.help == 'did you mean "onnx"?'
+    assert error.value.help == "did you mean onnx?"
 
 
 def test_missing_data_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
@@ -82,6 +83,10 @@ def test_options_and_targets_are_checked_before_calibration(tmp_path: Path) -> N
     folder = tmp_path / "results"
     with pytest.raises(UsageError, match="no target has the option onnx_profil"):
         quantizer.quantize(network(), batches(), "onnx", folder=folder, onnx_profil="fast")
+    misspelt: Any = {"evaluation_dat": batches()}
+    with pytest.raises(UsageError) as refused:
+        quantizer.quantize(network(), batches(), "onnx", folder=folder, **misspelt)
+    assert refused.value.help == "did you mean evaluation_data?"
     assert not folder.exists()
     with pytest.raises(UsageError, match="gguf"):
         quantizer.quantize(network(), batches(), "gguf", folder=folder)

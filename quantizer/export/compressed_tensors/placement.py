@@ -59,6 +59,12 @@ class CodePlacement:
     refusals: tuple[Refusal, ...]
 
 
+_SEVERAL_CALLS = (
+    "is of a module that is called several times, and a checkpoint has one static scale for it",
+    "set its is_dynamic to true, or exclude the module",
+)
+
+
 def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlacement:
     """Return the place of each quantized tensor."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
@@ -92,10 +98,13 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
         if reason is not None:
             refusals.append(Refusal(*reason, layer, role))
     refusals += fused_refusals(graph, specs, linears, inputs)
+    static: dict[str, Key] = {}
     for layer, key in inputs.items():
         node = linears[layer]
         features = graph.weight(node).shape[-1]
         reason = input_refusal(specs[key], specs[layer, "weights"], node.rank, features)
+        if specs[key].is_dynamic is not True and static.setdefault(node.scope, key) != key:
+            reason = _SEVERAL_CALLS
         if reason is not None:
             refusals.append(Refusal(*reason, *key))
     return CodePlacement(linears, experts, inputs, tuple(refusals))

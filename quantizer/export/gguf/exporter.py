@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quantizer.calibration.solution import Solution, encode_parameters
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
@@ -30,6 +30,7 @@ from quantizer.export.model_tensors import (
     model_of,
     parameter_values,
     state_of,
+    with_scales_of_file,
 )
 from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
@@ -70,13 +71,7 @@ class GgufExporter(Exporter[GgufFile]):
         placement = place_blocks(graph, solution.specs)
         if placement.refusals:
             return solution
-        solution = encode_parameters(graph, solution)
-        tensors = dict(solution.tensors)
-        for layer in placement.layers:
-            tensor = tensors[layer, "weights"]
-            if tensor.codes is not None:
-                tensors[layer, "weights"] = with_float16_scale(tensor)
-        return replace(solution, tensors=tensors)
+        return with_scales_of_file(graph, solution, placement.layers, with_float16_scale)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GgufFile]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.calibration.solution import Solution, encode_parameters
+from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
@@ -33,7 +33,7 @@ from quantizer.export.hugging_face_folder import (
     replaced_checkpoint,
     write_folder,
 )
-from quantizer.export.model_tensors import model_of
+from quantizer.export.model_tensors import model_of, with_scales_of_file
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
@@ -83,13 +83,8 @@ class GptqExporter(Exporter[GptqFolder]):
         """Return the solution with the file's scales, which are in the model's dtype."""
         if self.refusals(graph, solution.specs, -1):
             return solution
-        solution = encode_parameters(graph, solution)
-        tensors = dict(solution.tensors)
-        for layer in place_codes(graph, solution.specs).linears:
-            tensor = tensors[layer, "weights"]
-            if tensor.codes is not None:
-                tensors[layer, "weights"] = with_stored_scales(tensor)
-        return replace(solution, tensors=tensors)
+        layers = place_codes(graph, solution.specs).linears
+        return with_scales_of_file(graph, solution, layers, with_stored_scales)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GptqFolder]:
