@@ -11,6 +11,7 @@ from torch import nn
 
 from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
+from quantizer.api.python_words import called_from_python
 from quantizer.api.result import Result
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, ForkedEvents
@@ -23,7 +24,7 @@ from quantizer.config.diagnostics import pointing_into
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.model import Plan
@@ -46,14 +47,13 @@ from quantizer.sources.data import SYNTHETIC, Batches, is_synthetic, load_batche
 from quantizer.sources.hugging_face import example_input, without_cache
 from quantizer.sources.synthetic import Wanted, synthetic_batches
 from quantizer.sources.text import DEFAULT_SEQ_LEN
-from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 from quantizer.storage.process_memory import parse_size
 
 CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
 
-@user_exits("the model", ModelError)
+@called_from_python()
 def calibrate(
     model: nn.Module,
     config: AnyConfig | None,
@@ -151,6 +151,8 @@ class CalibrationSettings:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise UsageError(f"{name} is {a_kind(value)}, not an int")
+        if self.resume and self.folder is None:
+            raise UsageError("resume=True needs `folder`, which has the checkpoint")
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}, not from 0 to {MAX_SEED}")
 
@@ -189,7 +191,7 @@ def calibrate_batches(
     checkpoints: Checkpoints | None = None
     if settings.folder is not None:
         checkpoints = Checkpoints(Path(settings.folder), resume=settings.resume)
-    events = settings.events or follower()
+    events = follower(settings.events)
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
         if settings.confirm is not None:
@@ -255,7 +257,7 @@ def _bytes_of(memory: int | str | None) -> int | None:
         ) from None
 
 
-@user_exits("the model", ModelError)
+@called_from_python()
 def load(
     folder: str | os.PathLike[str], model: nn.Module, data: CalibrationData | None = None
 ) -> Result:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from quantizer.api.config import AnyConfig, path_of, read_config
+from quantizer.api.notebook import follower
 from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.model import Config
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import DataError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.modules import export_modules
 from quantizer.nn.inplace import check_float
@@ -24,16 +25,16 @@ from quantizer.plan.model import Plan
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
+from quantizer.sources.first_batch import layer_remedies
 from quantizer.sources.hugging_face import example_input
-from quantizer.sources.user_code import user_errors, user_exits
-from quantizer.sources.user_data import batches_of
+from quantizer.sources.user_code import frames_of, user_errors
+from quantizer.sources.user_data import batches_of, iterable_of
 from quantizer.sources.weights import check_kinds
 
 _EXAMPLE_LENGTH = 32
 """Tokens of an example input."""
 
 
-@user_exits("the model", ModelError)
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
     """Quantize a model, or leave it unchanged if that fails; see
     `ModelQuantizer.quantize_model`.
@@ -78,23 +79,33 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         target=target,
         config=rules,
         batches=read_by,
+        events=follower(),
         findings=read.diagnostics,
         confirm=confirm,
     )
     with all_or_nothing(model):
-        steps.run_calibration(request)
+        try:
+            steps.run_calibration(request)
+        except DataError as error:
+            cause = error.__cause__
+            if cause is None:
+                raise
+            remedies = [*layer_remedies(model, cause), *frames_of(cause)]
+            raise DataError(error.message, help=remedies or error.help) from cause
 
 
-@user_exits("the model", ModelError)
 def export(
     model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None
 ) -> Verification:
     """Write a checkpoint; see `ModelQuantizer.export`."""
     place = path_of(folder, "folder")
+    if not hasattr(model, "config"):
+        raise UsageError(
+            f"the model is {a_kind(model)}, not a model of transformers",
+            help="ModelQuantizer.save writes any model; results of `calibrate` have more targets",
+        )
     if dataloader is None:
-        dataloader = ()
-        if hasattr(model, "config"):
-            dataloader = [example_input(model, _EXAMPLE_LENGTH)]
+        dataloader = [example_input(model, _EXAMPLE_LENGTH)]
     return export_modules(model, place, _items(dataloader, model))
 
 
@@ -121,13 +132,8 @@ def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     """Yield the user's items (tensors, tuples, lists or dicts) as batches on the model's
     device.
     """
-    if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "__getitem__"):
-        raise DataError(
-            f"dataloader is {a_kind(dataloader)}, which gives no batches",
-            help="give a DataLoader, or a list of batches",
-        )
     with user_errors("the dataloader", DataError):
-        items = iter(dataloader)
+        items = iter(iterable_of(dataloader, "the dataloader"))
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     is_empty = True

@@ -239,7 +239,7 @@ def _check_input(
     if not fits:
         remedy = "all batches need the shape and dtype of the first one; b is their size"
         if node.is_float and node.rank == _IMAGE_RANK and value.dim() == _IMAGE_RANK:
-            remedy += "; --dynamic leaves height and width open, if the model does"
+            remedy += "; the option dynamic leaves height and width open, if the model does"
         raise BatchError(
             f"{node.name}: expected [{', '.join(expected)}] {node.dtype}, got "
             f"{list(value.shape)} {value.dtype}",

@@ -341,7 +341,9 @@ def _check_samples(batch: Batch) -> None:
             )
     if not inputs:
         values = [value for value in (*batch.args, *batch.kwargs.values()) if value is not None]
-        raise BatchError("holds no tensor", help=_remedy_for_item(next(iter(values), None)))
+        raise BatchError(
+            "holds no tensor for an input", help=_remedy_for_item(next(iter(values), None))
+        )
     name, tensor = inputs[0]
     if tensor.dim() == 0:
         raise BatchError(

@@ -55,7 +55,7 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     ".json": ("{path} is not a model", "a config is given as --config_file {path}"),
     ".ipynb": (
         "{path} is a notebook, not a Python file",
-        "jupyter nbconvert --to script {path} writes one",
+        "`jupyter nbconvert --to script {path}` writes one",
     ),
     **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
 }

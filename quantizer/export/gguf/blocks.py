@@ -94,8 +94,8 @@ def block_refusal(
     if spec.dtype != "int":
         return (
             f"is {spec.dtype}, which blocks do not hold",
-            "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (quantizer init --strategy "
-            "gguf_q8_0)",
+            "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (`quantizer init "
+            "--strategy gguf_q8_0`)",
         )
     if block_type(spec) is None and is_symmetric(spec):
         return (
@@ -105,8 +105,8 @@ def block_refusal(
     if block_type(spec) is None:
         return (
             f"has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5",
-            "set its symmetric to true, or its dtype to uint4 or uint5 (quantizer init "
-            "--strategy gguf_q4_1)",
+            "set its symmetric to true, or its dtype to uint4 or uint5 (`quantizer init "
+            "--strategy gguf_q4_1`)",
         )
     if spec.qscheme == "per_channel" and spec.ch_axis not in (0, -2):
         return "has a scale for each input", "set its ch_axis to 0"

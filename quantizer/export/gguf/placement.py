@@ -20,11 +20,11 @@ from quantizer.plan.model import Key
 
 _ACTIVATION = (
     "is quantized at run time, and a .gguf has only weights",
-    "quantize only weights (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to "
+    "quantize only weights (`quantizer init --strategy gguf_q4_0`); llama.cpp rounds inputs to "
     "int8 by itself",
 )
 _NO_WEIGHT = Refusal(
-    "finds no quantized weight", "quantize weights (quantizer init --strategy gguf_q4_0)"
+    "finds no quantized weight", "quantize weights (`quantizer init --strategy gguf_q4_0`)"
 )
 
 
