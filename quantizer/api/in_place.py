@@ -87,11 +87,13 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         try:
             steps.run_calibration(request)
         except DataError as error:
-            cause = error.__cause__
-            if cause is None:
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            remedies = list(layer_remedies(model, cause))
+            if not remedies:
                 raise
-            remedies = [*layer_remedies(model, cause), *frames_of(cause)]
-            raise DataError(error.message, help=remedies or error.help) from cause
+            raise DataError(error.message, help=[*remedies, *frames_of(cause)]) from cause
 
 
 def export(
@@ -102,7 +104,7 @@ def export(
     if not hasattr(model, "config"):
         raise UsageError(
             f"the model is {a_kind(model)}, not a model of transformers",
-            help="ModelQuantizer.save writes any model; results of `calibrate` have more targets",
+            help="`save` writes any model; a result of `calibrate` has more targets",
         )
     if dataloader is None:
         dataloader = [example_input(model, _EXAMPLE_LENGTH)]

@@ -120,4 +120,5 @@ class PythonEvents(ForkedEvents):
     """Passes everything on, with arguments instead of options in messages."""
 
     def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
+        """Pass on the message and the finding in words of Python."""
         super().message(level, in_python(text), in_python(finding))

@@ -146,7 +146,7 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    run_folder = path_of(folder, "folder")
+    place = path_of(folder, "folder")
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
@@ -165,28 +165,48 @@ def quantize(
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
-        with restored_if_refused(run_folder):
+        with restored_if_refused(place):
             if config is None:
                 made_for = MadeFor(name, type(model).__name__, preset, max_mb)
                 sized = _sized_run(model, graph, batches, events)
                 to_leave = layers_to_leave(target, choices)
-                config = _config_file(
-                    run_folder, made_for, sized, to_leave, overwrite=overwrite
-                )
+                config = _config_file(place, made_for, sized, to_leave, overwrite=overwrite)
             result = calibrate_batches(model, config, batches, settings, graph=graph)
-        result.save(run_folder, overwrite=overwrite)
-        path = _new_path(run_folder, result, target)
-        # The option onnx_profile="tuned" leaves layers in float where that is faster
-        in_file = result_for_file(
-            result, evaluation_data, target=target, file=path, choices=choices
-        )
-        comparison = in_file.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
-        verification = verified_file(
-            in_file, evaluation_data, target=target, path=path, options=choices
-        )
-        quantized = Quantized(path, run_folder, result, comparison, verification, ())
+        result.save(place, overwrite=overwrite)
+        measure = {"evaluate": evaluate, "lower_is_better": lower_is_better}
+        written = partial(_with_file, result, evaluation_data, place)
+        quantized = written(target=target, choices=choices, measure=measure)
     improvement = destination.improvement(has_data=has_data)
     return _with_verdict(quantized, target, improvement=improvement, config=_name_of(config))
+
+
+def _with_file(
+    result: Result,
+    data: Any,
+    folder: Path,
+    *,
+    target: str,
+    choices: Mapping[str, str],
+    measure: Mapping[str, Any],
+) -> Quantized:
+    """Write the file of a result, test and verify it. The verdict is empty.
+
+    Args:
+        result: of the calibration.
+        data: to test and verify with.
+        folder: of the run.
+        target: of the file.
+        choices: values of the target's options, by name.
+        measure: the arguments of `Result.test` except the data.
+    """
+    name = f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
+    path = folder / FOLDER / name
+    path.parent.mkdir(exist_ok=True)
+    # The option onnx_profile="tuned" leaves layers in float where that is faster
+    in_file = result_for_file(result, data, target=target, file=path, choices=choices)
+    comparison = in_file.test(data, **measure)
+    verification = verified_file(in_file, data, target=target, path=path, options=choices)
+    return Quantized(path, folder, result, comparison, verification, ())
 
 
 def _with_verdict(
@@ -303,14 +323,6 @@ def _write_findings(
         write_report(open_written(folder, REPORT_INPUTS), tested)
         write_text(folder / "layers.csv", as_csv(comparison.layers))
         write_json(path.parent / "verify.json", {path.name: verification.to_json()})
-
-
-def _new_path(folder: Path, result: Result, target: str) -> Path:
-    """Return the path of the file to write, whose folder exists."""
-    name = f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
-    path = folder / FOLDER / name
-    path.parent.mkdir(exist_ok=True)
-    return path
 
 
 def _sized_run(

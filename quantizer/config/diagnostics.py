@@ -106,18 +106,21 @@ class ConfigError(UsageError):
         """Return all errors with their helps, each on a line, for callers from Python."""
         lines = []
         for finding in self._errors:
-            lines.append(one_line(_with_place(finding)))
+            lines.append(_with_place(finding))
             if finding.help:
-                lines.append(f"help: {one_line(finding.help)}")
-        return "\n".join(lines)
+                lines.append(f"help: {finding.help}")
+        return "\n".join(map(one_line, lines))
 
     def reworded(self, change: Callable[[str], str]) -> None:
         """Replace the texts, also those of the findings, by what `change` makes of them."""
         super().reworded(change)
         findings = []
         for finding in self.diagnostics:
-            remedy = finding.help and change(finding.help)
-            findings.append(replace(finding, message=change(finding.message), help=remedy))
+            message = change(finding.message)
+            remedy = finding.help
+            if remedy is not None:
+                remedy = change(remedy)
+            findings.append(replace(finding, message=message, help=remedy))
         self.diagnostics = tuple(findings)
 
 
