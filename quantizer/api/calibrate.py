@@ -194,6 +194,7 @@ def calibrate_batches(
     events = follower(settings.events)
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+        """Show the plan to the caller, who may raise, and return the state as it is."""
         if settings.confirm is not None:
             settings.confirm(request, state.plan)
         return state

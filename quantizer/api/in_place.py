@@ -49,6 +49,11 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     items = _items(data, model)
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+        """Check that the plan has the data it needs, and place quantizers of outputs.
+
+        Raises:
+            DataError: there is no dataloader, and the plan or an algorithm needs one.
+        """
         nonlocal items
         plan = state.plan
         target.check(plan)

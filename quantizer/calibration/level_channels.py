@@ -192,6 +192,7 @@ def _channel_ranges(
         spatial = second.row.spatial or 0
 
         def update(value: Tensor) -> None:
+            """Keep the largest magnitude of each channel."""
             axes = list(range(value.dim()))
             del axes[value.dim() - 1 - spatial]
             sizes = value.float().abs()

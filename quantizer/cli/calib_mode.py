@@ -66,6 +66,7 @@ def run_calib(
         checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
 
         def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+            """Check the plan against the options, and return the state as it is."""
             _confirm(options, request, state.plan, checkpoints)
             return state
 

@@ -426,6 +426,8 @@ def takes(
     by_name: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the options to a command, which gets them as one object."""
+
         @functools.wraps(command)
         def with_options(*args: Any, **values: Any) -> Any:
             settings = {}

@@ -110,6 +110,7 @@ def compare(
     total = pair.empty()
 
     def exchange(count: int) -> None:
+        """Merge the results of all ranks into the total, in the order of the batches."""
         runs.finish()
         gathered = ranks.gather(runs.results, f"the comparison of {count} batches")
         for result in merge_in_batch_order(gathered):

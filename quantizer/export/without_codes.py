@@ -42,6 +42,7 @@ def layers_to_leave(name: str, choices: Mapping[str, str]) -> Callable[[Plan], d
     as_values = f"{checked.target} stores the weight as floats, so rounding saves nothing"
 
     def to_leave(plan: Plan) -> dict[str, str]:
+        """Return the layers of a plan to leave in float, with the reasons."""
         reasons: dict[str, str] = {}
         for refusal in planned_refusals(checked, plan):
             if refusal.role != "weights":

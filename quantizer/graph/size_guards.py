@@ -119,6 +119,7 @@ class GuardedTrace:
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            """Record the open sizes of the arguments, then call the model."""
             for leaf, value in enumerate(pytree.tree_leaves((args, kwargs))):
                 for axis, size in enumerate(getattr(value, "shape", ())):
                     if isinstance(size, torch.SymInt):

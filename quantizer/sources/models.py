@@ -350,6 +350,7 @@ def checked_measure(
     called = call or function
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+        """Return the metrics of a model on data, by name."""
         metrics = called(model, data)
         try:
             return {str(name): float(value) for name, value in metrics.items()}

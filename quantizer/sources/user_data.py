@@ -43,6 +43,7 @@ def call_once_if_list(function: Callable[[], Any]) -> Callable[[], Any]:
     lists: list[Any] = []
 
     def call() -> Any:
+        """Return the batches, from memory after the first call."""
         if lists:
             return lists[0]
         items = function()

@@ -67,6 +67,7 @@ def verify_gguf(
         settings["config"] = outline.config
 
     def load(call: ExpectedCall) -> nn.Module:
+        """Return the network that transformers reads from the file, after a first call."""
         module, report = read_checkpoint(file.parent, _AUTO, **settings)
         require_all_keys(report, _reader(), file.name)
         module(*call.args, **call.kwargs)

@@ -122,6 +122,7 @@ class GptqExporter(Exporter[GptqFolder]):
         """Compare the outputs of the folder, read and dequantized, with those of test mode."""
 
         def load(call: ExpectedCall) -> nn.Module:
+            """Return the network that transformers reads from the folder."""
             with _without_remarks():
                 return load_hugging_face(written.path)
 

@@ -194,6 +194,7 @@ class MobileExporter(Exporter[MobileFile]):
         runners: list[Outputs] = []
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            """Return the outputs of a call in the engine, which the first call starts."""
             try:
                 if not runners:
                     with quiet():

@@ -151,6 +151,7 @@ class LitertExporter(MobileExporter):
             args: tuple[Any, ...],
             kwargs: Mapping[str, Any],
         ) -> list[Tensor]:
+            """Return the outputs of a call; of each sample alone, if the file holds one."""
             call = (args, dict(kwargs))
             if written.most_samples is None:
                 return _run(run, names, call)

@@ -66,6 +66,7 @@ class ProgramExporter(Exporter[ProgramFile]):
         program = load_program(written.content)
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            """Return the outputs of a call of the program."""
             try:
                 return tensor_leaves(program(*args, **kwargs))
             except Exception as error:
