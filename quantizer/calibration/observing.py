@@ -353,8 +353,8 @@ def watchers(calibration: Calibration) -> Watchers:
     It shows the value to each observer once, and checks a value without an observer for NaN and
     Inf.
     """
-    # By node and observer, as several layers that read a value may share an observer
-    watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {}
+    # By node, observer and channels, as several layers that read a value may share an observer
+    watched: dict[str, dict[object, tuple[TensorPlan, Watch]]] = {}
     for layer in calibration.means:
         watched[layer] = {}
     histograms = dict(calibration.histograms)
@@ -375,7 +375,7 @@ def watchers(calibration: Calibration) -> Watchers:
         if bound is not None:
             watch = partial(watch_useful, watch, bound)
         watches = watched.setdefault(tensor.source, {})
-        watches.setdefault(id(observer), (tensor, watch))
+        watches.setdefault((id(observer), tensor.channels), (tensor, watch))
     by_name = {}
     for name, watches in watched.items():
         mean = calibration.means.get(name)

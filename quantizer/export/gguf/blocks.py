@@ -88,7 +88,7 @@ def block_refusal(
             "exclude the layer, which keeps it in float",
         )
     if spec.dtype in _TYPES_OF_FORMATS:
-        if spec.ch_axis in (1, -1):
+        if spec.ch_axis == 1:
             return None
         return "has groups of outputs", "set its ch_axis to 1"
     if spec.dtype != "int":
@@ -108,11 +108,11 @@ def block_refusal(
             "set its symmetric to true, or its dtype to uint4 or uint5 (`quantizer init "
             "--strategy gguf_q4_1`)",
         )
-    if spec.qscheme == "per_channel" and spec.ch_axis not in (0, -2):
+    if spec.qscheme == "per_channel" and spec.ch_axis != 0:
         return "has a scale for each input", "set its ch_axis to 0"
     if spec.qscheme != "per_group":
         return None
-    if spec.ch_axis not in (1, -1):
+    if spec.ch_axis != 1:
         return "has groups of outputs", "set its ch_axis to 1"
     group_size = spec.group_size or -1
     if group_size > 0 and group_size % GGUF_BLOCK:
