@@ -11,7 +11,6 @@ from quantizer.cli.gates import EXACT_EQUAL
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
-from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
 from quantizer.export import (
@@ -141,10 +140,10 @@ def deploy(
     view = table_view(options, deployment.graph)
     files = {}
     deployed: dict[Path, Verification] = {}
-    exports: list[JsonObject] = []
-    lines: list[str] = []
+    exports = []
+    lines = []
     metrics: dict[str, float] = {}
-    failures: list[Exception] = []
+    failures = []
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
         try:

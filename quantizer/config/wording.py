@@ -30,7 +30,7 @@ def listed(words: Iterable[Any]) -> str:
     >>> listed(["max", "mean"])
     'max, mean'
     """
-    texts: list[str] = []
+    texts = []
     for word in words:
         if not isinstance(word, str):
             word = json.dumps(word)

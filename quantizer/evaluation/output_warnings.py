@@ -68,7 +68,7 @@ def output_warnings(
     """
     if compared.spoiled is not None:
         return []
-    warnings: list[OutputWarning] = []
+    warnings = []
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
         if figures.whole.name in explained:
             continue
@@ -160,7 +160,7 @@ def _suspects(
     if output.labels is not None and layers.get(part.name):
         nodes = [node.name for node in output.labels.replay.nodes]
         pending = [*reversed(nodes), layers[part.name]]
-    seen: set[str] = set()
+    seen = set()
     joins = set(pending[:-1])
     while pending:
         name = pending.pop(0)

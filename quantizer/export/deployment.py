@@ -280,7 +280,7 @@ class Deployment:
 
 def _asked_lengths(graph: Graph) -> list[Length]:
     """Return the sizes that `--dynamic` leaves open."""
-    asked: list[Length] = []
+    asked = []
     for length in graph.lengths:
         if length.is_asked_for:
             asked.append(length)

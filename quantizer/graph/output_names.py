@@ -141,7 +141,7 @@ def unused_names(
     ['0.head', '0.head.1']
     """
     used = set(taken)
-    unique: list[str] = []
+    unique = []
     for name in names:
         candidate = name
         count = 0

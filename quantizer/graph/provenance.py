@@ -76,9 +76,9 @@ class Provenance:
         """Return the nodes that make the parts of a value, and the operand that each pointwise
         operator keeps.
         """
-        sources: list[str] = []
+        sources = []
         carriers: dict[str, str] = {}
-        visited: set[str] = set()
+        visited = set()
         pending = [end]
         while pending:
             name = pending.pop(0)

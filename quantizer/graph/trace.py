@@ -115,7 +115,7 @@ def _trace(module: nn.Module, call: _Call, sizes: Sequence[str]) -> Graph:
 
 def _batch_size(call: _Call) -> int | None:
     """Return the first dimension that all tensors share, None if they share none."""
-    sizes: set[int] = set()
+    sizes = set()
     for leaf in pytree.tree_leaves(call):
         if isinstance(leaf, Tensor) and leaf.dim():
             sizes.add(leaf.shape[0])
@@ -150,7 +150,7 @@ def _export_sizes(
     if size is not None:
         example = _with_batch(call, size, _EXAMPLE_BATCH)
         attempts = [(example, batch) for batch in _batch_dimensions(example)] + attempts
-    failures: list[ModelError] = []
+    failures = []
     for example, batch in attempts:
         guarded = GuardedTrace(module)
         sized = SizedTrace(module, guarded, asked, leaf_shapes(example))
@@ -404,8 +404,8 @@ def without_stack_traces() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch's loggers, warnings and writes to stderr. Failures still raise."""
-    loggers: list[logging.Logger] = []
-    handlers: list[logging.Handler] = []
+    loggers = []
+    handlers = []
     for name, candidate in logging.Logger.manager.loggerDict.items():
         if isinstance(candidate, logging.Logger) and name.partition(".")[0] == "torch":
             # Loggers that torch creates inside the context write to these handlers

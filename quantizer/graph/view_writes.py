@@ -81,9 +81,9 @@ class ViewWrites:
         owned: Container[fx.Node],
     ) -> None:
         """Find the tensors that are written, and whether each write is known."""
-        viewed: set[fx.Node] = set()
-        copied: set[fx.Node] = set()
-        unknown: set[fx.Node] = set()
+        viewed = set()
+        copied = set()
+        unknown = set()
         for node in self.graph.nodes:
             source = node.args[0] if node.args else None
             if node.op != "call_function" or not isinstance(source, fx.Node):
@@ -130,7 +130,7 @@ class ViewWrites:
 
     def rewrite(self) -> None:
         """Replace the writes to all tensors in `written`."""
-        writes: list[fx.Node] = []
+        writes = []
         for node in list(self.graph.nodes):
             with self.graph.inserting_before(node):
                 self._read_current(node)

@@ -48,7 +48,7 @@ def segments(networks: Sequence[Network], start: int = 0) -> list[Segment]:
     weights_of_nodes = [_deferred_weights(networks, node) for node in nodes]
     sizes = list(map(total_bytes, weights_of_nodes))
     most_bytes = min(max(sizes), _BYTES_OF_SMALL_WEIGHTS)
-    result: list[Segment] = []
+    result = []
     weights: list[DeferredTensor] = []
     for index in range(start, len(nodes)):
         size = total_bytes(weights) + sizes[index]
@@ -70,7 +70,7 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 
 def deferred_weights(networks: Sequence[Network]) -> list[DeferredTensor]:
     """Return the weights of networks that are in files."""
-    weights: list[DeferredTensor] = []
+    weights = []
     for network in networks:
         for node in network.graph.nodes:
             weights += _deferred_weights([network], node)
@@ -82,7 +82,7 @@ def _deferred_weights(
     node: Node,
 ) -> list[DeferredTensor]:
     """Return the weights of a node's layers that are in files."""
-    weights: list[DeferredTensor] = []
+    weights = []
     for network in networks:
         layer = network.layers[node.name]
         for tensor in (*layer.parameters(), *layer.buffers()):

@@ -57,8 +57,8 @@ def searched_scales(
     importances: Sequence[Tensor | None] = [None] * len(parts)
     if importance is not None:
         importances = torch.split(importance, height)
-    scales: list[Tensor] = []
-    minima: list[Tensor] = []
+    scales = []
+    minima = []
     for part, part_importance in zip(
         parts,
         importances,

@@ -74,7 +74,7 @@ class JoinPlanner:
         Args:
             observed: the keys of `unplanned_parts`, whose tensors are only observed.
         """
-        plans: list[JoinPlan] = []
+        plans = []
         for join in open_joins(self.layout).values():
             if self._spans(join):
                 plan = self._plan_of_channels(join)
@@ -96,7 +96,7 @@ class JoinPlanner:
         for number, (first, length) in self._spans(join).items():
             keys[number] = self._span_key(join, first, length)
         parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
-        inputs: list[Key] = []
+        inputs = []
         for product in join.products:
             key = self._input_key(product)
             if key is not None:
@@ -172,9 +172,9 @@ class JoinPlanner:
         """Return the plan of a join whose parts are outputs of layers."""
         sources = self._source_keys(join)
         has_scales = len(sources) >= len(self.layout.origins[join.name].sources)
-        inputs: list[Key] = []
-        divisible: list[Key] = []
-        scalable: list[str] = []
+        inputs = []
+        divisible = []
+        scalable = []
         parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
         for product in join.products:
             key = self._input_key(product)

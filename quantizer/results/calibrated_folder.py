@@ -102,7 +102,7 @@ class CalibratedFolder:
         """Return the activations whose scale was computed from data, in the order of
         execution.
         """
-        keys: list[Key] = []
+        keys = []
         for key in self.quantized:
             spec = self.specs[key]
             if spec.is_scaled and not spec.is_dynamic:
@@ -112,7 +112,7 @@ class CalibratedFolder:
     @property
     def quantized(self) -> list[Key]:
         """Return all quantized activations, in the order of execution."""
-        keys: list[Key] = []
+        keys = []
         for key in self.planned:
             if key in self.specs and not is_parameter(key[1]):
                 keys.append(key)

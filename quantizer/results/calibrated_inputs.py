@@ -65,7 +65,7 @@ def _with_batch_size(
     batch_size: int,
 ) -> list[int]:
     """Return a shape with the batch size instead of None."""
-    sizes: list[int] = []
+    sizes = []
     for size in shape:
         if size is None:
             sizes.append(batch_size)
@@ -98,7 +98,7 @@ def call_with_shapes(
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if len(leaves) != len(shapes):
         return None
-    resized: list[Any] = []
+    resized = []
     for leaf, shape in zip(leaves, shapes, strict=True):
         if isinstance(leaf, Tensor) and shape is not None:
             sizes = _with_batch_size(shape, len(leaf))
@@ -115,11 +115,11 @@ def shapes_text(shapes: InputShapes) -> str:
     >>> shapes_text([[None, 3, 8, 8], [None, 4]])
     '[b, 3, 8, 8] and [b, 4]'
     """
-    texts: list[str] = []
+    texts = []
     for shape in shapes:
         if shape is None:
             continue
-        sizes: list[str] = []
+        sizes = []
         for size in shape:
             text = "b" if size is None else str(size)
             sizes.append(text)

@@ -78,7 +78,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     Tensors with encodings are called after their layers, and initializers after parameters.
     """
     parameters: dict[ir.Value, TensorEncoding] = {}
-    unencoded: list[str] = []
+    unencoded = []
     for mark in marks_of(model.graph):
         (layer, role), tensor = lowering.marked(mark)
         if is_parameter(role):
@@ -98,7 +98,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     constants = _clip_bounds(model.graph, activations)
     _rename_initializers(model.graph, lowering)
     _separate_names(model.graph)
-    named: list[TensorEncoding] = []
+    named = []
     for value, encoding in (activations | constants | parameters).items():
         assert value.name is not None
         named.append(replace(encoding, name=value.name))

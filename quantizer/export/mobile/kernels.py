@@ -89,7 +89,7 @@ class MobileEngine:
     def kernels(self, graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Kernels:
         """Return the layers that are multiplied in int8, and the reason for each other one."""
         where = layout(graph)
-        integer: list[str] = []
+        integer = []
         floating: dict[str, str] = {}
         for node in graph.nodes:
             if node.row.kind != "mac" or node.row.scales_channels:
@@ -171,7 +171,7 @@ class MobileEngine:
     ) -> frozenset[str]:
         """Return the layers that are multiplied in int8, and whose outputs stay in float."""
         where = layout(graph)
-        layers: set[str] = set()
+        layers = set()
         for layer in self.kernels(graph, specs).integer:
             node = graph.by_name[layer]
             if _output_reason(node, graph, specs, where) is not None:

@@ -24,8 +24,8 @@ def with_int8_weights(model: ModelProto) -> bytes | None:
     changed = ModelProto()
     changed.CopyFrom(model)
     tensors = {tensor.name: tensor for tensor in changed.graph.initializer}
-    unsigned: set[str] = set()
-    of_others: set[str] = set()
+    unsigned = set()
+    of_others = set()
     for node in changed.graph.node:
         if not _dequantizes_uint8(node, tensors):
             of_others.update(node.input)

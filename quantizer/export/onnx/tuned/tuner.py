@@ -162,7 +162,7 @@ class _Tuner:
         Raises:
             UsageError: the machine is too busy.
         """
-        models: list[bytes] = []
+        models = []
         for trial in trials:
             file = self.files.file(trial.left_out)
             content = file.SerializeToString()
