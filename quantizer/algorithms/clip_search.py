@@ -5,8 +5,6 @@ Source: Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Comp
 Acceleration" (arXiv 2306.00978), and its authors' code.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import (
     Iterable,

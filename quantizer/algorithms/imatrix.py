@@ -8,8 +8,6 @@ network runs once over the data.
 Source: llama.cpp's imatrix; ggml's quantizers that take weights.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

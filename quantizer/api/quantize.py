@@ -1,7 +1,5 @@
 """Defines `quantize`, which does in Python what `quantizer run` does."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping

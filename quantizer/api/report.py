@@ -1,7 +1,5 @@
 """Shows the report of a calibration in a notebook, and writes it to files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 saved and exported.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property

@@ -2,8 +2,6 @@
 that a value does not fit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ that reads it. Powers of two change no float value. The ranges are those of the 
 calibration batches, and the factors are recorded in the results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 

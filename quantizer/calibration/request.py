@@ -1,7 +1,5 @@
 """The request of a calibration, and the state that its steps have reached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

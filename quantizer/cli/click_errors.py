@@ -2,8 +2,6 @@
 and what to do.
 """
 
-from __future__ import annotations
-
 import re
 
 import click

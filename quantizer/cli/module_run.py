@@ -2,8 +2,6 @@
 quantized, and only files that need no graph are written.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

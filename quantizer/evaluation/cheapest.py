@@ -1,7 +1,5 @@
 """Finds the layers that have to stay in float for a metric to hold, at the least bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compares a float and a quantized network on the same batches, tensor by tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast

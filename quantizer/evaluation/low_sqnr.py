@@ -1,7 +1,5 @@
 """Explains a low output SQNR: where the loss begins, and which tensor to leave in float."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Holds which layers of a file stay in float, as deploy.json has it, to repeat the choice."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path

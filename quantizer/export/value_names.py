@@ -1,7 +1,5 @@
 """The names of the inputs and outputs of exported files: those of the user's model."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

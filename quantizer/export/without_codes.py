@@ -1,7 +1,5 @@
 """Names the layers of a plan whose rounded weights a target has no codes for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 from quantizer.config.wording import first_names

@@ -4,8 +4,6 @@ torch adds a guard for each property of a size that a trace relies on. The trace
 sizes for which all guards are true.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import math

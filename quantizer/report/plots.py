@@ -1,7 +1,5 @@
 """Write the drawings of a report to files, and its figures for TensorBoard."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

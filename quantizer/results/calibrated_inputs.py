@@ -1,7 +1,5 @@
 """Describe and rebuild the inputs that a model was calibrated with, from quant_info.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

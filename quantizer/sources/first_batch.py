@@ -1,7 +1,5 @@
 """Explains why a model cannot run on its first batch: what a layer got, and what it takes."""
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Iterator

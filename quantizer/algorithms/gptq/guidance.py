@@ -9,8 +9,6 @@ Source: Kim et al. 2025, "GuidedQuant: Large Language Model Quantization via Exp
 Guidance" (arXiv 2505.07004), with one group of output channels. The power is not the paper's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import defaultdict
@@ -120,16 +118,17 @@ def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
     sums = {}
     for value, weight in weights.items():
         total = float(weight.sum())
-        sums[value] = (total, len(weight))
+        tokens = len(weight)
+        sums[value] = (total, tokens)
     totals: defaultdict[str, float] = defaultdict(float)
-    tokens: defaultdict[str, int] = defaultdict(int)
+    counts: defaultdict[str, int] = defaultdict(int)
     for rank_sums in ranks.gather(sums, "weights of tokens"):
         for value, (rank_total, rank_tokens) in rank_sums.items():
             totals[value] += rank_total
-            tokens[value] += rank_tokens
+            counts[value] += rank_tokens
     means = {}
     for value, total in totals.items():
-        means[value] = total / tokens[value]
+        means[value] = total / counts[value]
     return means
 
 

@@ -2,8 +2,6 @@
 `climb` measures them, and keeps the best one if it gains something.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Quantizes an activation with the range of each call, for floats or integer products."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import onnx_ir as ir
