@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, tee
 from typing import Any
@@ -35,6 +36,32 @@ _EXAMPLE_LENGTH = 32
 """Tokens of an example input."""
 
 
+class _Passes:
+    """The passes over a dataloader, which may be a generator that gives its batches once.
+
+    Args:
+        items: the batches.
+        is_repeated: whether there are several passes, so that batches are kept for them.
+    """
+
+    def __init__(self, items: Iterator[Batch], *, is_repeated: bool) -> None:
+        self._items = items
+        self._is_repeated = is_repeated
+
+    def first(self) -> Batch:
+        """Return the first batch, which the next pass gives again."""
+        batch = next(self._items)
+        self._items = chain([batch], self._items)
+        return batch
+
+    def start(self) -> Iterator[Batch]:
+        """Start a pass."""
+        if not self._is_repeated:
+            return self._items
+        self._items, again = tee(batch.stable() for batch in self._items)
+        return again
+
+
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
     """Quantize a model, or leave it unchanged if that fails; see
     `ModelQuantizer.quantize_model`.
@@ -44,9 +71,8 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     read = read_config(config)
     rules = read.require()
     target = ModuleTarget.of(model)
-
-    data = () if dataloader is None else dataloader
-    items = _items(data, model)
+    items = _items(() if dataloader is None else dataloader, model)
+    passes = _Passes(items, is_repeated=bool(rules.algorithms))
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
         """Check that the plan has the data it needs, and place quantizers of outputs.
@@ -54,51 +80,45 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
         Raises:
             DataError: there is no dataloader, and the plan or an algorithm needs one.
         """
-        nonlocal items
         plan = state.plan
         target.check(plan)
-        outputs = any(tensor.role == "activation" for tensor in plan.tensors.values())
-        if dataloader is None and (plan.needs_data or rules.algorithms or outputs):
+        has_outputs = any(tensor.role == "activation" for tensor in plan.tensors.values())
+        if dataloader is None and (plan.needs_data or rules.algorithms or has_outputs):
             why, remedy = _need_of_data(rules, plan)
             raise DataError(
                 f"no dataloader, but {why}",
                 help=f"give quantize_model(model, dataloader) {remedy}",
             )
-        if not outputs:
+        if not has_outputs:
             return state
-        first = next(items)
-        items = chain([first], items)
-        placed, plan = target.place_outputs(plan, first)
+        placed, plan = target.place_outputs(plan, passes.first())
         return replace(state, target=placed, plan=plan)
 
-    def batches() -> Iterator[Batch]:
-        """Start a pass. Algorithms take several passes, so batches are kept for them."""
-        nonlocal items
-        if not rules.algorithms:
-            return items
-        items, again = tee(batch.stable() for batch in items)
-        return again
-
-    read_by = Batches(batches, "the dataloader", arguments=arguments_of(model))
     request = CalibrationRequest(
         target=target,
         config=rules,
-        batches=read_by,
+        batches=Batches(passes.start, "the dataloader", arguments=arguments_of(model)),
         events=follower(),
         findings=read.diagnostics,
         confirm=confirm,
     )
-    with all_or_nothing(model):
-        try:
-            steps.run_calibration(request)
-        except DataError as error:
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
-            remedies = list(layer_remedies(model, cause))
-            if not remedies:
-                raise
-            raise DataError(error.message, help=[*remedies, *frames_of(cause)]) from cause
+    with all_or_nothing(model), _failed_layers(model):
+        steps.run_calibration(request)
+
+
+@contextmanager
+def _failed_layers(model: nn.Module) -> Iterator[None]:
+    """Name the layer in which a call of the model failed, in errors of the code inside."""
+    try:
+        yield
+    except DataError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        remedies = list(layer_remedies(model, cause))
+        if not remedies:
+            raise
+        raise DataError(error.message, help=[*remedies, *frames_of(cause)]) from cause
 
 
 def export(
