@@ -17,7 +17,7 @@ from quantizer.calibration import steps
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.module_target import evaluating
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.request import CalibrationRequest, CalibrationState, Confirm
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
@@ -27,7 +27,6 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
-from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
@@ -131,7 +130,7 @@ class CalibrationSettings:
     """The arguments of `calibrate` except the model, the config and the data.
 
     Attributes:
-        confirm: is called with the request and the plan before calibration, and may raise.
+        confirm: checks the plan before calibration.
     """
 
     seed: int = 0
@@ -144,7 +143,7 @@ class CalibrationSettings:
     resume: bool = False
     memory: int | str | None = None
     events: Events | None = None
-    confirm: Callable[[CalibrationRequest, Plan], None] | None = None
+    confirm: Confirm = lambda request, state: None
 
     def __post_init__(self) -> None:
         for name in ("seed", "batch_size", "subset_len"):
@@ -193,12 +192,6 @@ def calibrate_batches(
         checkpoints = Checkpoints(Path(settings.folder), resume=settings.resume)
     events = follower(settings.events)
 
-    def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-        """Show the plan to the caller, who may raise, and return the state as it is."""
-        if settings.confirm is not None:
-            settings.confirm(request, state.plan)
-        return state
-
     request = CalibrationRequest(
         target=TracedTarget(graph or trace_compared(model, batches, settings.dynamic)),
         config=checked_config,
@@ -209,7 +202,7 @@ def calibrate_batches(
         fast_finetune=finetuning_mode,
         facts=settings.facts,
         findings=config_result.diagnostics,
-        confirm=confirm,
+        confirm=settings.confirm,
         memory=memory,
         dpu_accuracy=settings.dpu_accuracy,
     )

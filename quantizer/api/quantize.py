@@ -24,7 +24,7 @@ from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python, in_python
 from quantizer.api.result import Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
-from quantizer.calibration.request import CalibrationRequest
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, restored_if_refused, run_config
@@ -286,14 +286,16 @@ def _batches(
     return replace(open_batches(model, example, settings), stamp=EXAMPLE_STAMP)
 
 
-def _confirm(checked: CheckedTarget, request: CalibrationRequest, plan: Plan) -> None:
+def _confirm(
+    checked: CheckedTarget, request: CalibrationRequest, state: CalibrationState
+) -> None:
     """Check a plan before the calibration.
 
     Raises:
         UsageError: the target cannot hold the plan, or the plan needs data and there is none.
     """
-    refuse(checked.words, planned_refusals(checked, plan))
-    if request.needs_data(plan) and request.batches.stamp == EXAMPLE_STAMP:
+    refuse(checked.words, planned_refusals(checked, state.plan))
+    if request.needs_data(state.plan) and request.batches.stamp == EXAMPLE_STAMP:
         raise UsageError(
             "the config needs calibration data, and there is none",
             help="give `data`, or a config without static activations and algorithms",
