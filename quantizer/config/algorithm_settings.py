@@ -168,7 +168,7 @@ def settings_of(kind: type[AlgoConfig]) -> dict[str, Setting]:
     Raises:
         ValueError: a setting has no description.
     """
-    settings: dict[str, Setting] = {}
+    settings = {}
     for declared in dataclasses.fields(kind):
         key = declared.name
         if key == "name":

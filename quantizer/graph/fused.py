@@ -131,7 +131,7 @@ def _meeting_groups(
     united: dict[int, set[str]] = {}
     for layers in group_of.values():
         united[id(layers)] = layers
-    groups: list[tuple[str, ...]] = []
+    groups = []
     for layers in united.values():
         in_order = sorted(layers, key=graph.index.__getitem__)
         if len(layers) > 1:

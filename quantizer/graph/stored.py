@@ -250,14 +250,14 @@ def _length_from_json(value: Mapping[str, Any]) -> Length:
 
 
 def _items(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    items: dict[str, Any] = {}
+    items = {}
     for name, value in mapping.items():
         items[name] = _to_json(value)
     return items
 
 
 def _values(items: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+    values = {}
     for name, item in items.items():
         values[name] = _from_json(item)
     return values

@@ -157,7 +157,7 @@ class Parser:
         return value
 
     def _object(self, path: JsonPath) -> JsonObject:
-        members: JsonObject = {}
+        members = {}
         start = self._open()
         while self._next() != "}":
             self._require_more(start, "}")

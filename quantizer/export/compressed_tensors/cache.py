@@ -62,7 +62,7 @@ class CompressedCache:
 
 def cached_keys(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> dict[Key, CachedValue]:
     """Return the keys and values of attentions that are quantized, by layer and role."""
-    keys: dict[Key, CachedValue] = {}
+    keys = {}
     for cached in cached_values(graph):
         key = (cached.layer, cached.role)
         if key in specs:

@@ -95,7 +95,7 @@ class Costs:
 
         Each is the cheapest one if all borders cost some multiple of their estimates.
         """
-        choices: list[frozenset[str]] = []
+        choices = []
         for factor in _FACTORS:
             choice = self._cheapest(factor)
             if choice not in choices:
