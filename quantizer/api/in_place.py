@@ -71,7 +71,8 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     read = read_config(config)
     rules = read.require()
     target = ModuleTarget.of(model)
-    items = _items(() if dataloader is None else dataloader, model)
+    data = () if dataloader is None else dataloader
+    items = _items(data, model)
     passes = _Passes(items, is_repeated=bool(rules.algorithms))
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
