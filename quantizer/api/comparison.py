@@ -48,11 +48,10 @@ class Comparison:
         *,
         calibration_stamp: str | None = None,
     ) -> None:
-        specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
         self.outputs = tables.output_rows(scores.comparison.outputs)
         self.warnings = in_python([warning.to_json() for warning in scores.warnings])
-        self.layers = tables.layer_rows(scores.comparison, specs)
+        self.layers = tables.layer_rows(scores.comparison, calibrated.solution.specs)
         self.passes = scores.passes
         self._scores = scores
         self._stamp = stamp

@@ -415,8 +415,7 @@ def observed_solution(calibration: Calibration) -> Solution:
     """Return scale and zero point of every planned tensor; 1 and 0 for those that have none."""
     plan = calibration.plan
     observers = calibration.observers
-    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
-    groups = tied_layers(plan.graph, specs)
+    groups = tied_layers(plan.graph, plan.specs)
     steps = shared_steps(groups, lambda layer: observers[layer, "weights"])
     tensors = {}
     for key, planned in plan.tensors.items():

@@ -13,9 +13,8 @@ _COMPUTED = "the model computes the weight, and has no place for a rounded one"
 
 def planned_values(checked: CheckedTarget, plan: Plan) -> tuple[str, ...]:
     """Return the layers whose rounded weights a target stores as floats."""
-    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     exporter = exporter_of(checked.target, checked.choices)
-    return exporter.value_layers(plan.graph, specs)
+    return exporter.value_layers(plan.graph, plan.specs)
 
 
 def values_remarks(checked: CheckedTarget, plan: Plan) -> Iterator[str]:

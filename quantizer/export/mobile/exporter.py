@@ -15,7 +15,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.errors import ModelError, VerificationError
 from quantizer.export.acceptance import Outputs, verified_calls
@@ -31,7 +30,7 @@ from quantizer.export.torch_export.coded import ProgramForm, coded_program
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_bytes
 
 _UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
@@ -90,9 +89,7 @@ class MobileExporter(Exporter[MobileFile]):
     engine: ClassVar[MobileEngine]
     form: ClassVar[ProgramForm]
 
-    def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-    ) -> Iterator[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what the engine's kernels cannot hold, and operators that it does not know."""
         yield from self.engine.refusals(graph, specs)
         for node, program in lone_programs(graph, DOUBTFUL):
