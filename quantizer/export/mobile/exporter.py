@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
+from quantizer.config.wording import first_line
 from quantizer.errors import ModelError, VerificationError
 from quantizer.export.acceptance import Outputs, verified_calls
 from quantizer.export.agreement import Kernels, Verification
@@ -173,7 +174,7 @@ class MobileExporter(Exporter[MobileFile]):
             with quiet():
                 written = self.compile(source, path.name)
         except Exception as error:
-            why = str(error).strip().partition("\n")[0]
+            why = first_line(error)
             raise ModelError(
                 f"{self.engine.compiler} cannot compile {deployment.graph.model}: "
                 f"{type(error).__name__}: {why}",
@@ -200,7 +201,7 @@ class MobileExporter(Exporter[MobileFile]):
             except VerificationError:
                 raise
             except Exception as error:
-                why = str(error).strip().partition("\n")[0]
+                why = first_line(error)
                 raise VerificationError(
                     f"{written.name} is not written: {self.engine.name} cannot run it: {why}",
                     help="--deploy pt2 needs no such engine",
