@@ -284,6 +284,14 @@ class _Search:
         factors: Tensor,
         shared_step: float | None,
     ) -> RoundedWeight:
+        """Round the weight of a layer, rescaled by the factors, to nearest.
+
+        Args:
+            name: of the layer.
+            sums: of the inputs of its group, which the factors have divided.
+            factors: float32 [inputs], by which the weight is multiplied.
+            shared_step: the largest step of the layers that share its scale, if there are some.
+        """
         spec = self.task.specs[name, "weights"]
         layer = self.layers[name]
         node = self.task.graph.by_name[name]

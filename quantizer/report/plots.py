@@ -105,6 +105,7 @@ def _add_report(writer: Any, content: JsonMapping) -> None:
 
 
 def _add_histogram(writer: Any, name: str, histogram: JsonMapping) -> None:
+    """Write a histogram of a tensor for TensorBoard."""
     counts = histogram["counts"]
     low = histogram["low"]
     high = histogram["high"]

@@ -203,6 +203,7 @@ def load_evaluate(spec: str, fallback: Directions = BY_NAME) -> Evaluate:
 
 
 def _from_python(spec: str) -> LoadedModel:
+    """Return the model that a file or a module of the user builds."""
     location, name = split_spec(spec)
     if name is None:
         name = "model"
@@ -384,6 +385,7 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
 
 
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
+    """Return the model of a Hugging Face folder."""
     if not (folder / HUGGING_FACE_CONFIG).is_file() and (folder / _ADAPTER).is_file():
         raise ModelError(
             f"{folder} holds an adapter of PEFT, not a whole model",

@@ -38,6 +38,7 @@ def _partial_groups(size: int, features: int, remedy: str) -> Reason:
 
 
 def _format_refusal(spec: QuantizationSpec) -> Reason | None:
+    """Return why the format lacks the spec of a weight, with a remedy; None if it has it."""
     is_along_inputs = spec.ch_axis == 1
     if spec.dtype == "fp4":
         is_known = (spec.group_size, spec.scale_type) in FP4_FORMATS

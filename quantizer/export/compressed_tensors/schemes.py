@@ -122,6 +122,7 @@ def is_symmetric(spec: QuantizationSpec) -> bool:
 
 
 def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
+    """Return the entry of the config that says how a weight is quantized."""
     has_groups = spec.qscheme == "per_group" and scale.shape[-1] > 1
     if spec.scale_type == "e8m0":
         has_groups = True

@@ -182,6 +182,14 @@ def _read_with_offset(
     *,
     is_parameter: bool,
 ) -> TensorEncoding:
+    """Read an entry of a version with an offset for each scale.
+
+    Args:
+        entry: of one tensor.
+        shape: of the tensor.
+        axis: that of the channels.
+        is_parameter: whether it is a weight or a bias.
+    """
     scale = np.array(entry["scale"], np.float64)
     offset = np.array(entry["offset"], np.int64)
     block_size = entry.get("block_size")

@@ -48,6 +48,7 @@ def encoded_bits(spec: QuantizationSpec) -> int:
 
 
 def _activation_reason(spec: QuantizationSpec) -> Reason | None:
+    """Return why encodings lack the spec of an activation, with a remedy; None if not."""
     if spec.is_dynamic:
         return (
             "has a dynamic range, and encodings have fixed ones",

@@ -100,6 +100,7 @@ class MobileEngine:
         return Kernels(tuple(integer), floating)
 
     def _activation_reason(self, spec: QuantizationSpec, node: Node) -> _Reason | None:
+        """Return why the engine cannot run an activation, with a remedy; None if it can."""
         if node.is_float and node.dtype != torch.float32:
             dtype = str(node.dtype).removeprefix("torch.")
             return f"is computed in {dtype}", "convert the model to float32"
@@ -122,6 +123,7 @@ class MobileEngine:
         return None
 
     def _weight_reason(self, spec: QuantizationSpec, axis: int) -> _Reason | None:
+        """Return why the engine cannot hold a weight, with a remedy; None if it can."""
         if spec.dtype != "int" or spec.bit_width > 8:
             return (
                 f"is {_format_of(spec)}, and {self.name} multiplies int8",

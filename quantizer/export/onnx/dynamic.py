@@ -148,6 +148,7 @@ def _rounded(
     spec: QuantizationSpec,
     x: ir.Value,
 ) -> _Rounded:
+    """Add nodes that round a value with a scale that they compute from it."""
     low, high = _range(builder, spec, x)
     scale = _scale(builder, spec, low, high)
     units = builder.add("Div", x, scale)

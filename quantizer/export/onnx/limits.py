@@ -60,6 +60,7 @@ def float8_key_refusals(
 
 
 def _activation_reasons(limits: Limits, spec: QuantizationSpec) -> Iterator[Reason]:
+    """Yield why an engine cannot hold the spec of an activation, each with a remedy."""
     if spec.dtype == "float32":
         return
     if spec.dtype != "int":
@@ -113,6 +114,7 @@ def _weight_reasons(
     spec: QuantizationSpec,
     input_spec: QuantizationSpec | None,
 ) -> Iterator[Reason]:
+    """Yield why an engine cannot hold the spec of a weight, each with a remedy."""
     if spec.dtype != "int" or spec.bit_width > _WEIGHT_BITS:
         kind = f"has {spec.bit_width} bits" if spec.dtype == "int" else f"is {spec.dtype}"
         yield f"{kind}; {limits.engine} takes int8", f"set it to int8, or {_FLOAT_HELP}"
