@@ -95,7 +95,7 @@ def calibrate(
         ModelError: the model cannot be traced, fixes `dynamic`, or has NaN or Inf as weights.
         DataError: there is no data, or the model cannot take it.
         ResultError: another run uses `folder`, or it has links among its files.
-        UsageError: `memory` or `dynamic` is not a size, or the config excludes an argument.
+        UsageError: an argument cannot be used, alone or with this data or config.
 
     >>> import torch, quantizer
     >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
@@ -312,6 +312,11 @@ def open_batches(
         raise DataError(
             "data is None",
             help="give a list of batches, a DataLoader, or a function that returns one",
+        )
+    if settings.batch_size is not None and not isinstance(data, str):
+        raise UsageError(
+            "batch_size is for data that a text names, and these batches have their sizes",
+            help="leave `batch_size` out, or set it where the batches are made",
         )
     if is_synthetic(data):
         return _synthetic_data(str(data), model, settings)

@@ -6,6 +6,8 @@ from typing import Any
 
 from quantizer.api.python_words import PythonEvents
 from quantizer.calibration.events import Events, LoggedEvents, RunStage
+from quantizer.config.wording import a_kind
+from quantizer.errors import UsageError
 from quantizer.report.page.html import Markup, element
 from quantizer.report.view import Listing
 
@@ -16,8 +18,13 @@ def follower(events: Events | None = None) -> Events:
     """Return what shows a run: the user's `events`, bars and log records in a notebook, or log
     records. Messages name arguments of Python.
     """
-    if events is not None:
+    if events is not None and hasattr(events, "started"):
         return PythonEvents(events)
+    if events is not None:
+        raise UsageError(
+            f"events is {a_kind(events)}, not a quantizer.calibration.events.Events",
+            help="write a subclass of it, with its method `message` for example",
+        )
     if in_notebook():
         return PythonEvents(NotebookBars(), LoggedEvents())
     return PythonEvents(LoggedEvents())
