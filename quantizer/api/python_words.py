@@ -21,24 +21,27 @@ _PHRASES = {
     "--overwrite": "overwrite=True",
     "--resume": "resume=True",
 }
+_SAME_NAMES = (
+    *CHOICES,
+    "batch_size",
+    "data",
+    "dpu_accuracy",
+    "dynamic",
+    "evaluate",
+    "fast_finetune",
+    "max_mb",
+    "memory",
+    "model",
+    "seed",
+    "subset_len",
+    "to",
+)
 ARGUMENTS = {
-    **dict(zip(CHOICES, CHOICES, strict=True)),
-    "batch_size": "batch_size",
+    **{name: name for name in _SAME_NAMES},
     "config_file": "config",
-    "data": "data",
     "deploy": "target",
-    "dpu_accuracy": "dpu_accuracy",
-    "dynamic": "dynamic",
     "eval_data": "evaluation_data",
-    "evaluate": "evaluate",
-    "fast_finetune": "fast_finetune",
-    "max_mb": "max_mb",
-    "memory": "memory",
-    "model": "model",
     "output_dir": "folder",
-    "seed": "seed",
-    "subset_len": "subset_len",
-    "to": "to",
 }
 """The arguments of Python by option of the shell. Other options have none."""
 _words = {"calib", "test", *LEVELS, *FINETUNE_MODES, *EXPORTERS, *DESTINATIONS}
@@ -91,12 +94,14 @@ def _argument(match: re.Match[str]) -> str:
     if match[0] in _PHRASES:
         return _PHRASES[match[0]]
     if option not in ARGUMENTS:
-        return f"the shell's `{option}`" + (f" {values}" if values else "")
+        return match[0].replace(f"--{option}", f"the shell's `{option}`")
     name = ARGUMENTS[option]
     if values is None:
         return f"`{name}`"
-    is_number = values.replace(".", "").isdecimal() and name not in CHOICES
-    return f"{name}={values if is_number else re.sub(_VALUE, _quoted, values)}"
+    # The values of a target's options are texts
+    if name in CHOICES or not values.replace(".", "").isdecimal():
+        values = re.sub(_VALUE, _quoted, values)
+    return f"{name}={values}"
 
 
 def _quoted(match: re.Match[str]) -> str:
