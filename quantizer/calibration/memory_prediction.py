@@ -209,7 +209,7 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
 
 def remedies(graph: Graph) -> list[str]:
     """Return what takes less memory."""
-    texts = ["use smaller batches"]
+    texts = ["use a smaller --batch_size"]
     if not graph.is_deferred:
         texts.append("give a Hugging Face folder, whose weights stay in their files")
     return texts

@@ -538,7 +538,7 @@ def test_from_init_to_a_file_on_the_shell(
     assert "--deploy gguf can express all tensors" in capsys.readouterr().out
     assert run_command(["--quant_mode", "calib", "--config_file", "q5.json", *run]) == 0
     figures = []
-    for more in ([], ["--deploy", "gguf", "gguf_template", "base.gguf"]):
+    for more in ([], ["--deploy", "gguf", "--gguf_template", "base.gguf"]):
         assert run_command(["--quant_mode", "test", *run, *more]) == 0
         figures.append(
             json.loads((tmp_path / "quantize_result" / "report.json").read_text())["metrics"][
@@ -550,5 +550,5 @@ def test_from_init_to_a_file_on_the_shell(
     said = capsys.readouterr().out
     assert "LlamaForCausalLM.gguf" in said
     assert "outputs differ by at most 0, 100.00% are equal" in said
-    assert run_command(["--quant_mode", "test", *run, "gguf_template", "base.gguf"]) == 2
+    assert run_command(["--quant_mode", "test", *run, "--gguf_template", "base.gguf"]) == 2
     assert "--gguf_template is only for --deploy gguf" in capsys.readouterr().err
