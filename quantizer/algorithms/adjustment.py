@@ -167,7 +167,7 @@ class Task:
     @cached_property
     def tied(self) -> dict[str, tuple[str, ...]]:
         """Return for each layer whose scale is not its own all layers that share it."""
-        groups = {}
+        groups: dict[str, tuple[str, ...]] = {}
         for group in tied_layers(self.graph, self.specs):
             groups.update(dict.fromkeys(group, group))
         return groups

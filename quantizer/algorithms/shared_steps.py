@@ -16,7 +16,7 @@ def shared_steps(
         groups: the layers whose weights share a scale.
         observer_of: returns the observer that has seen the weight of a layer.
     """
-    steps = {}
+    steps: dict[str, float] = {}
     for group in groups:
         largest = 0.0
         for layer in group:

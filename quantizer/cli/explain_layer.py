@@ -89,7 +89,7 @@ def _values(
     for field, origin in tensor.origins.items():
         if tensor.spec.is_scaled or field == "dtype":
             origins[field] = origin
-    values = {}
+    values: dict[str, tuple[Any, str]] = {}
     default_fields = set()
     for field, origin in origins.items():
         if origin not in document.paths_at:

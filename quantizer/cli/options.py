@@ -379,7 +379,7 @@ class Options:
     @property
     def target_choices(self) -> dict[str, str]:
         """Return the settings of the targets of --deploy."""
-        settings = {}
+        settings: dict[str, str] = {}
         for name, choice in CHOICES.items():
             settings[name] = getattr(self, name) or choice.default
         return settings

@@ -170,7 +170,7 @@ def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
 def _rows(folder: CalibratedFolder, result: RetunedFolder) -> list[dict[str, object]]:
     """Return the columns of each tensor."""
     entries, _ = result.entries
-    rows = []
+    rows: list[dict[str, object]] = []
     for (layer, role), entry in entries.items():
         row = {
             "layer": layer,

@@ -168,7 +168,7 @@ def settings_of(kind: type[AlgoConfig]) -> dict[str, Setting]:
     Raises:
         ValueError: a setting has no description.
     """
-    settings = {}
+    settings: dict[str, Setting] = {}
     for declared in dataclasses.fields(kind):
         key = declared.name
         if key == "name":

@@ -196,7 +196,7 @@ def _tied_rows(plan: Plan, candidates: Sequence[Candidate]) -> list[list[int]]:
     numbers: dict[str, int] = {}
     for number, candidate in enumerate(candidates):
         numbers.update(dict.fromkeys(candidate.layers, number))
-    tied = []
+    tied: list[list[int]] = []
     experts = tuple(node.name for node in plan.graph.nodes if node.row.experts)
     for group in (*fused_layers(plan.graph), experts):
         rows = {numbers[layer] for layer in group if layer in numbers}

@@ -14,7 +14,7 @@ def never_measured_metrics(graph: Graph) -> Reasons:
     if any(node.dtype is None for node in outputs):
         return {}
     floats = [node for node in outputs if _is_floating(node)]
-    reasons = {}
+    reasons: Reasons = {}
     if not floats:
         why = "the model returns no floating-point values"
         reasons["sqnr_db"] = why
@@ -39,7 +39,7 @@ def not_measured_by_targets(first: Batch, graph: Graph | None = None) -> Reasons
     if target is None:
         why = "the data has no targets, and there is no evaluate()"
         return {"top1": why, "perplexity": why}
-    reasons = {}
+    reasons: Reasons = {}
     if target.is_floating_point() or target.dim() != 1:
         why = "the targets are not one class per sample, and there is no evaluate()"
         reasons["top1"] = why

@@ -105,7 +105,7 @@ class Score:
 
     def metrics(self) -> dict[str, float]:
         """Return top-1 accuracy on labelled samples, perplexity on text."""
-        metrics = {}
+        metrics: dict[str, float] = {}
         if self.labelled:
             metrics["top1"] = self.correct / self.labelled
         if self.loss.tokens:
@@ -165,7 +165,7 @@ class NetworkComparison:
         have the lowest share of equal values instead, and so have constants if no output has an
         SQNR.
         """
-        metrics = {}
+        metrics: dict[str, float] = {}
         kinds = ["integer"]
         lowest = worst(self.outputs)
         cosine = lowest_cosine(self.outputs)

@@ -196,7 +196,7 @@ def _by_output(
         for output in outputs:
             names += [part.name for part in output.parts]
         return dict.fromkeys(names, _NOT_COMPARABLE_DB)
-    ratios = {}
+    ratios: dict[str, float] = {}
     for measured in figures:
         highest = -math.inf
         for part in measured.leaves:

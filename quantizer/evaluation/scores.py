@@ -148,7 +148,7 @@ def metrics_of_both(
         pairs: as `{"top1": {"float": …, "quantized": …}}`.
         directions: of the metrics.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, pair in pairs.items():
         before = pair["float"]
         after = pair["quantized"]

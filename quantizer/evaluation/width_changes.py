@@ -38,7 +38,7 @@ def chosen_specs(
 
 
 def _specs_of_layer(plan: Plan, name: str) -> dict[Role, QuantizationSpec]:
-    specs = {}
+    specs: dict[Role, QuantizationSpec] = {}
     for tensor in plan.tensors.values():
         if name in tensor.members:
             role = base_role(tensor.role)

@@ -81,7 +81,7 @@ def measured_choices(
     uniform = uniform_choice(analysis, budget)
     if uniform is not None:
         choices["uniform"] = uniform
-    measured = {}
+    measured: dict[str, MeasuredChoice] = {}
     for label, choice in choices.items():
         noise = measured_noise(plan, analysis, choice, batches)
         measured[label] = MeasuredChoice(choice, noise)
@@ -133,7 +133,7 @@ def _row_groups(analysis: Analysis) -> list[Sequence[int]]:
     for rows in analysis.tied:
         first_of[rows[0]] = rows
         tied.update(rows)
-    groups = []
+    groups: list[Sequence[int]] = []
     for number in range(len(analysis.rows)):
         if number in first_of:
             groups.append(first_of[number])

@@ -134,7 +134,7 @@ class Verification:
 
         JSON has no infinity, so an infinite SQNR is left out.
         """
-        content = {}
+        content: dict[str, Any] = {}
         for name, value in vars(self).items():
             is_empty = value in (None, math.inf, -math.inf, (), "")
             if name not in ("speed", "parts") and not is_empty:

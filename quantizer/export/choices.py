@@ -19,7 +19,7 @@ def checked_choices(options: Mapping[str, Any], target: str) -> dict[str, str]:
     Raises:
         UsageError: one is something else, or is refused by `require_choices`.
     """
-    texts = {}
+    texts: dict[str, str] = {}
     for name, value in options.items():
         _require_known(name)
         if not isinstance(value, (str, os.PathLike)):

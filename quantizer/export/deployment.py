@@ -210,7 +210,7 @@ class Deployment:
     @cached_property
     def part_steps(self) -> dict[str, float]:
         """Return the distance of two codes of outputs and parts with one scale, by name."""
-        steps = {}
+        steps: dict[str, float] = {}
         for output, whole in zip(self.outputs, self.steps, strict=True):
             for part in output.parts:
                 step = whole
@@ -287,7 +287,7 @@ def _asked_lengths(graph: Graph) -> list[Length]:
 
 def _open_sizes(graph: Graph) -> dict[str, str]:
     """Return which sizes a network takes, as `8 or more in steps of 4`, by their names."""
-    sizes = {}
+    sizes: dict[str, str] = {}
     for length in _asked_lengths(graph):
         accepted = str(length)
         sizes[length.name] = accepted

@@ -104,7 +104,7 @@ def load(path: Path) -> dict[str, Tensor]:
     Raises:
         ResultError: the file is missing, damaged, or not written by this exporter.
     """
-    parameters = {}
+    parameters: dict[str, Tensor] = {}
     for name, tensor in _decoded(path).items():
         parameters[name] = tensor.load()
     return parameters
@@ -193,7 +193,7 @@ def _sum(summands: Sequence[DeferredTensor]) -> Tensor:
 
 def _parameters(network: Network) -> dict[str, Tensor]:
     """Return the parameters and buffers of each layer, except those of its quantizers."""
-    parameters = {}
+    parameters: dict[str, Tensor] = {}
     for layer, module in network.layers.items():
         for key, tensor in module.state_dict().items():
             if not key.startswith("quantizers."):

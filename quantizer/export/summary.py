@@ -59,7 +59,7 @@ def _checks(target: str, verified: Verification) -> list[dict[str, Any]]:
     """
     reader = EXPORTERS[target].reader
     session = verified.default_session
-    rows = []
+    rows: list[dict[str, Any]] = []
     if session is not None:
         sentences = [session.figures()]
         if session.kernels is not None:

@@ -40,7 +40,7 @@ def layers_to_leave(name: str, choices: Mapping[str, str]) -> Callable[[Plan], d
 
     def to_leave(plan: Plan) -> dict[str, str]:
         """Return the layers of a plan to leave in float, with the reasons."""
-        reasons = {}
+        reasons: dict[str, str] = {}
         for refusal in planned_refusals(checked, plan):
             if refusal.role != "weights":
                 continue

@@ -65,7 +65,7 @@ def computed_parts(
     if not any(_keeps_channels_apart(graph.by_name[name]) for name in readers):
         return {}
     walk = _PartNumbers(graph)
-    runs = {}
+    runs: dict[str, Runs] = {}
     for node in graph.nodes:
         if node.name in origins:
             walk.start(node, origins[node.name])

@@ -48,7 +48,7 @@ def _tensors_of_module(program: ExportedProgram) -> dict[fx.Node, str]:
     for spec in program.graph_signature.input_specs:
         if spec.kind != InputKind.USER_INPUT:
             paths[spec.arg.name] = str(spec.target)
-    owned = {}
+    owned: dict[fx.Node, str] = {}
     for node in program.graph.find_nodes(op="placeholder"):
         if node.name in paths:
             owned[node] = paths[node.name]

@@ -131,7 +131,7 @@ def _meeting_groups(
     united: dict[int, set[str]] = {}
     for layers in group_of.values():
         united[id(layers)] = layers
-    groups = []
+    groups: list[tuple[str, ...]] = []
     for layers in united.values():
         in_order = sorted(layers, key=graph.index.__getitem__)
         if len(layers) > 1:

@@ -116,7 +116,7 @@ class Node:
 
         These are its input, and for experts the assignment of rows to experts.
         """
-        names = {}
+        names: dict[str, str] = {}
         for key, value in self.inputs.items():
             is_operand = key == "input" or self.row.experts
             if is_operand and isinstance(value, Ref):
@@ -128,7 +128,7 @@ class Node:
 
         The roles are "input" for the first argument, then "input_1", "input_2", …
         """
-        roles = {}
+        roles: dict[str, str] = {}
         for index, value in enumerate(self.inputs.values()):
             role = f"input_{index}" if index else "input"
             if isinstance(value, Ref):
@@ -217,7 +217,7 @@ class Graph:
     @cached_property
     def index(self) -> dict[str, int]:
         """Return the place of each node in execution order."""
-        indices = {}
+        indices: dict[str, int] = {}
         for index, node in enumerate(self.nodes):
             indices[node.name] = index
         return indices

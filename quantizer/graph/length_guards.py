@@ -84,7 +84,7 @@ class LengthTrace(GuardedTrace):
 
     def _traced_lengths(self, guard: Guard) -> dict[str, int]:
         """Return what the lengths in a guard were in the trace, by torch's symbol."""
-        lengths = {}
+        lengths: dict[str, int] = {}
         for (leaf, axis), symbol in self.symbols.items():
             if axis and symbol in guard.symbols:
                 lengths[symbol] = self._shapes[leaf][axis]

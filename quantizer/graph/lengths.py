@@ -104,7 +104,7 @@ def length_axes(call: Any) -> list[tuple[int, ...]]:
     """
     leaves = pytree.tree_leaves(call)
     sizes = {leaf.shape[1] for leaf in leaves if _is_tokens(leaf)}
-    axes = []
+    axes: list[tuple[int, ...]] = []
     for leaf in leaves:
         shape = leaf.shape if _may_have_length(leaf) else ()
         axes.append(tuple(axis for axis in range(1, len(shape)) if shape[axis] in sizes))
@@ -125,7 +125,7 @@ def _may_have_length(leaf: Any) -> bool:
 
 def size_axes(call: Any, names: Collection[str]) -> list[tuple[int, ...]]:
     """Return for each leaf of a call the axes that have one of the sizes in `AXES`."""
-    axes = []
+    axes: list[tuple[int, ...]] = []
     for leaf in pytree.tree_leaves(call):
         of_leaf = []
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -215,7 +215,7 @@ def symbol_sizes(
     """Return the values of torch's symbols, without the batch's, in a call whose leaves have
     these shapes.
     """
-    sizes = {}
+    sizes: dict[Any, int] = {}
     for symbol, axes in axes_of_symbols(program).items():
         leaf, axis = axes[0]
         sizes[symbol] = shapes[leaf][axis]

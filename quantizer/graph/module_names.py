@@ -60,7 +60,7 @@ def path_names(graph: Graph) -> dict[str, str]:
         if weight is not None:
             weights[node.name] = weight
             weights_of_module[path].add(weight)
-    names = {}
+    names: dict[str, str] = {}
     for name, path in paths.items():
         with_operator, without_operator = call_paths(name, path)
         is_unique = len(operators[path]) == 1 and path not in parents
@@ -146,7 +146,7 @@ class BlockNames:
         if exact in self._layers:
             return {self._path: self._layers[exact]}
         ending = f".{name}"
-        layers = {}
+        layers: dict[str, list[str]] = {}
         for path, nodes in self._layers.items():
             if path.endswith(ending):
                 layers[path.removesuffix(ending)] = nodes

@@ -281,7 +281,7 @@ def uncovered_modules(
     dimensions that no node covers.
     """
     covered = {node.scope for node in graph.nodes if node.params}
-    classes = {}
+    classes: dict[str, str] = {}
     for path, module in model.named_modules():
         weights = [value for value in module.parameters(recurse=False) if not is_lazy(value)]
         if path not in covered and any(weight.dim() > 1 for weight in weights):

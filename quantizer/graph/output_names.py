@@ -157,7 +157,7 @@ def output_leaves(graph: Graph) -> list[tuple[str, str]]:
     names = graph.output_names
     if len(names) != len(leaves):
         names = leaf_names(graph.output)
-    tensors = []
+    tensors: list[tuple[str, str]] = []
     for name, leaf in zip(
         names,
         leaves,

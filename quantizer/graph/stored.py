@@ -251,14 +251,14 @@ def _length_from_json(value: Mapping[str, Any]) -> Length:
 
 
 def _items(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    items = {}
+    items: dict[str, Any] = {}
     for name, value in mapping.items():
         items[name] = _to_json(value)
     return items
 
 
 def _values(items: Mapping[str, Any]) -> dict[str, Any]:
-    values = {}
+    values: dict[str, Any] = {}
     for name, item in items.items():
         values[name] = _from_json(item)
     return values

@@ -132,7 +132,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     names = ["a", "b", "c"]
     if schema:
         names = [argument.name for argument in schema.arguments]
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for name, value in (
         *zip(
             names,

@@ -106,7 +106,7 @@ def _info(file: OpenFile) -> dict[str, Any]:
 def _digests(index: OpenFile) -> dict[str, str]:
     """Return the sha256 of each file of tensors from which a network is filled."""
     files = _info(index)["header"]["files"]
-    digests = {}
+    digests: dict[str, str] = {}
     for name in _FILES_OF_TENSORS:
         for shard in tensor_files_of(name, files):
             digests[shard] = files[shard]
@@ -115,7 +115,7 @@ def _digests(index: OpenFile) -> dict[str, str]:
 
 def _load_tensors(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
     """Return the tensors of `name`, which may be split into several files."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for shard in tensor_files_of(name, opened.names):
         for key, tensor in deferred_file(opened[shard]).items():
             tensors[key] = tensor.load()

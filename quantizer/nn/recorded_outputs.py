@@ -89,7 +89,7 @@ def _copied(output: Any) -> Any:
 
 def _versions(network: nn.Module) -> list[tuple[int, ...]]:
     """Return what changes if a parameter or buffer is replaced or changed in place."""
-    versions = []
+    versions: list[tuple[int, ...]] = []
     for tensor in (*network.parameters(), *network.buffers()):
         version: tuple[int, ...] = (id(tensor),)
         # A tensor in a file cannot be changed in place

@@ -41,7 +41,7 @@ def planned_values(rules: Sequence[MatchedRule], graph: Graph) -> dict[Key, Plan
         strongest.update(dict.fromkeys(row.match.keys, row))
     if not strongest:
         return {}
-    planned = {}
+    planned: dict[Key, PlannedValue] = {}
     for cached in cached_values(graph):
         key = (cached.layer, cached.role)
         if key in strongest:

@@ -98,7 +98,7 @@ def _with_comment(fitted: FittedConfig) -> JsonObject:
     """
     if not fitted.changes:
         return fitted.document
-    commented = {}
+    commented: JsonObject = {}
     for key, value in fitted.document.items():
         commented[key] = value
         if key == _COMMENT:

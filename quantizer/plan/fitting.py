@@ -244,7 +244,7 @@ def eight_bits(spec: QuantizationSpec) -> QuantizationSpec:
 
 def _ordered(document: Mapping[str, object]) -> JsonObject:
     """Return a document with the blocks of layers behind the global one, as in the presets."""
-    ordered = {}
+    ordered: JsonObject = {}
     for key, value in document.items():
         if key not in _LEVELS:
             ordered[key] = value

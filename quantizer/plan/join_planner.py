@@ -43,7 +43,7 @@ class JoinPlanner:
         """Return tensors for parts of joins that are observed though they are not quantized on
         their own. They have the spec of the whole.
         """
-        parts = {}
+        parts: dict[Key, TensorPlan] = {}
         for join in (*open_joins(self.layout).values(), *self.layout.blends.values()):
             whole = self._whole(join)
             if whole is None or join.is_single:

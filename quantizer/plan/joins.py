@@ -46,7 +46,7 @@ def open_joins(where: Layout) -> dict[str, Join]:
     Calibration decides on those that products read. For those that have one scale anyway it
     reports the cost of that.
     """
-    by_point = {}
+    by_point: dict[str, Join] = {}
     for join in where.joins.values():
         if join.products or join.is_single:
             by_point[join.group.point] = join
@@ -57,7 +57,7 @@ def parts_to_observe(joins: Iterable[Join]) -> dict[str, Group]:
     """Return the parts of joins that are not quantized on their own, but observed, by where
     they would be.
     """
-    parts = {}
+    parts: dict[str, Group] = {}
     for join in joins:
         if join.is_single:
             for part in join.alone:
@@ -161,7 +161,7 @@ def lost_bits(
             those of zeros, and those in a format with an exponent.
     """
     whole = widths.get(join.single or join.inputs[0])
-    lost = {}
+    lost: dict[str, float] = {}
     for key in join.sources:
         if key in widths and whole is not None:
             lost[part_name(key)] = round(max(0.0, math.log2(whole / widths[key])), 3)

@@ -139,7 +139,7 @@ def with_finest_position(spec: QuantizationSpec, device: str) -> QuantizationSpe
 
 def field_origins(sources: Mapping[str, Sourced]) -> dict[str, str]:
     """Return where the value of each field of a spec came from."""
-    origins = {}
+    origins: dict[str, str] = {}
     for name in _SPEC_FIELDS:
         if name in sources:
             origins[name] = sources[name].origin

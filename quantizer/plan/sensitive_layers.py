@@ -115,7 +115,7 @@ def _makers(graph: Graph) -> dict[str, frozenset[str]]:
     A join has those of its parts. A value that is computed from those of several layers, such
     as the sum of a residual connection, has none, and neither has that of a normalization.
     """
-    makers = {}
+    makers: dict[str, frozenset[str]] = {}
     constants = derived_layers(graph)
     for node in graph.nodes:
         if node.is_multiplying:

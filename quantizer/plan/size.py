@@ -92,7 +92,7 @@ def alive_bytes(
             name,
             batch_size,
         )
-    alive = {}
+    alive: dict[str, tuple[int, int]] = {}
     current = 0
     for index, node in enumerate(graph.nodes):
         during = current + value_bytes(graph, node.name, batch_size)

@@ -370,7 +370,7 @@ def _float_structure(graph: Graph) -> dict[str, tuple[Any, ...]]:
     quantized.
     """
     float_nodes = {node.name: node for node in graph.nodes if node.is_float}
-    structure = {}
+    structure: dict[str, tuple[Any, ...]] = {}
     for name, node in float_nodes.items():
         inputs = tuple(ref for ref in node.refs() if ref in float_nodes)
         parameters = tuple(node.params.items())

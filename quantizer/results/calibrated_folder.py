@@ -258,7 +258,7 @@ class CalibratedFolder:
 
 
 def _specs(entries: _Entries) -> dict[Key, QuantizationSpec]:
-    specs = {}
+    specs: dict[Key, QuantizationSpec] = {}
     for layer, roles in entries.items():
         for role, entry in roles.items():
             specs[layer, role] = QuantizationSpec(**entry["spec"])

@@ -140,7 +140,7 @@ class Checkpoint:
         """
         files: dict[str, dict[str, DeferredTensor]] = {}
         restored: dict[tuple[str, str], Tensor] = {}
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, place in places.items():
             digest, stored_name, device, is_deferred = place
             if digest not in files:

@@ -216,7 +216,7 @@ def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
 
     It is the inverse of `write.joins_entry`. JSON has lists where the classes have tuples.
     """
-    decisions = {}
+    decisions: dict[str, JoinDecision] = {}
     for name, entry in header["joins"].items():
         left = []
         for layer, roles in entry["left"].items():

@@ -211,7 +211,7 @@ class RetunedFolder:
         """Return the tensors of plan.json, with the new specs and with origins in the new
         text.
         """
-        entries = {}
+        entries: dict[Key, JsonObject] = {}
         for key, planned in self._folder.planned.items():
             origins: dict[str, str] = {}
             for field, origin in planned["origins"].items():

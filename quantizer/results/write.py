@@ -326,7 +326,7 @@ def _joins_entries(
     solution: Solution,
 ) -> dict[str, Any]:
     """Return the entries of all joins in the header, by the name of the join."""
-    entries = {}
+    entries: dict[str, Any] = {}
     for name, decision in solution.joins.items():
         left = _left_entries(calibration, modules, decision)
         entries[name] = joins_entry(decision, left)

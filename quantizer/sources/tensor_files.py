@@ -232,7 +232,7 @@ def _read_npz(path: Path) -> NamedTensors:
     except _ZIP_ERRORS as cause:
         text = f"it is truncated or not an npz archive ({cause})"
         raise _UnreadableError(text, _AGAIN) from cause
-    named = {}
+    named: NamedTensors = {}
     for name, content in members.items():
         named[name.removesuffix(".npy")] = _read_array(io.BytesIO(content))
     return named

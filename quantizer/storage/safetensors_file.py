@@ -73,7 +73,7 @@ def deferred_file(path: Path | OpenFile) -> dict[str, DeferredTensor]:
         entries = sorted(_parse_entry(name, fields) for name, fields in header.items())
     except (ValueError, KeyError, TypeError) as error:
         raise SafetensorError(f"its header is damaged: {error}") from error
-    tensors = {}
+    tensors: dict[str, DeferredTensor] = {}
     previous_end = 0
     data_size = file.size - data_start
     # The data of the tensors must be adjacent: the format allows no gaps and no overlaps

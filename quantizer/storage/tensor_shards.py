@@ -37,7 +37,7 @@ def write_shards(
     if len(shards) == 1:
         digest = write_tensors(path, tensors, metadata)
         return {path.name: digest}
-    digests = {}
+    digests: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = shard_name(path.name, number, len(shards))

@@ -174,7 +174,7 @@ def _overall(
     """
     if _is_cast(wide["datatype"]) and not stated:
         return {"datatype": wide["datatype"]}
-    members = {}
+    members: JsonObject = {}
     if "datatype" not in stated and any(map(_is_cast, datatypes)):
         members["datatype"] = "int"
     for word in missing:

@@ -158,7 +158,7 @@ class Parser:
         return value
 
     def _object(self, path: JsonPath) -> JsonObject:
-        members = {}
+        members: JsonObject = {}
         start = self._open()
         while self._next() != "}":
             self._require_more(start, "}")

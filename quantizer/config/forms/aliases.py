@@ -113,7 +113,7 @@ class _CanonicalCopy:
         old: JsonPath,
         new: JsonPath,
     ) -> JsonObject:
-        members = {}
+        members: JsonObject = {}
         for key, item in value.items():
             word = other_spelling(key, new)
             # With both spellings, each stays

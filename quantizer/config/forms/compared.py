@@ -28,7 +28,7 @@ def compare_configs(
         )
     before = dict(_leaves(resolved_document(first)))
     after = dict(_leaves(resolved_document(second)))
-    differences = {}
+    differences: dict[str, tuple[Any, Any]] = {}
     for pointer in before | after:
         values = (before.get(pointer), after.get(pointer))
         if values[0] != values[1]:

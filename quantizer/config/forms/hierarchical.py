@@ -109,7 +109,7 @@ class HierarchicalLevel:
         inherited = self.inherited(role).fields()
         merged = self.merged(role).fields()
         dtype_place = stated["dtype"].place if "dtype" in stated else None
-        fields = {}
+        fields: dict[str, Sourced] = {}
         for name, default in QuantizationSpec().to_json().items():
             sourced = merged.get(name, Sourced(default, dtype_place))
             before = inherited.get(name, Sourced(default))

@@ -201,7 +201,7 @@ class Words:
 
     def _number(self) -> dict[str, Sourced]:
         """Return the fields of the number format and of rounding."""
-        fields = {}
+        fields: dict[str, Sourced] = {}
         if self.dtype in INTEGERS:
             source = self.raw["dtype"]
             bits, is_signed = INTEGERS[self.dtype]
@@ -261,7 +261,7 @@ class Words:
                 break
         if self.is_per_token:
             return {"qscheme": _mapped(source, "per_token")}
-        fields = {}
+        fields: dict[str, Sourced] = {}
         if scheme != "per_tensor" or "qscheme" in self.raw:
             fields["qscheme"] = _mapped(source, scheme)
         if scheme in ("per_channel", "per_group") and "ch_axis" in self.raw:
@@ -288,7 +288,7 @@ class Words:
 
         Parameters do not change, so their range is found once, even if `is_dynamic` is set.
         """
-        fields = {}
+        fields: dict[str, Sourced] = {}
         is_parameter = self.role in PARAMETERS
         if "is_dynamic" in self.raw and not is_parameter:
             fields["is_dynamic"] = self.raw["is_dynamic"]

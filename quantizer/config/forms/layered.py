@@ -196,7 +196,7 @@ class _Translator(ValidDocument):
         return frozenset(role for role in ROLES if role in words)
 
     def _block(self, *path: str | int) -> dict[str, Sourced]:
-        block = {}
+        block: dict[str, Sourced] = {}
         for word, name in FIELDS.items():
             value = self.get(*path, word)
             if value is None:

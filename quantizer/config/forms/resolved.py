@@ -51,7 +51,7 @@ def _algorithm_lists(
     """Return the lists of algorithms that are not empty, each with all its settings as they
     took effect.
     """
-    lists = {}
+    lists: JsonObject = {}
     for key in keys:
         entries = _passes(config.document.get(key))
         for algorithm in config.algorithms:
@@ -106,7 +106,7 @@ def _cache(document: JsonObject) -> JsonObject:
 
 
 def _level(level: JsonMapping, *, is_global: bool) -> JsonObject:
-    specs = {}
+    specs: JsonObject = {}
     for key in ROLE_OF:
         spec = level.get(key)
         specs[key] = _spec(spec, is_global) if spec else None

@@ -245,7 +245,7 @@ def _idle(scopes: list[_Scope]) -> Diagnostics:
 def _unread(scope: _Scope) -> dict[str, str]:
     """Return the stated keys that have no effect in this scope, and why."""
     dtype = scope.dtype
-    unread = {}
+    unread: dict[str, str] = {}
     if dtype in CAST_ONLY:
         for key, sourced in scope.raw.items():
             if key != "dtype" and sourced.value != "PlaceholderObserver":

@@ -62,7 +62,7 @@ class CompressedCache:
 
 def cached_keys(graph: Graph, specs: TensorSpecs) -> dict[Key, CachedValue]:
     """Return the keys and values of attentions that are quantized, by layer and role."""
-    keys = {}
+    keys: dict[Key, CachedValue] = {}
     for cached in cached_values(graph):
         key = (cached.layer, cached.role)
         if key in specs:

@@ -76,7 +76,7 @@ class Mixture:
         count = len(self.model.get_submodule(module).get_parameter(name))
         assert stack.codes is not None
         row_numbers = torch.arange(len(stack.codes)).view(count, -1, 1)
-        layers = {}
+        layers: dict[str, CompressedLayer] = {}
         for part_name, rows in self.stored({path: row_numbers}).items():
             if rows.dim() != 2:
                 raise cannot_store(

@@ -123,7 +123,7 @@ def partial_block_remarks(
 
 def fused_names(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Return the paths that engines give to fused layers, each with the paths of its parts."""
-    names = {}
+    names: dict[str, tuple[str, ...]] = {}
     for group in fused_layers(graph):
         paths = tuple(graph.by_name[layer].scope for layer in group)
         parent = paths[0].rpartition(".")[0]

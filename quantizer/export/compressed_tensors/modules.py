@@ -129,7 +129,7 @@ def _specs(
             role = parameter_role(parameter)
             keys[node.scope, role_in_module(node, role)] = (node.name, role)
             names[node.scope] = node.name
-    specs = {}
+    specs: dict[Key, QuantizationSpec] = {}
     for path, module in quantized.items():
         for role, quantizer in module.quantizers.items():
             if isinstance(quantizer, TensorQuantizer):

@@ -294,7 +294,7 @@ def _clip_bounds(
 
     aimet-onnx quantizes all inputs of operators, these too. The encodings keep their values.
     """
-    bounds = {}
+    bounds: dict[ir.Value, TensorEncoding] = {}
     for node in graph:
         encoding = activations.get(node.outputs[0]) if node.op_type == "Clip" else None
         for value in node.inputs[1:]:

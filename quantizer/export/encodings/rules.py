@@ -164,7 +164,7 @@ def channel_axes(model: ModelProto) -> dict[str, int]:
 
     Source: aimet-onnx 2.42, `QuantizationSimModel._get_quantization_axes`.
     """
-    axes = {}
+    axes: dict[str, int] = {}
     ranks = {tensor.name: len(tensor.dims) for tensor in model.graph.initializer}
     for node in model.graph.node:
         weight = node.input[1] if len(node.input) > 1 else ""

@@ -111,7 +111,7 @@ def _tensors(
     """
     pieces = dict(_pieces(family, state))
     names = file_names(family.architecture, config.num_hidden_layers, pieces)
-    tensors = {}
+    tensors: dict[str, tuple[str, Arrangement]] = {}
     for piece, (source, half) in pieces.items():
         if piece not in names:
             text = f"--deploy gguf: the package gguf has no name for {source}"

@@ -86,7 +86,7 @@ def setting_keys(family: Family, config: Any) -> dict[str, GgufValue]:
     values["attention.value_length"] = size
     values |= _rotation_values(config, size)
     values |= family.constants
-    keys = {}
+    keys: dict[str, GgufValue] = {}
     for name, value in values.items():
         if value is not None:
             number = float(value) if name in FLOAT_KEYS else value

@@ -148,7 +148,7 @@ def file_names(architecture: str, blocks: int, sources: Collection[str]) -> dict
             f"the package gguf knows no architecture {architecture}", help="install a newer one"
         )
     table = gguf.get_tensor_name_map(numbers[architecture], blocks)
-    names = {}
+    names: dict[str, str] = {}
     for source in sources:
         file_name = table.get_name(source, (".weight", ".bias"))
         if file_name is not None:

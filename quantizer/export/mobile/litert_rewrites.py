@@ -181,7 +181,7 @@ def _settings(node: Node) -> dict[str, Any]:
     axes = node.meta["val"].dim() - 2
     target: Any = node.target
     arguments = target._schema.arguments
-    settings = {}
+    settings: dict[str, Any] = {}
     for argument in arguments:
         settings[argument.name] = argument.default_value
     for argument, value in zip(arguments, node.args, strict=False):

@@ -95,7 +95,7 @@ class TfliteTables:
 
     def makers(self) -> dict[int, Any]:
         """Return the operator that makes each tensor."""
-        makers = {}
+        makers: dict[int, Any] = {}
         for row in self.graph.operators:
             for place in row.outputs:
                 makers[place] = row

@@ -122,7 +122,7 @@ def sum_biases(
     steps: Mapping[str, Tensor],
 ) -> dict[str, SumBias]:
     """Return the biases that fit int32, by layer."""
-    biases = {}
+    biases: dict[str, SumBias] = {}
     for layer, step in steps.items():
         codes = torch.round(_bias_of(network, layer).double() / step)
         if float(codes.abs().max()) <= 2 * MAX_SUM_BIAS - 1:
@@ -173,7 +173,7 @@ def sum_steps(
         return {}
     specs = solution.specs
     where = layout(graph)
-    steps = {}
+    steps: dict[str, Tensor] = {}
     for (layer, role), weights in solution.tensors.items():
         node = graph.by_name[layer]
         key = input_key(layer, graph, specs)

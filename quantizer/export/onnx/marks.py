@@ -48,7 +48,7 @@ class Lowering:
     @cached_property
     def specs(self) -> dict[Key, QuantizationSpec]:
         """Return the specs of all quantizations that are not left out."""
-        specs = {}
+        specs: dict[Key, QuantizationSpec] = {}
         for key, tensor in self.quantizations:
             if key not in self.left_out:
                 specs[key] = tensor.spec

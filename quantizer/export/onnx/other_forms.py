@@ -14,7 +14,7 @@ _Form = Callable[..., Any]
 
 def other_forms(nodes: Iterable[fx.Node]) -> dict[Any, _Form]:
     """Return decompositions of a program's operators, by operator; none if it needs none."""
-    forms = {}
+    forms: dict[Any, _Form] = {}
     have_places = set()
     for node in nodes:
         operator: Any = node.target

@@ -45,7 +45,7 @@ class Engine:
 
     def kernels(self) -> list[list[str]]:
         """Return the names of nodes and the type of each layer that multiplies."""
-        rows = []
+        rows: list[list[str]] = []
         for node in self.compiled[-1].get_runtime_model().get_ops():
             info = node.get_rt_info()
             if info["layerType"].astype(str) in _MULTIPLYING:
@@ -90,7 +90,7 @@ class Engine:
         compiled: Any,
     ) -> dict[str, Any]:
         """Return the inputs by the names that a compiled model has for them."""
-        named = {}
+        named: dict[str, Any] = {}
         for value in compiled.inputs:
             # An operator that does nothing has left its name, too.
             for name in value.get_names() & self.inputs.keys():

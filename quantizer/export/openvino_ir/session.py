@@ -71,7 +71,7 @@ class IrSession:
         results = self.folder / f"outputs_{self.count}.npz"
         np.savez(inputs, **feed)
         self.ask("run", self.count)
-        outputs = []
+        outputs: list[list[Tensor]] = []
         with np.load(results) as arrays:
             for index in range(len(_SETTINGS)):
                 outputs.append(self._tensors(arrays, index))

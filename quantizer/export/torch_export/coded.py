@@ -198,7 +198,7 @@ def _moved_inputs(
     joined. Quantizing them again gives the same codes. Integer kernels look for the
     quantization directly before the layer, and find it there.
     """
-    inputs = {}
+    inputs: dict[str, QuantizedTensor] = {}
     for node in graph.nodes:
         weight = solution.tensors.get((node.name, "weights"))
         axis = _output_axis(node, form)

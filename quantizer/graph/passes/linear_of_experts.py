@@ -170,7 +170,7 @@ def _idle(
     the last node of a product.
     """
     lasts = {product.last.name for product in products}
-    moved = {}
+    moved: dict[str, str] = {}
     for product in products:
         read = {value.name for value in product.inputs.values()}
         pending = list(product.last.refs())

@@ -26,7 +26,7 @@ class _Product:
     def sizes(self) -> list[int | None]:
         """Return the sizes of `x`; None for an open one."""
         assert self.x.shape is not None
-        sizes = []
+        sizes: list[int | None] = []
         for size in self.x.shape:
             known = size if isinstance(size, int) else None
             sizes.append(known)

@@ -66,7 +66,7 @@ def _stopped_values(operand: ir.Value) -> dict[ir.Value, ir.Node]:
         return {}
     if not is_constant(dequantize.inputs[1]):
         return {}
-    stopped = {}
+    stopped: dict[ir.Value, ir.Node] = {}
     for value in moved:
         mover = value.producer()
         if mover is not None and (mover.op_type in _STOPPING or mover.op_type == _JOIN):

@@ -46,7 +46,7 @@ def _layers(
     lowering: Lowering,
 ) -> dict[ir.Value, str]:
     """Return the layers of weights, marked or not, and of values that layers make."""
-    layers = {}
+    layers: dict[ir.Value, str] = {}
     for layer, module in lowering.network.module_names.items():
         weight = model.graph.initializers.get(f"network.{module}.weight")
         if weight is not None:

@@ -187,7 +187,7 @@ class BlockMap:
         if it prepares an input.
         """
         nodes = list(profile.optimized.graph.node)
-        blocks = {}
+        blocks: dict[str, str] = {}
         block_of_value = dict(self._block_of_value)
         for node in nodes:
             block = self._kept_block(node)

@@ -95,7 +95,7 @@ class Costs:
 
         Each is the cheapest one if all borders cost some multiple of their estimates.
         """
-        choices = []
+        choices: list[frozenset[str]] = []
         for factor in _FACTORS:
             choice = self._cheapest(factor)
             if choice not in choices:
