@@ -145,7 +145,7 @@ RuntimeError.
 
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error, or one of its causes, is that there is no more memory."""
-    seen = []
+    seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
         if isinstance(cause, MemoryError):

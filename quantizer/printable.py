@@ -69,7 +69,7 @@ def _escape_as_json(line: str) -> str:
     """Return a line with JSON escapes for characters that are not printable."""
     if line.isprintable():
         return line
-    parts = []
+    parts: list[str] = []
     for character in line:
         if not character.isprintable():
             character = json.dumps(character)[1:-1]

@@ -169,7 +169,7 @@ def _correct(
     layer = runner.network.layers[node.name]
     quantizer = layer.detach_output()
     ch_axis = float_mean.ch_axis
-    batch_means = []
+    batch_means: list[ChannelMean] = []
 
     def observed_outputs() -> Iterator[Tensor]:
         for output in runner.compute(node):

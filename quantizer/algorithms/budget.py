@@ -66,7 +66,7 @@ def choose(
         errors = errors[states]
     # The largest state has the least error
     state = len(sizes) - 1
-    chosen = []
+    chosen: list[int] = []
     for previous_states, indices in reversed(steps):
         chosen.append(int(indices[state]))
         state = int(previous_states[state])

@@ -222,8 +222,8 @@ def without_insertions(
     Returns:
         The groups, and a note on each layer whose inputs can be divided by an operator only.
     """
-    changed = []
-    remarks = []
+    changed: list[InputGroup] = []
+    remarks: list[Remark] = []
     for group in groups:
         if group.is_fixed or _fold(group, adjustment) is not None:
             changed.append(group)

@@ -251,8 +251,8 @@ def _searched_qparams(
     """
     cut = layer.spec.cut
     height = max(1, _VALUES_AT_ONCE // weight.shape[1])
-    scales = []
-    minima = []
+    scales: list[Tensor] = []
+    minima: list[Tensor] = []
     for part in torch.split(weight, height):
         scale, minimum = searched_scales(
             to_rows(part, cut),

@@ -209,7 +209,7 @@ def _padding(conv: Any) -> list[int]:
     dims = len(conv.kernel_size)
     if conv.padding == "valid":
         return [0, 0] * dims
-    sides = []
+    sides: list[int] = []
     for dim in reversed(range(dims)):
         if conv.padding == "same":
             total = conv.dilation[dim] * (conv.kernel_size[dim] - 1)

@@ -71,7 +71,7 @@ def rotation(
     Needs no data. Rounded weights of layers that change are dropped.
     """
     work = _RotatedNetwork(task, adjustment, seed=settings.seed)
-    rotated_layers = set()
+    rotated_layers: set[str] = set()
     if settings.residual:
         rotated_layers |= _rotate_residuals(work)
     groups = [

@@ -199,7 +199,7 @@ def _print(result: AnalysisResult, options: AnalyzeOptions, *, stderr: bool) -> 
     """Print the tables, and the lines below them."""
     view = table_view(options, result.graph)
     console = session.console(stderr=stderr, exact=view.is_exact)
-    lines = []
+    lines: list[str] = []
     if result.tensors is not None:
         console.print(sensitivity.ablation_table(result.tensors, view))
         lines.append(sensitivity.ablation_line(result.tensors))

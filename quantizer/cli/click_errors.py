@@ -45,7 +45,7 @@ def _unknown_option(
         return message, _usage(context)
     if context.parent is not None:
         message = f"{context.command_path} has no option {written}"
-    spellings = []
+    spellings: list[str] = []
     for option in _options(context):
         spellings += option.opts + option.secondary_opts
     near = closest_word(written, spellings)

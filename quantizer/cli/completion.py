@@ -30,7 +30,7 @@ def layers_of_results(context: click.Context, _: click.Parameter, incomplete: st
     for name in ("output_dir", "folder"):
         if context.params.get(name):
             folder = Path(context.params[name])
-    layers = []
+    layers: list[str] = []
     with contextlib.suppress(*_DAMAGE):
         opened = open_files(folder, _PLAN, lambda _: {})
         content = opened[_PLAN.index].content()

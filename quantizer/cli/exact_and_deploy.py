@@ -11,6 +11,7 @@ from quantizer.cli.gates import EXACT_EQUAL
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
 from quantizer.cli.table_view import table_view
+from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
 from quantizer.export import (
@@ -140,10 +141,10 @@ def deploy(
     view = table_view(options, deployment.graph)
     files = {}
     deployed: dict[Path, Verification] = {}
-    exports = []
-    lines = []
+    exports: list[JsonObject] = []
+    lines: list[str] = []
     metrics: dict[str, float] = {}
-    failures = []
+    failures: list[Exception] = []
     for target in dict.fromkeys(options.deploy):
         path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
         try:

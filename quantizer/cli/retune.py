@@ -148,7 +148,7 @@ def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
     path_of = {}
     for name, _ in folder.activations:
         path_of[name] = str(folder.plan["paths"].get(name, name))
-    layers = set()
+    layers: set[str] = set()
     for word in words:
         matching = set()
         for name, path in path_of.items():

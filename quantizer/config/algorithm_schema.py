@@ -52,7 +52,7 @@ def _form_schema(form: Form, names: tuple[str, ...]) -> JsonMapping:
 
 def _any_algorithm(names: tuple[str, ...]) -> JsonObject:
     """Return the schema of an entry, whose name decides which algorithm's schema holds."""
-    choices = []
+    choices: list[JsonObject] = []
     for name in names:
         condition = {
             "type": "object",

@@ -423,7 +423,7 @@ class Algorithm:
         return StructureNames(**values, places=places)
 
     def _scaling_layers(self, groups: tuple[JsonMapping, ...]) -> tuple[ScalingLayer, ...]:
-        scaling_layers = []
+        scaling_layers: list[ScalingLayer] = []
         for group, place in zip(groups, self.groups, strict=True):
             layers = tuple(group.get("layers", ()))
             prev_op = group.get("prev_op", "")

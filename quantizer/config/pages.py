@@ -75,8 +75,8 @@ def setting_names() -> tuple[str, ...]:
 
 def setting_page(key: str) -> str:
     """Return the page of a setting: its meaning in each algorithm that has it."""
-    rows = []
-    commands = []
+    rows: list[str] = []
+    commands: list[str] = []
     for algorithm in entry_kinds("hierarchical"):
         settings = _settings(algorithm)
         if key in settings:
@@ -111,7 +111,7 @@ def _page(*sections: str) -> str:
 
 def example_names() -> tuple[str, ...]:
     """Return the name of every worked example that there has to be."""
-    names = []
+    names: list[str] = []
     for form in _FORMS:
         names += [_example_name(key, form) for key in _keys(form)]
     return (*names, *entry_kinds("hierarchical"))

@@ -170,7 +170,7 @@ def _help(value: Any, hint: Any) -> str | None:
     """Return what to write instead, where that is known."""
     is_dataclass = isinstance(hint, type) and dataclasses.is_dataclass(hint)
     if is_dataclass and dataclasses.is_dataclass(value):
-        names = []
+        names: list[str] = []
         for name, wanted in get_type_hints(hint).items():
             if fits(value, wanted):
                 names.append(f"{name}=")

@@ -39,7 +39,7 @@ def listed(words: Iterable[Any]) -> str:
     >>> listed(["max", "mean"])
     'max, mean'
     """
-    texts = []
+    texts: list[str] = []
     for word in words:
         if not isinstance(word, str):
             word = json.dumps(word)

@@ -98,8 +98,8 @@ class ProcessGroup(Ranks):
         rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         padded = torch.nn.functional.pad(content, (0, longest - size))
         self._run(dist.all_gather, rows, padded)
-        places = []
-        values = []
+        places: list[str] = []
+        values: list[_T] = []
         for row, length in zip(rows, sizes, strict=True):
             other_place, other_value = unpickled(row[: int(length)], self._device)
             places.append(other_place)
@@ -129,7 +129,7 @@ class ProcessGroup(Ranks):
         # Nothing is gathered, but the ranks compare their places and shapes
         self.gather((), f"{place}, {tuple(tensor.shape)}")
         is_receiver = to in (None, self.rank)
-        parts = []
+        parts: list[Tensor] = []
         flat = tensor.contiguous().view(-1)
         for part in torch.split(flat, _MAX_SUMMED):
             rows = None

@@ -113,7 +113,7 @@ def merge_in_batch_order(lists: Iterable[Iterable[_T]]) -> list[_T]:
     >>> merge_in_batch_order([["0", "3", "6"], ["1", "4"], ["2", "5"]])
     ['0', '1', '2', '3', '4', '5', '6']
     """
-    batches = []
+    batches: list[_T] = []
     for row in zip_longest(*lists, fillvalue=_NONE):
         batches += [batch for batch in row if batch is not _NONE]
     return batches

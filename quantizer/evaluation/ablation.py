@@ -160,7 +160,7 @@ def ablate(
     alone = _without_noises(quantized, keys)
     without = _without_noises(quantized, keys)
     signal: list[float] = []
-    noise = []
+    noise: list[float] = []
     compared = reference if user is None else user
     if measure is None:
         measure = OutputMeasure(output_parts(compared.graph))

@@ -111,7 +111,7 @@ def check_data(batches: Batches) -> Iterator[CheckResult]:
         DataError: it cannot be read, or holds NaN.
     """
     digests: Counter[str] = Counter()
-    sizes = []
+    sizes: list[int] = []
     deviations: dict[str, list[float]] = {}
     for batch in islice(iter(batches), MAX_CHECKED_BATCHES):
         sizes.append(batch.size)

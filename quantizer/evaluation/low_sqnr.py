@@ -57,7 +57,7 @@ def remark(compared: NetworkComparison, networks: Networks) -> str | None:
     sentences = [
         f"{subject} is {lowest.sqnr_db:.1f} dB; below {LOW_DB:g} dB few networks are usable"
     ]
-    sources = set()
+    sources: set[str] = set()
     for noise in compared.layers:
         if _accumulated_db(noise) < LOW_DB:
             sentences.append(

@@ -175,8 +175,8 @@ class NetworkComparison:
             metrics["sqnr_db"] = lowest.sqnr_db
             metrics["cosine"] = cosine
             metrics[POOLED_FIGURE] = self.output.sqnr_db
-        equal_shares = []
-        order_shares = []
+        equal_shares: list[float] = []
+        order_shares: list[float] = []
         for output in self.outputs:
             share = output.whole.equal_share
             if share is not None and output.whole.kind in kinds:

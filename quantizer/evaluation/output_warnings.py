@@ -66,7 +66,7 @@ def output_warnings(
     """
     if compared.spoiled is not None:
         return []
-    warnings = []
+    warnings: list[OutputWarning] = []
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
         if figures.whole.name in explained:
             continue
@@ -158,7 +158,7 @@ def _suspects(
     if output.labels is not None and layers.get(part.name):
         nodes = [node.name for node in output.labels.replay.nodes]
         pending = [*reversed(nodes), layers[part.name]]
-    seen = set()
+    seen: set[str] = set()
     joins = set(pending[:-1])
     while pending:
         name = pending.pop(0)

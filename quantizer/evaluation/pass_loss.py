@@ -98,7 +98,7 @@ def pass_loss_line(figures: Mapping[str, Any]) -> str:
     'passes: 25.3 dB (a), quantization: 38.7 dB (b), together 25.1 dB (a) on one batch (a_pass)'
     """
     outputs = figures.get("outputs", {})
-    words = []
+    words: list[str] = []
     for key in _FIGURES:
         output = outputs.get(key)
         ratio = _sqnr_text(figures[key])

@@ -140,7 +140,7 @@ def refuse(words: str, refusals: Iterable[Refusal]) -> None:
             name = f"{refusal.role} of {refusal.layer}"
         names_by_reason.setdefault(refusal.why, []).append(name)
         helps[refusal.help] = None
-    texts = []
+    texts: list[str] = []
     for why, names in names_by_reason.items():
         separator = ": each " if len(names) > 1 else " "
         texts.append(first_names(names) + separator + why)

@@ -81,7 +81,7 @@ def accept_file(
 
 def worst_of(verification: Verification, deployment: Deployment) -> PartAgreement | None:
     """Return the part that differs most from test mode; None if all parts agree."""
-    differing = []
+    differing: list[PartAgreement] = []
     for part in verification.parts:
         if not _part_agrees(part, deployment.loss_of(part.name), verification):
             differing.append(part)
@@ -158,7 +158,7 @@ def with_float_figures(
     floats = {part.name: part.sqnr_db for part in agreement.parts.values() if part.count}
     if not floats:
         return verification
-    parts = []
+    parts: list[PartAgreement] = []
     for part in verification.parts:
         parts.append(replace(part, float_sqnr_db=floats.get(part.name)))
     return replace(verification, parts=tuple(parts), float_sqnr_db=agreement.result().sqnr_db)

@@ -187,7 +187,7 @@ class Verification:
     @property
     def summary_lines(self) -> list[str]:
         """Return sentences about the kernels and the layers."""
-        lines = []
+        lines: list[str] = []
         if self.kernels is not None:
             lines += self.kernels.summary_lines
         if lines and self.speed is not None:

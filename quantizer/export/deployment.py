@@ -278,7 +278,7 @@ class Deployment:
 
 def _asked_lengths(graph: Graph) -> list[Length]:
     """Return the sizes that `--dynamic` leaves open."""
-    asked = []
+    asked: list[Length] = []
     for length in graph.lengths:
         if length.is_asked_for:
             asked.append(length)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.calibration.solution import Solution
 from quantizer.export.deployment import Deployment
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -47,7 +47,7 @@ def _widened_leaf(value: Any) -> Any:
 
 
 def _widened_graph(graph: Graph) -> Graph:
-    nodes = []
+    nodes: list[Node] = []
     for node in graph.nodes:
         attrs = to_float32(dict(node.attrs))
         nodes.append(

@@ -132,7 +132,7 @@ def _copy_other_files(source: Path, folder: Path) -> list[str]:
     Returns:
         A note that names what stays behind, if engines may miss it.
     """
-    missed = []
+    missed: list[str] = []
     for path in sorted(source.iterdir()):
         name = path.name
         if name.startswith(".") or name in _REPLACED_FILES or (folder / name).exists():

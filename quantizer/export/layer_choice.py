@@ -98,7 +98,7 @@ def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) ->
             f"--onnx_weights {weights}",
             help=f"give --onnx_weights {content['weights']}, or {_HELP}",
         )
-    unknown = []
+    unknown: list[str] = []
     for layer, role in content["float_activations"]:
         if (layer, role) not in keys:
             unknown.append(f"{role} of {layer}")

@@ -33,7 +33,7 @@ def lone_programs(
         graph: of the network in float.
         doubtful: operators with a row that a compiler may not know, either.
     """
-    tried = set()
+    tried: set[str] = set()
     for node in graph.nodes:
         is_known = node.op in OPS and node.op not in doubtful
         if is_known or node.target in tried:
@@ -64,7 +64,7 @@ class _Alone(nn.Module):
 def _lone_program(graph: Graph, node: Node) -> ExportedProgram | None:
     """Return a program of one layer, None if it does not read tensors alone."""
     layer = _Alone(graph, node)
-    tensors = []
+    tensors: list[Tensor] = []
     for name in layer.sources:
         source = graph.by_name[name]
         if source.shape is None or source.dtype is None:
@@ -82,7 +82,7 @@ def _lone_program(graph: Graph, node: Node) -> ExportedProgram | None:
 
 def _example_shape(shape: Sequence[int | None]) -> list[int]:
     """Return a shape with a number for the batch."""
-    sizes = []
+    sizes: list[int] = []
     for size in shape:
         if size is None:
             size = _EXAMPLE_BATCH

@@ -13,6 +13,7 @@ from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import (
     Analysis,
     WatchedData,
+    WeightRow,
     measured_analysis,
     width_candidates,
 )
@@ -144,7 +145,7 @@ class _FileSizes:
 
     def __init__(self, plan: Plan, module: nn.Module) -> None:
         self.by_layer: dict[str, list[int]] = {}
-        coded = []
+        coded: list[str] = []
         candidates, _ = width_candidates(plan)
         for candidate in candidates:
             name = candidate.layers[0]
@@ -155,7 +156,7 @@ class _FileSizes:
             rows, columns = plan.graph.weight(node).shape
             tensor = plan.tensors[name, "weights"]
             experts = node.attrs["groups"] if node.row.experts else 1
-            sizes = []
+            sizes: list[int] = []
             for width in WIDTHS:
                 spec = candidate.with_width(candidate.specs[0], width)
                 size = coded_bytes(
@@ -192,7 +193,7 @@ class _FileSizes:
 
     def applied_to(self, analysis: Analysis) -> Analysis:
         """Return an analysis with the sizes of the files."""
-        rows = []
+        rows: list[WeightRow] = []
         for row in analysis.rows:
             rows.append(replace(row, sizes=self.by_layer[row.name]))
         return replace(analysis, rows=rows, other_bytes=self.floats)

@@ -49,7 +49,7 @@ class Speed:
         >>> Speed.of([1.0, 1.0, 1.0], [1.5, 2.0, 2.5])
         Speed(ratio=2.0, low=1.75, high=2.25, rounds=3, faster=None, remedy='')
         """
-        ratios = []
+        ratios: list[float] = []
         for our_time, float_time in zip(ours, floats, strict=True):
             if our_time > 0 and float_time > 0:
                 ratios.append(float_time / our_time)

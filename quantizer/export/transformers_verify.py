@@ -87,7 +87,7 @@ def require_all_keys(report: Mapping[str, Any], reader: str, name: str) -> None:
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    faults = []
+    faults: list[str] = []
     for kind in _KEY_KINDS:
         adjective = kind.partition("_")[0]
         for key in sorted(map(str, report.get(kind, ()))):

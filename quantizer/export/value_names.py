@@ -22,7 +22,7 @@ def input_names(model: nn.Module | None, graph: Graph) -> list[str]:
 
     Without a model, positional arguments are called `input_0`, `input_1`, ….
     """
-    parameters = []
+    parameters: list[str] = []
     prefix = "input_"
     if model is not None:
         for parameter in inspect.signature(model.forward).parameters.values():
@@ -31,7 +31,7 @@ def input_names(model: nn.Module | None, graph: Graph) -> list[str]:
             elif parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
                 parameters.append(parameter.name)
     nodes = [node for node in graph.nodes if node.op == "input"]
-    names = []
+    names: list[str] = []
     for node, path in zip(nodes, graph.input_paths, strict=True):
         if node.shape is None:
             # A number is part of the program.
@@ -89,7 +89,7 @@ def output_names(names: Sequence[str]) -> list[str]:
     >>> output_names(["boxes", "aux.0", "1"])
     ['boxes', 'aux.0', 'output_1']
     """
-    in_file = []
+    in_file: list[str] = []
     for name in names:
         if name[0].isdecimal():
             name = f"output_{name}"

@@ -122,7 +122,7 @@ def _products_before(graph: Graph, softmax: Node) -> Iterator[tuple[Node, str]]:
     with the argument of its second factor.
     """
     pending = [*softmax.refs()]
-    seen = set()
+    seen: set[str] = set()
     while pending:
         name = pending.pop()
         if name in seen:

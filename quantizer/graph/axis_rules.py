@@ -137,7 +137,7 @@ def _run_beside(
 
 
 def _indexed(call: LabelledCall) -> Any:
-    axes = []
+    axes: list[int] = []
     for axis, index in enumerate(call.arguments["indices"]):
         if index is not None:
             axes.append(axis)

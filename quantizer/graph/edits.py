@@ -44,7 +44,7 @@ def with_weights(
     if not weights:
         return graph
     tensors = dict(graph.tensors)
-    nodes = []
+    nodes: list[Node] = []
     for node in graph.nodes:
         params = dict(node.params)
         attrs = dict(node.attrs)
@@ -103,7 +103,7 @@ def _inserted(
     def through(name: str) -> Ref:
         return Ref(insertion.name) if name == source.name else Ref(name)
 
-    nodes = []
+    nodes: list[Node] = []
     for node in graph.nodes:
         changed = node.reading(through) if node.name in insertion.readers else node
         nodes.append(changed)

@@ -44,7 +44,7 @@ def emit(graph: Graph) -> str:
     modules = {node.name: f"module_{index}" for index, node in enumerate(graph.nodes)}
     paths = iter(graph.input_paths)
     lines = [_HEADER.format(model=graph.model)]
-    calls = []
+    calls: list[str] = []
     for node in graph.nodes:
         module = modules[node.name]
         layer = describe(graph, node)
@@ -85,7 +85,7 @@ def _arguments(node: Node, modules: Mapping[str, str]) -> str:
         return _literal(node.inputs["input"], modules)
     if all(key.isidentifier() and not keyword.iskeyword(key) for key in node.inputs):
         return ", ".join(_keywords(node.inputs, modules))
-    items = []
+    items: list[str] = []
     for key, value in node.inputs.items():
         items.append(f"{json.dumps(key)}: {_literal(value, modules)}")
     return f"**{{{', '.join(items)}}}"

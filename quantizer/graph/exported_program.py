@@ -116,7 +116,7 @@ class Converter:
                     help="compute both branches and choose with torch.where, or write the loop "
                     "out",
                 )
-        leaves = []
+        leaves: list[Any] = []
         specs = self.program.graph_signature.output_specs
         for spec, value in zip(specs, outputs, strict=True):
             if spec.kind == OutputKind.USER_OUTPUT:
@@ -368,7 +368,7 @@ class Converter:
         Dynamic sizes are read from an input of the network that has them, or else from the
         node's first argument.
         """
-        sizes = []
+        sizes: list[Any] = []
         for axis, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int):
                 place = self._input_with_size(size)
@@ -426,7 +426,7 @@ class Converter:
         if not isinstance(value, Tensor):
             return {}
         shape: list[int | None] = []
-        open_axes = []
+        open_axes: list[int] = []
         for axis, size in enumerate(value.shape):
             shape.append(size_in_call(size, self.sizes))
             if shape[axis] is not None and size_in_call(size, {}) is None:
@@ -442,7 +442,7 @@ def _alive(
     reads, too.
     """
     read = set(references(output))
-    alive = []
+    alive: list[Node] = []
     for node in reversed(nodes):
         if node.name in read or node.op == "input":
             alive.append(node)

@@ -78,7 +78,7 @@ def _completed(
     graph = folds.graph
     weights = {graph.by_name[layer].params["weight"] for layer in group.layers}
     shared = {path for path in weights if graph.uses[path] > 1}
-    tied = []
+    tied: list[str] = []
     if shared:
         for node in graph.nodes:
             if node.name not in group.layers and node.params.get("weight") in shared:
@@ -192,7 +192,7 @@ class _NameResolver:
                 self._report_unknown(name, _relative(block_names), "a block has")
             for layer in layers:
                 rank.setdefault(layer, number)
-        groups = []
+        groups: list[InputGroup] = []
         for group in self.shown.groups:
             layers = [layer for layer in group.layers if layer in rank]
             layers.sort(key=rank.__getitem__)
@@ -213,8 +213,8 @@ class _NameResolver:
         A layer is rounded with the outputs of those before it, so the order matters.
         """
         inside = {node.name for node in self.graph.nodes[block.start : block.stop]}
-        firsts = []
-        names = []
+        firsts: list[int] = []
+        names: list[str] = []
         for group in groups:
             ranks = [rank[layer] for layer in group.layers if layer in inside]
             firsts += ranks[:1]
@@ -231,8 +231,8 @@ class _NameResolver:
         self, block_names: Sequence[BlockNames], entries: Sequence[ScalingLayer]
     ) -> tuple[InputGroup, ...]:
         """Return a group for each entry and each value that its layers read."""
-        taken = set()
-        groups = []
+        taken: set[str] = set()
+        groups: list[InputGroup] = []
         for entry in entries:
             self.place = entry.place or self.names.places.get("scaling")
             self._check_names(entry, block_names)
@@ -275,7 +275,7 @@ class _NameResolver:
                 group = self.group_of[layers[0]]
                 group_layers = by_value.setdefault((group.source, group.axis), {})
                 group_layers.update(dict.fromkeys(layers))
-        groups = []
+        groups: list[InputGroup] = []
         for names in by_value.values():
             group = self.group_of[next(iter(names))]
             groups.append(replace(group, layers=tuple(names)))

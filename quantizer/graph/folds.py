@@ -77,7 +77,7 @@ class Folds:
             return replace(group, fold=None, why_not=f"its weight is also that of {others}")
         sources, why_not = self.sources(group.source)
         before = self.way_back(group.source)
-        reasons = []
+        reasons: list[str] = []
         for source in sorted(sources, key=self._distance):
             fold = self._fold(source, group, before)
             if isinstance(fold, Fold):
@@ -93,8 +93,8 @@ class Folds:
         """Return the layers whose channels those of a value may be, nearest first, and why the
         first way back that reaches no layer ends.
         """
-        sources = []
-        ends = []
+        sources: list[Source] = []
+        ends: list[str] = []
         visited = {name}
         pending = [name]
         while pending:
@@ -200,7 +200,7 @@ class Folds:
         for reader, mixed in flow.mixed.items():
             if mixed & needed:
                 return f"{name} is also read by {reader or 'the output of the network'}"
-        extra = []
+        extra: list[str] = []
         for end, end_channels in flow.ends.items():
             if end in group.layers or needed.isdisjoint(end_channels):
                 continue
@@ -248,7 +248,7 @@ class Folds:
             return flow
         labels = {source.node.name: compress_labels(start)}
         queue: list[int] = []
-        queued = set()
+        queued: set[int] = set()
         name = source.node.name
         while True:
             if name in labels:

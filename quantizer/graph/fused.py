@@ -50,7 +50,7 @@ def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
 
 
 def _find_groups(graph: Graph) -> tuple[tuple[str, ...], ...]:
-    linears = []
+    linears: list[Node] = []
     for node in graph.nodes:
         row = node.row
         is_linear = row.spatial == 0 and not row.experts
@@ -92,8 +92,8 @@ def _named_alike(
     groups: list[tuple[str, ...]] = []
     for parent, names in itertools.product(parents, _FUSED_NAMES):
         prefix = f"{parent}." if parent else ""
-        layers = []
-        inputs = set()
+        layers: list[str] = []
+        inputs: set[int] = set()
         for name in names:
             member = by_path.get(prefix + name)
             if member is not None:

@@ -134,7 +134,7 @@ class Replay:
 
     def _between(self, graph: Graph) -> set[str]:
         """Return the nodes that carry labels to the end."""
-        inside = set()
+        inside: set[str] = set()
         pending = [self.end]
         while pending:
             name = pending.pop()

@@ -27,7 +27,7 @@ def language_head(graph: Graph) -> list[str]:
     last = _last_multiplying(graph)
     if last is None or not embeddings:
         return []
-    names = []
+    names: list[str] = []
     for node in embeddings:
         if node.params["weight"] == last.params["weight"]:
             names.append(node.name)
@@ -42,7 +42,7 @@ def vocabulary_embeddings(graph: Graph) -> list[Node]:
     if last is None:
         return []
     weight = graph.weight(last)
-    embeddings = []
+    embeddings: list[Node] = []
     for node in graph.nodes:
         if not node.row.looks_up or not node.params:
             continue
@@ -70,9 +70,9 @@ def wide_layers(graph: Graph) -> list[str]:
 
     Source: llama.cpp, `use_more_bits` in llama-quant.cpp.
     """
-    names = []
+    names: list[str] = []
     for last_name in _WIDE_LAYERS:
-        layers = []
+        layers: list[str] = []
         for node in graph.nodes:
             if node.is_multiplying and node.scope.rpartition(".")[2] == last_name:
                 layers.append(node.name)
@@ -92,7 +92,7 @@ def router_layers(graph: Graph) -> list[str]:
     or one.
     """
     counts = _experts_by_module(graph)
-    names = []
+    names: list[str] = []
     for node in graph.nodes:
         if not node.is_multiplying or node.row.experts:
             continue

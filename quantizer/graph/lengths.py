@@ -127,7 +127,7 @@ def size_axes(call: Any, names: Collection[str]) -> list[tuple[int, ...]]:
     """Return for each leaf of a call the axes that have one of the sizes in `AXES`."""
     axes: list[tuple[int, ...]] = []
     for leaf in pytree.tree_leaves(call):
-        of_leaf = []
+        of_leaf: list[int] = []
         is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
         for name in names:
             rank, axis = AXES[name]

@@ -70,13 +70,13 @@ def media_layers(graph: Graph) -> list[str]:
             continue
         if readers and of_media.issuperset(readers):
             of_media.add(node.name)
-    modules_of_text = set()
+    modules_of_text: set[str] = set()
     for node in layers:
         if node.is_multiplying and node.name in of_text:
             modules_of_text.add(_parent(node))
     # The root has layers of all kinds
     modules_of_text.discard("")
-    names = []
+    names: list[str] = []
     for node in layers:
         is_beside_text = _parent(node) in modules_of_text
         if node.name in of_media and not is_beside_text:
@@ -95,8 +95,8 @@ def _parent(node: Node) -> str:
 
 def _inputs(graph: Graph) -> tuple[set[str], set[str]]:
     """Return the inputs that may be images or audio, and those of a decoder."""
-    media = set()
-    of_decoder = set()
+    media: set[str] = set()
+    of_decoder: set[str] = set()
     nodes = [node for node in graph.nodes if node.op == "input"]
     for node, path in zip(nodes, graph.input_paths, strict=True):
         name = str(path[1])

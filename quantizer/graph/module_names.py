@@ -48,7 +48,7 @@ def path_names(graph: Graph) -> dict[str, str]:
     """
     paths: dict[str, str] = {}
     weights: dict[str, str] = {}
-    parents = set()
+    parents: set[str] = set()
     operators = defaultdict[str, set[str]](set)
     weights_of_module = defaultdict[str, set[str]](set)
     for node in graph.nodes:

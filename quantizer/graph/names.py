@@ -92,7 +92,7 @@ class Namer:
         """Return the qualified class names of the module at `path` and of those around it,
         innermost first.
         """
-        names = []
+        names: list[str] = []
         for inner in (*reversed(around(path)), ""):
             kind = self._classes[inner]
             package = kind.__module__

@@ -50,7 +50,7 @@ class SizedTrace:
     @property
     def places(self) -> list[_Place]:
         """Return all sizes that were asked for."""
-        places = []
+        places: list[_Place] = []
         for leaf, axes in enumerate(self.axes):
             places += [(leaf, axis) for axis in axes]
         return places
@@ -66,8 +66,8 @@ class SizedTrace:
         for symbol, axes in axes_of_symbols(program).items():
             if set(axes).intersection(places):
                 sizes[symbol] = axes
-        lengths = []
-        refused = []
+        lengths: list[Length] = []
+        refused: list[_Place] = []
         for symbol, axes in sizes.items():
             length = self._length(axes, upper_bound(program.range_constraints[symbol]))
             if length is None:
@@ -94,7 +94,7 @@ class SizedTrace:
         """Return the sizes that the trace accepts in these places, None for the traced one."""
         traced = self._traced(axes[0])
         end = 2 * traced + _BEYOND
-        accepted = set()
+        accepted: set[int] = set()
         far = [traced * factor for factor in _FAR]
         for size in (*range(1, end), *far):
             if self._accepts(dict.fromkeys(axes, size)):
@@ -240,7 +240,7 @@ class SizedTrace:
         """Return a sentence for each length that is accepted in steps, with the layer that asks
         for them.
         """
-        remarks = []
+        remarks: list[str] = []
         for length in lengths:
             if length.step == 1:
                 continue
@@ -255,7 +255,7 @@ class SizedTrace:
 def _with_names(lengths: Sequence[Length]) -> list[Length]:
     """Return lengths with different names: a second height is "height_1"."""
     counts: Counter[str] = Counter()
-    named = []
+    named: list[Length] = []
     for length in lengths:
         count = counts[length.name]
         counts[length.name] += 1

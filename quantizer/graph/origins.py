@@ -341,7 +341,7 @@ def _has_parts(graph: Graph) -> bool:
     """Return whether positions matter: parts of a join may be overwritten or picked, or are
     moved before they are read.
     """
-    after = set()
+    after: set[str] = set()
     moved: set[str] = set()
     for node in graph.nodes:
         reads_moved = not moved.isdisjoint(node.refs())

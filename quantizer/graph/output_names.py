@@ -139,7 +139,7 @@ def unused_names(
     ['0.head', '0.head.1']
     """
     used = set(taken)
-    unique = []
+    unique: list[str] = []
     for name in names:
         candidate = name
         count = 0

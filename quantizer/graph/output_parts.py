@@ -139,7 +139,7 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
     provenance = Provenance(graph)
     leaves = output_leaves(graph)
     taken = {name for name, _ in leaves}
-    outputs = []
+    outputs: list[Output] = []
     for name, node_name in leaves:
         node = graph.by_name[node_name]
         is_constant = not provenance.depends[node_name]
@@ -199,7 +199,7 @@ def _with_parts(
     numbers = torch.full((1 + len(sources),), UNWRITTEN)
     for number, group in enumerate(groups):
         numbers[group.labels] = number
-    axes = set()
+    axes: set[int] = set()
     for place in (places or {}).values():
         if place is not None:
             axes.add(place.axis)
@@ -248,7 +248,7 @@ def _pooled(
     while len(pooled) > MAX_PARTS:
         last = pooled.pop()
         pooled[-1] += last
-    groups = []
+    groups: list[_Group] = []
     for labels in pooled:
         place = places.get(labels[0]) if len(labels) == 1 else None
         groups.append(_Group(labels, [makers[label] for label in labels], place))
@@ -276,7 +276,7 @@ def _named(
             names[number] = index
     if len(groups) == MAX_PARTS and len(groups[-1].labels) > 1:
         names[-1] = f"{output}.{OTHERS}"
-    parts = []
+    parts: list[OutputPart] = []
     for number, name in enumerate(unused_names(names, taken)):
         group = groups[number]
         depends = [provenance.depends[source] for source in group.sources if source]
@@ -308,7 +308,7 @@ def _places(
         label_tensor = replay.run(sources, Seen(shapes, ExampleValues(graph)))
     except UNFOLLOWED:
         return None
-    axes = []
+    axes: list[int] = []
     for axis, size in enumerate(node.shape or ()):
         if size is not None and axis not in node.open_axes:
             axes.append(axis)
@@ -400,7 +400,7 @@ def parts_named_as(
     outputs = output_parts(graph)
     if graph is original:
         return outputs
-    renamed = []
+    renamed: list[Output] = []
     for output, first in zip(outputs, output_parts(original), strict=True):
         parts = list(output.parts)
         if len(parts) == len(first.parts):

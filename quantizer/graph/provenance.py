@@ -74,9 +74,9 @@ class Provenance:
         """Return the nodes that make the parts of a value, and the operand that each pointwise
         operator keeps.
         """
-        sources = []
+        sources: list[str] = []
         carriers: dict[str, str] = {}
-        visited = set()
+        visited: set[str] = set()
         pending = [end]
         while pending:
             name = pending.pop(0)

@@ -288,7 +288,7 @@ class _Orders:
 def _orders(graph: Graph) -> _Orders:
     """Return the order of the rows of each node."""
     nearest: dict[str, str | None] = {}
-    mixed = set()
+    mixed: set[str] = set()
     reduced: set[str] = set()
     for node in graph.nodes:
         operands = list(_row_operands(graph, node))

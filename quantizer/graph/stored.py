@@ -75,7 +75,7 @@ class StoredGraph:
 
 def _moved(graph: Graph, device: torch.device) -> Graph:
     """Return the graph with `device` instead of the devices that its nodes name."""
-    nodes = []
+    nodes: list[Node] = []
     for node in graph.nodes:
         attrs = dict(node.attrs)
         for name, value in node.attrs.items():
@@ -109,7 +109,7 @@ def constants_of_code(
     tensors: Mapping[str, Tensor],
 ) -> tuple[str, ...]:
     """Return the paths of tensors that only the code of the module holds."""
-    paths = []
+    paths: list[str] = []
     for path, tensor in tensors.items():
         known = module_tensor(module, path)
         if known is None:

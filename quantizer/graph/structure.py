@@ -124,7 +124,7 @@ def _containers(graph: Graph) -> list[str]:
             classes[f"{container}.{name}"] = node.classes[len(names) - 1 - depth]
     sizes: dict[str, int] = {}
     for container, counts in layers.items():
-        children = []
+        children: list[str] = []
         for name, count in counts.items():
             if count >= _MIN_LAYERS and name[-1].isdecimal():
                 children.append(name)
@@ -154,7 +154,7 @@ def blocks_of(
             child = node.scope.removeprefix(prefix).split(".")[0]
             runs.setdefault(child, []).append(index)
             layers[child] += node.is_multiplying
-    blocks = []
+    blocks: list[ModuleBlock] = []
     for child, run in runs.items():
         if layers[child] >= least:
             blocks.append(

@@ -187,7 +187,7 @@ def parameter_names(arguments: Mapping[str, Any]) -> list[str]:
     # An LSTM with proj_size has a projection
     if count > len(kinds):
         kinds.append("weight_hr")
-    names = []
+    names: list[str] = []
     for layer in range(layers):
         for direction in directions:
             names += [f"{kind}_l{layer}{direction}" for kind in kinds]

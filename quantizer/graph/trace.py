@@ -113,7 +113,7 @@ def _trace(module: nn.Module, call: Call, sizes: Sequence[str]) -> Graph:
 
 def _batch_size(call: Call) -> int | None:
     """Return the first dimension that all tensors share, None if they share none."""
-    sizes = set()
+    sizes: set[int] = set()
     for leaf in pytree.tree_leaves(call):
         if isinstance(leaf, Tensor) and leaf.dim():
             sizes.add(leaf.shape[0])
@@ -148,7 +148,7 @@ def _export_sizes(
     if size is not None:
         example = _with_batch(call, size, _EXAMPLE_BATCH)
         attempts = [(example, batch) for batch in _batch_dimensions(example)] + attempts
-    failures = []
+    failures: list[ModelError] = []
     for example, batch in attempts:
         guarded = GuardedTrace(module)
         sized = SizedTrace(module, guarded, asked, leaf_shapes(example))
@@ -402,8 +402,8 @@ def without_stack_traces() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch's loggers, warnings and writes to stderr. Failures still raise."""
-    loggers = []
-    handlers = []
+    loggers: list[logging.Logger] = []
+    handlers: list[logging.Handler] = []
     for name, candidate in logging.Logger.manager.loggerDict.items():
         if isinstance(candidate, logging.Logger) and name.partition(".")[0] == "torch":
             # Loggers that torch creates inside the context write to these handlers

@@ -79,9 +79,9 @@ class ViewWrites:
         owned: Container[fx.Node],
     ) -> None:
         """Find the tensors that are written, and whether each write is known."""
-        viewed = set()
-        copied = set()
-        unknown = set()
+        viewed: set[fx.Node] = set()
+        copied: set[fx.Node] = set()
+        unknown: set[fx.Node] = set()
         for node in self.graph.nodes:
             source = node.args[0] if node.args else None
             if node.op != "call_function" or not isinstance(source, fx.Node):
@@ -128,7 +128,7 @@ class ViewWrites:
 
     def rewrite(self) -> None:
         """Replace the writes to all tensors in `written`."""
-        writes = []
+        writes: list[fx.Node] = []
         for node in list(self.graph.nodes):
             with self.graph.inserting_before(node):
                 self._read_current(node)

@@ -120,7 +120,7 @@ class Network(nn.Module):
         """
         nodes = [node for node in self.graph.nodes if node.op == "input"]
         lengths = _names_of_lengths(self.graph)
-        values = []
+        values: list[Any] = []
         batches: dict[str, int] = {}
         for index, (node, path) in enumerate(zip(nodes, self.graph.input_paths, strict=True)):
             value = _argument(node, path, args, kwargs)

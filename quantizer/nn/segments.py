@@ -46,7 +46,7 @@ def segments(networks: Sequence[Network], start: int = 0) -> list[Segment]:
     weights_of_nodes = [_deferred_weights(networks, node) for node in nodes]
     sizes = list(map(total_bytes, weights_of_nodes))
     most_bytes = min(max(sizes), _BYTES_OF_SMALL_WEIGHTS)
-    result = []
+    result: list[Segment] = []
     weights: list[DeferredTensor] = []
     for index in range(start, len(nodes)):
         size = total_bytes(weights) + sizes[index]
@@ -68,7 +68,7 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 
 def deferred_weights(networks: Sequence[Network]) -> list[DeferredTensor]:
     """Return the weights of networks that are in files."""
-    weights = []
+    weights: list[DeferredTensor] = []
     for network in networks:
         for node in network.graph.nodes:
             weights += _deferred_weights([network], node)
@@ -80,7 +80,7 @@ def _deferred_weights(
     node: Node,
 ) -> list[DeferredTensor]:
     """Return the weights of a node's layers that are in files."""
-    weights = []
+    weights: list[DeferredTensor] = []
     for network in networks:
         layer = network.layers[node.name]
         for tensor in (*layer.parameters(), *layer.buffers()):

@@ -55,8 +55,8 @@ def searched_scales(
     importances: Sequence[Tensor | None] = [None] * len(parts)
     if importance is not None:
         importances = torch.split(importance, height)
-    scales = []
-    minima = []
+    scales: list[Tensor] = []
+    minima: list[Tensor] = []
     for part, part_importance in zip(
         parts,
         importances,

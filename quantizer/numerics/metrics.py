@@ -78,7 +78,7 @@ def noise_energies(
     >>> noise_energies(x, [Approximation(x + 1)])
     (25.0, [Energies(other=41.0, error=2.0)])
     """
-    signals = []
+    signals: list[Tensor] = []
     others: list[list[Tensor]] = [[] for _ in approximations]
     errors: list[list[Tensor]] = [[] for _ in approximations]
     for part, *values in _parts(x, approximations):

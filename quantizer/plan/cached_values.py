@@ -66,7 +66,7 @@ def cache_findings(
 
 def _without_heads(planned: Iterable[PlannedValue]) -> Iterator[Diagnostic]:
     """Yield an error for each rule that asks for scales of heads where heads have no axis."""
-    reported = set()
+    reported: set[str] = set()
     for value in planned:
         rule = value.rule.rule
         qscheme = rule.fields["input"]["qscheme"]
@@ -92,7 +92,7 @@ def _uncached(rules: Sequence[MatchedRule], graph: Graph) -> Iterator[Diagnostic
         if not named:
             continue
         sources: set[str] = set()
-        attentions = set()
+        attentions: set[str] = set()
         for cached in cached_values(graph):
             sources.update(cached.sources)
             attentions.add(cached.layer)

@@ -85,7 +85,7 @@ def subgraphs(graph: Graph, verdicts: Mapping[str, Verdict]) -> int:
         if device != "DPU":
             continue
         pieces[node.name] = node.name
-        joined = set()
+        joined: set[str] = set()
         for name in sources:
             if verdicts[name].device == "DPU" and stages[name] == stage:
                 joined.add(pieces[name])

@@ -120,7 +120,7 @@ def outside_stubs(graph: Graph) -> set[str]:
             inside.add(node.name)
     if not inside:
         return set()
-    outside = set()
+    outside: set[str] = set()
     for node in graph.nodes:
         if node.name in inside or node.op in _NO_OUTSIDE:
             continue
@@ -205,7 +205,7 @@ def _compared(graph: Graph) -> Iterator[str]:
         if node.op in _PICKS:
             pending.extend(node.refs())
     compared: list[str] = []
-    seen = set()
+    seen: set[str] = set()
     while pending:
         node = graph.by_name[pending.pop()]
         if node.is_float or node.name in seen:
@@ -223,7 +223,7 @@ def _origins(graph: Graph, names: Iterable[str]) -> Iterator[str]:
     integers.
     """
     pending = [*names]
-    seen = set()
+    seen: set[str] = set()
     while pending:
         node = graph.by_name[pending.pop()]
         if node.name in seen or node.row.kind in ("float", "structural") or not node.is_float:

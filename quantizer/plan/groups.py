@@ -256,7 +256,7 @@ class _Layouter:
         if origins is None:
             # It reads the activation function after the join
             return True
-        points = set()
+        points: set[str] = set()
         for source in origins.sources:
             points.add(quantization_point(self.graph, self.where, source) or source)
         return len(points) + origins.constants > 1
@@ -366,7 +366,7 @@ def _staying_apart(
     """Return the nodes whose values are computed of parts, and whose readers are the output,
     factors for the parts, or more such nodes.
     """
-    apart = set()
+    apart: set[str] = set()
     for node in reversed(graph.nodes):
         if node.name not in where.runs:
             continue

@@ -72,7 +72,7 @@ class JoinPlanner:
         Args:
             observed: the keys of `unplanned_parts`, whose tensors are only observed.
         """
-        plans = []
+        plans: list[JoinPlan] = []
         for join in open_joins(self.layout).values():
             if self._spans(join):
                 plan = self._plan_of_channels(join)
@@ -94,7 +94,7 @@ class JoinPlanner:
         for number, (first, length) in self._spans(join).items():
             keys[number] = self._span_key(join, first, length)
         parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
-        inputs = []
+        inputs: list[Key] = []
         for product in join.products:
             key = self._input_key(product)
             if key is not None:
@@ -170,9 +170,9 @@ class JoinPlanner:
         """Return the plan of a join whose parts are outputs of layers."""
         sources = self._source_keys(join)
         has_scales = len(sources) >= len(self.layout.origins[join.name].sources)
-        inputs = []
-        divisible = []
-        scalable = []
+        inputs: list[Key] = []
+        divisible: list[Key] = []
+        scalable: list[str] = []
         parts: dict[str, tuple[tuple[Key | None, int], ...]] = {}
         for product in join.products:
             key = self._input_key(product)

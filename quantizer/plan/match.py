@@ -140,7 +140,7 @@ def match(
 def _attentions(by_name: Match, graph: Graph) -> Match:
     """Return the attentions that are named, or that read the outputs of named layers."""
     named = set(by_name.layers)
-    keys = []
+    keys: list[Key] = []
     for cached in cached_values(graph):
         if cached.layer in named or not named.isdisjoint(cached.sources):
             keys.append((cached.layer, cached.role))
@@ -166,7 +166,7 @@ def type_names(node: Node) -> frozenset[str]:
     """Return all words that select the node by type: its operator, torch's names for that, and
     the classes of its modules.
     """
-    names = set()
+    names: set[str] = set()
     for name in (node.op, *node.row.types, *node.classes):
         names |= {name, _short(name)}
         if name.startswith("torch.nn."):

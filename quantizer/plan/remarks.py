@@ -57,14 +57,14 @@ def left_parameters(plan: Plan, besides: Container[str] = ()) -> tuple[float, st
     such parameter. Layers in `besides` do not count.
     """
     graph = plan.graph
-    quantized = set()
+    quantized: set[str] = set()
     for layer, role in plan.tensors:
         if is_parameter(role):
             params = graph.by_name[layer].params
             quantized.add(params[parameter_name(role)])
     total = 0
     left: dict[str, int] = {}
-    seen = set()
+    seen: set[str] = set()
     for node in graph.nodes:
         # Inserted factors are no parameters of the model
         if node.op == "constant" or node.row.kind == "float":

@@ -58,7 +58,7 @@ def selectors_for(
         if count > 1 and pattern.strip(".*") and matched and matched <= wanted:
             chosen[pattern] = matched
     # A kind or pattern whose layers another one has already is not needed
-    needed = []
+    needed: list[str] = []
     covered: set[str] = set()
     for text in sorted(chosen, key=lambda text: -len(chosen[text])):
         if not chosen[text] <= covered:

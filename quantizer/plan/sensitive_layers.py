@@ -35,9 +35,9 @@ class SensitiveLayers:
 def sensitive_layers(graph: Graph) -> SensitiveLayers:
     """Return the heads and routers of a network."""
     makers = _makers(graph)
-    read_inside = set()
-    routers = set()
-    cut = set()
+    read_inside: set[str] = set()
+    routers: set[str] = set()
+    cut: set[str] = set()
     for node in graph.nodes:
         layers = _union(makers, node.refs())
         if node.row.orders:
@@ -65,7 +65,7 @@ def behind_norms(graph: Graph) -> list[str]:
     A normalization may be one operator, or written by hand with `rsqrt`.
     """
     fixed: set[str] = set()
-    normalized = set()
+    normalized: set[str] = set()
     layers = []
     for node in graph.nodes:
         operands = _values_read(graph, node)
@@ -88,7 +88,7 @@ def _values_read(graph: Graph, node: Node) -> set[str]:
     inputs = dict(node.inputs)
     if node.row.shape_of:
         inputs.pop(node.row.shape_of, None)
-    names = set()
+    names: set[str] = set()
     for name in references(inputs):
         if _may_hold_floats(graph.by_name[name]):
             names.add(name)

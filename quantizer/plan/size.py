@@ -26,7 +26,7 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
     """
     before = 0
     after = 0
-    counted = set()
+    counted: set[str] = set()
     for node in plan.graph.nodes:
         tensors = plan.of_layer(node.name)
         for key, path in node.params.items():

@@ -100,7 +100,7 @@ class CalibratedFolder:
         """Return the activations whose scale was computed from data, in the order of
         execution.
         """
-        keys = []
+        keys: list[Key] = []
         for key in self.quantized:
             spec = self.specs[key]
             if spec.is_scaled and not spec.is_dynamic:
@@ -110,7 +110,7 @@ class CalibratedFolder:
     @property
     def quantized(self) -> list[Key]:
         """Return all quantized activations, in the order of execution."""
-        keys = []
+        keys: list[Key] = []
         for key in self.planned:
             if key in self.specs and not is_parameter(key[1]):
                 keys.append(key)

@@ -63,7 +63,7 @@ def _with_batch_size(
     batch_size: int,
 ) -> list[int]:
     """Return a shape with the batch size instead of None."""
-    sizes = []
+    sizes: list[int] = []
     for size in shape:
         if size is None:
             sizes.append(batch_size)
@@ -96,7 +96,7 @@ def call_with_shapes(
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if len(leaves) != len(shapes):
         return None
-    resized = []
+    resized: list[Any] = []
     for leaf, shape in zip(leaves, shapes, strict=True):
         if isinstance(leaf, Tensor) and shape is not None:
             sizes = _with_batch_size(shape, len(leaf))
@@ -113,11 +113,11 @@ def shapes_text(shapes: InputShapes) -> str:
     >>> shapes_text([[None, 3, 8, 8], [None, 4]])
     '[b, 3, 8, 8] and [b, 4]'
     """
-    texts = []
+    texts: list[str] = []
     for shape in shapes:
         if shape is None:
             continue
-        sizes = []
+        sizes: list[str] = []
         for size in shape:
             text = "b" if size is None else str(size)
             sizes.append(text)

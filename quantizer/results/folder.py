@@ -16,7 +16,7 @@ from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
 from quantizer.errors import ResultError
 from quantizer.nn.load import INFO_FILE as INFO_FILE
-from quantizer.plan.model import JoinDecision, JoinPlan
+from quantizer.plan.model import JoinDecision, JoinPlan, Key
 from quantizer.results.result_tensors import solution_of
 from quantizer.results.validation import check_content, checked_json
 from quantizer.storage.files import read_json, read_tensors
@@ -218,7 +218,7 @@ def stored_joins(header: Mapping[str, Any]) -> dict[str, JoinDecision]:
     """
     decisions: dict[str, JoinDecision] = {}
     for name, entry in header["joins"].items():
-        left = []
+        left: list[Key] = []
         for layer, roles in entry["left"].items():
             left += [(layer, role) for role in roles]
         stored = dict(entry["join"])

@@ -47,7 +47,7 @@ class GraphRun:
             self._takes_any_size |= length.is_asked_for
         self._values: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        inputs = []
+        inputs: list[str] = []
         for node in graph.nodes:
             if node.op == "input":
                 inputs.append(node.name)

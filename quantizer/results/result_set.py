@@ -166,7 +166,7 @@ def _refuse_links(folder: Path) -> None:
     for path in (export, *_folders_in(export)):
         if path.is_dir() and not path.is_symlink():
             folders.append(path)
-    links = []
+    links: list[Path] = []
     for place in folders:
         links += [path for path in place.iterdir() if path.is_symlink()]
     if links:
@@ -189,7 +189,7 @@ def _refuse_folders(folder: Path) -> None:
     Raises:
         ResultError: naming the first.
     """
-    folders = []
+    folders: list[Path] = []
     for path in folder.iterdir():
         if path.is_dir() and path.suffix in RESULT_SUFFIXES:
             folders.append(path)

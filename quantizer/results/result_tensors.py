@@ -118,7 +118,7 @@ def solution_of(
     for layer, roles in entries.items():
         for role, entry in roles.items():
             tensors[layer, role] = quantized_tensor(entry, role, with_scales)
-    insertions = []
+    insertions: list[Insertion] = []
     for row in header["insertions"]:
         insertion = Insertion(
             name=row["name"],

@@ -158,7 +158,7 @@ class RetunedFolder:
         states = folder.statistics()
         entries: dict[Key, JsonObject] = {}
         missing: dict[str, list[str]] = {}
-        sources_of_ranges = set()
+        sources_of_ranges: set[str] = set()
         for (source, spec), keys in _shared_observers(folder, folder.specs).items():
             # These activations share one observer, whose state has the key of one of them
             owner = next(key for key in keys if key in states)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import Namer
 from quantizer.graph.stored import StoredGraph, short_class, with_output
 from quantizer.results.graph_run import GraphRun, SharedProducts
@@ -71,7 +71,7 @@ def _with_classes(graph: Graph, module: nn.Module) -> Graph:
     namer = Namer(module)
     if namer.model != graph.model:
         raise DifferentError(f"the model is {namer.model}")
-    nodes = []
+    nodes: list[Node] = []
     for node in graph.nodes:
         classes = node.classes
         if classes:

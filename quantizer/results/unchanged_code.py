@@ -91,13 +91,13 @@ def _is_deferred(module: nn.Module) -> bool:
 
 def _file_digests(module: nn.Module) -> list[str]:
     """Return the sha256 of each file that defines a class of the module or its submodules."""
-    files = set()
+    files: set[Path] = set()
     for part in module.modules():
         name = type(part).__module__
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None:
             files.add(Path(file))
-    digests = []
+    digests: list[str] = []
     for file in files:
         content = file.read_bytes()
         digests.append(_sha256(content))
@@ -132,7 +132,7 @@ def _check_length(length: Length, leaves: list[Any]) -> None:
     Raises:
         DifferentError: they do not.
     """
-    sizes = set()
+    sizes: set[int] = set()
     for index, axis in length.axes:
         leaf = leaves[index]
         sizes.add(leaf.shape[axis])

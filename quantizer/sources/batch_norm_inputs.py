@@ -35,7 +35,7 @@ def trained_batch_norms(module: nn.Module) -> list[_BatchNorm]:
 
     Before training, means are 0 and variances 1.
     """
-    layers = []
+    layers: list[_BatchNorm] = []
     for layer in module.modules():
         if not isinstance(layer, _BatchNorm) or layer.running_mean is None:
             continue
@@ -123,7 +123,7 @@ def match_batch_norms(
     Knowledge Within: Methods for Data-Free Model Compression", arXiv 1912.01274.
     """
     device = _device_of(module)
-    values = []
+    values: list[Tensor] = []
     for _, tensor in noise.tensors():
         value = _channels_last(scaling.of(tensor).to(device))
         values.append(value.requires_grad_())
@@ -188,7 +188,7 @@ def _distance_on(module: nn.Module, batch: Batch) -> Tensor:
     Raises:
         DataError: the module raises an error, or runs none of them.
     """
-    distances = []
+    distances: list[Tensor] = []
 
     def measure(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         distances.append(_distance(layer, args[0]))

@@ -119,7 +119,7 @@ class Batches:
         """
         if self.fingerprint is not None:
             return int(self.fingerprint["batches"])
-        counts = []
+        counts: list[int] = []
         if self.length is not None:
             skipped = (self.skip_len or 0) // (self.first_size or 1)
             counts.append(max(self.length - skipped, 1))

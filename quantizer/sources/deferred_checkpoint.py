@@ -84,7 +84,7 @@ def stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
     Raises:
         ModelError: a file is missing or damaged, or a file of another folder is named.
     """
-    files = []
+    files: list[str] = []
     if (folder / CHECKPOINT_INDEX).is_file():
         files = indexed_files(folder / CHECKPOINT_INDEX)
     elif (folder / CHECKPOINT_FILE).is_file():

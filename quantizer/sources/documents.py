@@ -217,7 +217,7 @@ def _image(value: Any, place: str, folder: Path) -> Path | StoredImage:
 def _without_paths(messages: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return messages whose images have no paths, and these paths."""
     paths: list[Any] = []
-    changed = []
+    changed: list[Any] = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, list):

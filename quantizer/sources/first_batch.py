@@ -88,7 +88,7 @@ def layer_remedies(module: nn.Module, cause: BaseException) -> Iterator[str]:
 def _unfilled(module: nn.Module, batch: Batch) -> list[str]:
     """Return the arguments of `forward` that are None by default, and that a batch lacks."""
     parameters = list(inspect.signature(module.forward).parameters.values())
-    names = []
+    names: list[str] = []
     for parameter in parameters[len(batch.args) :]:
         if parameter.default is None and parameter.name not in batch.kwargs:
             names.append(parameter.name)

@@ -155,7 +155,7 @@ def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> Non
     Raises:
         ModelError: weights are missing, or have other shapes.
     """
-    misshaped = []
+    misshaped: list[str] = []
     for name, stored, expected in sorted(report["mismatched_keys"]):
         misshaped.append(f"{name} {list(stored)} instead of {list(expected)}")
     if misshaped:

@@ -271,7 +271,7 @@ def _remedy_for(returned: Any) -> str:
 
 def _note_similar_names(user: UserModule) -> None:
     """Warn of a function whose name is close to one that is looked for and not defined."""
-    functions = []
+    functions: list[str] = []
     for name, value in vars(user.module).items():
         is_own = getattr(value, "__module__", None) == user.module.__name__
         if is_own and callable(value) and name not in _LOOKED_FOR:

@@ -87,7 +87,7 @@ class ModuleState:
 
     def changed(self) -> list[str]:
         """Return the paths of attributes that are different now."""
-        changed = []
+        changed: list[str] = []
         for path, attribute in self._attributes.items():
             if attribute.is_changed:
                 changed.append(path)

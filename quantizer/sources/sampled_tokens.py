@@ -43,7 +43,7 @@ def vocabulary_of(module: Any, call: Batch) -> int:
     if logits is None or logits.shape[:-1] != ids.shape:
         raise _refusal(module, "has no output with a row of logits for each token")
     vocabulary = logits.shape[-1]
-    sizes = []
+    sizes: list[int] = []
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
             sizes.append(layer.num_embeddings)

@@ -143,7 +143,7 @@ def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
         _logger.info("making %s", way)
         noise = next(starts())
         scaling = best_scaling(module, noise)
-        batches = []
+        batches: list[Batch] = []
         for batch in starts():
             batches.append(match_batch_norms(module, batch, scaling))
         before = batch_norm_distance(module, noise)

@@ -433,7 +433,7 @@ def _as_batch(named: NamedTensors, arguments: Arguments) -> Batch:
             target = tensor
     main = next((name for name in INPUT_NAMES if name in others), None)
     inputs: NamedTensors = {}
-    left_out = []
+    left_out: list[str] = []
     for name, tensor in others.items():
         if main is None or name == main or name in arguments.known:
             inputs[name] = tensor

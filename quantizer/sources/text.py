@@ -200,7 +200,7 @@ class TextData:
 
     def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:
         """Return the token ids of all documents, one after the other."""
-        parts = []
+        parts: list[str] = []
         for document in self._documents:
             if isinstance(document.content, str):
                 parts.extend([document.content, _BETWEEN_TEXTS])

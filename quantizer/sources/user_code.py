@@ -264,7 +264,7 @@ def require_callable(
             f"{what} takes {signature}, and it is called with {counted(arguments, 'argument')}"
         )
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = []
+    names: list[str] = []
     for parameter in signature.parameters.values():
         if parameter.default is parameter.empty and parameter.kind not in variadic:
             names.append(parameter.name)
@@ -369,7 +369,7 @@ def frames_of(cause: BaseException) -> list[str]:
     """Return the last frames of the user's code, such as `file.py:12 in build: the line`, the
     innermost last. A line that Python cannot read is the last one, with its column.
     """
-    lines = []
+    lines: list[str] = []
     for frame in traceback.extract_tb(cause.__traceback__):
         if not frame.filename.startswith(_FOREIGN_PREFIXES):
             lines.append(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")

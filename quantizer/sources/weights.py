@@ -130,9 +130,9 @@ def _describe(content: Any) -> str:
 def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> None:
     """Raise `ModelError` unless the tensors can be copied into the module."""
     model_state = module.state_dict()
-    unexpected = []
-    misshaped = []
-    unlike = []
+    unexpected: list[str] = []
+    misshaped: list[str] = []
+    unlike: list[str] = []
     for name, tensor in state.items():
         if name not in model_state:
             unexpected.append(name)
@@ -150,7 +150,7 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
         "of another shape": misshaped,
         "of another kind": unlike,
     }
-    lines = []
+    lines: list[str] = []
     for fault, names in faults.items():
         if names:
             lines.append(f"{len(names)} {fault}: {first_names(names)}")
@@ -167,7 +167,7 @@ def _check_fit(module: nn.Module, state: Mapping[str, Tensor], path: str) -> Non
 def _missing(model_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
     """Return the names that a file lacks. A tied weight needs only one of its names."""
     stored = {model_state[name].data_ptr() for name in state if name in model_state}
-    missing = []
+    missing: list[str] = []
     for name, parameter in model_state.items():
         if name in state or name.endswith("num_batches_tracked"):
             continue

@@ -196,7 +196,7 @@ class _SequentialRounding:
         self.float_runner: SequentialRunner | None = None
         if target.needs_float:
             self.float_runner = self._runner(graph, store)
-        to_round = set()
+        to_round: set[str] = set()
         for group in task.structure.groups:
             to_round.update(quantized_layers(task, group))
         for name, rounded in adjustment.rounded.items():

@@ -67,7 +67,7 @@ def round_experts(
         # The scales of all experts' blocks in e4m3 share one factor
         is_fixed = name in fixed or specs[name].scale_type == "e4m3"
         wholes.append(_ExpertWeights(name, layer, specs[name], qparams, is_fixed))
-    remarks = []
+    remarks: list[Remark] = []
     for expert, (sums, count) in enumerate(zip(products, tokens, strict=True)):
         members = [whole.member(expert) for whole in wholes]
         if count:

@@ -273,7 +273,7 @@ def _solve_ranges(
         max_values = _MAX_SOLVED_TWICE
     if sum(member.weight.numel() for member in members) <= max_values:
         solved_together = [[*members, *uncut_members]]
-    solutions = []
+    solutions: list[GptqSolution] = []
     for batch in solved_together:
         solutions += _solve(batch, hessians, products, target, is_dynamic=is_dynamic)
     count = len(members)

@@ -135,8 +135,8 @@ def _entries(
         all_specs += specs.values()
     explicit = _explicit_words(all_specs)
 
-    entries = []
-    rules = []
+    entries: list[JsonObject] = []
+    rules: list[ConfigRule] = []
     for (selector, rule), specs in zip(selected, specs_of_entries, strict=True):
         if specs:
             entries.append(entry(selector, specs, explicit))
@@ -156,7 +156,7 @@ def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
     """
     scales = {spec.symmetric_scale for spec in specs if spec.has_symmetric_scale}
     dtypes = {spec.dtype for spec in specs}
-    words = set()
+    words: set[str] = set()
     if scales - {"quant_max"}:
         words.add("symmetric_scale")
     if len(dtypes) > 1:

@@ -29,7 +29,7 @@ def with_sound_fixes(
     # Examples come last: `--fix` does not write them, so the other fixes must do without them
     candidates = sorted(_candidates(findings), key=lambda candidate: _order(candidate[1]))
     checked = [replace(finding, fixes=()) for finding in findings]
-    helped = set()
+    helped: set[int] = set()
     accepted: list[Fix] = []
     errors = _count_errors(findings)
     for index, fix in candidates[:max_trials]:
@@ -56,7 +56,7 @@ def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
     for fix in fixes:
         edits += fix.edits
     edits.sort(key=lambda edit: (edit.start, edit.end))
-    pieces = []
+    pieces: list[str] = []
     end = 0
     for edit in edits:
         pieces += [source.text[end : edit.start], edit.text]

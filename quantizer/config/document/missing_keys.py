@@ -138,7 +138,7 @@ def _parameters(
     roles = level.get("quantizable_data_type", value.get("quantizable_data_type"))
     for role in ROLES:
         if not isinstance(roles, list) or role in roles:
-            parts = []
+            parts: list[JsonObject] = []
             for overall, tensors in sources:
                 parts += [tensors.get(role, {}), overall]
             by_role[role] = ChainMap({}, *parts, wide)
@@ -247,7 +247,7 @@ def _wider_dtypes(
     and for a name all types.
     """
     level, tensor = path[0], path[-1]
-    wider = []
+    wider: list[Any] = []
     if level != "global_quant_config":
         wider.append(value.get("global_quant_config"))
     types = value.get("layer_type_quant_config")

@@ -93,7 +93,7 @@ class _CanonicalCopy:
         if _is_two_stages(value, old):
             return self._two_stages(value, old, new)
         if isinstance(value, list):
-            items = []
+            items: list[Any] = []
             for index, item in enumerate(value):
                 items.append(self.value(item, (*old, index), (*new, index)))
             return items

@@ -272,7 +272,7 @@ def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> J
     all others.
     """
     changed = copy.deepcopy(dict(document))
-    layer_entries = []
+    layer_entries: list[JsonObject] = []
     replaced: dict[str, JsonObject] = {}
     for old in changed.get("layer_quantize_config") or []:
         name = old.get("layer_name")

@@ -309,7 +309,7 @@ def _passes(levels: Hierarchical) -> Diagnostics:
     """
     algorithm: str | None = None
     algorithm_place: Place | None = None
-    seen = set()
+    seen: set[str] = set()
     for name, place in levels.listed:
         if name not in SWITCHES:
             if algorithm is None:

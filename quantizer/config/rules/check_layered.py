@@ -93,7 +93,7 @@ def _conflict(
     """Yield an error at the value written last, or a warning at the idle value; nothing if a
     value is missing, which is reported.
     """
-    places = []
+    places: list[Place] = []
     for name in conflict.fields:
         place = merged[name].place if name in merged else None
         if place is None:
@@ -205,7 +205,7 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
 
 def _unused_in(block: Fields, used: set[Place | None], *, is_complete: bool) -> Diagnostics:
     is_float = "dtype" in block and block["dtype"].value != "int"
-    places = []
+    places: list[Place] = []
     for name, sourced in block.items():
         may_lack = name in OPTIONAL or not is_complete or (is_float and name != "dtype")
         if may_lack and sourced.place and sourced.place not in used:
@@ -239,7 +239,7 @@ def _unlisted(layered: Layered, level: LayeredLevel) -> Diagnostics:
     still quantize them.
     """
     levels = [level] if level.pointer else [level, *layered.layers]
-    quantized = set()
+    quantized: set[Role] = set()
     for other in levels:
         quantized.update(other.quantized)
     for role in level.tensor:

@@ -84,7 +84,7 @@ def _unique_items(
 
     if not wanted or not isinstance(items, list):
         return
-    seen = set()
+    seen: set[str] = set()
     for index, item in enumerate(items):
         text = json.dumps(item, sort_keys=True)
         if text in seen:

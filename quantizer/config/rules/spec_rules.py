@@ -77,7 +77,7 @@ def conflicts(
     if not spec.is_scaled:
         return ()
     instance = {**spec.to_json(), "tensor": role, "target_device": device}
-    broken = []
+    broken: list[Conflict] = []
     for rule, validator in _validators(spec.dtype == "int", form):
         for error in validator.iter_errors(instance):
             if isinstance(error.schema, dict):

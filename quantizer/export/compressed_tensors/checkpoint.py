@@ -109,7 +109,7 @@ class CompressedCheckpoint:
         before they look at the names of fused layers. A head is of another class in engines.
         """
         groups: dict[str, dict[str, Any]] = {}
-        formats = set()
+        formats: set[str] = set()
         schemes = self.schemes
         for number, (scheme, paths) in enumerate(schemes):
             targets = [_LINEAR_TARGET]
@@ -139,7 +139,7 @@ class CompressedCheckpoint:
 
     def _fused_targets(self, paths: Sequence[str]) -> list[str]:
         """Return the names of fused layers whose parts are all among `paths`."""
-        names = []
+        names: list[str] = []
         for name, parts in self.fused.items():
             if set(parts) <= set(paths):
                 names.append(name)
@@ -296,7 +296,7 @@ def token_remarks(
 
     It keeps the first two axes of an input, whatever the number of axes.
     """
-    layers = []
+    layers: list[str] = []
     for layer, key in placement.inputs.items():
         is_by_token = specs[key].is_dynamic and specs[key].qscheme == "per_token"
         if is_by_token and placement.linears[layer].rank != _AXES_OF_TOKENS:
@@ -311,7 +311,7 @@ def token_remarks(
 
 def linears_of(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of all linear modules."""
-    paths = []
+    paths: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
             paths.append(path)

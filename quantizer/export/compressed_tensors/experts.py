@@ -45,7 +45,7 @@ class Mixture:
         tensors: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Return what `stored` returns, but leave the tensors of experts as they are."""
-        prefixes = []
+        prefixes: list[str] = []
         for path, module in self.model.named_modules():
             if is_of_experts(module):
                 prefixes.append(f"{path}.")
@@ -93,7 +93,7 @@ class Mixture:
 
         Engines may implement them as linear layers.
         """
-        paths = []
+        paths: list[str] = []
         for path, module in self.model.named_modules():
             weight = getattr(module, "weight", torch.empty(0))
             if weight.dim() > 1 and not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -126,7 +126,7 @@ def are_stored_as_one(node: Node) -> bool:
 def group_targets(paths: Sequence[str]) -> list[str]:
     """Return what names layers in a config; one pattern stands for all experts."""
     pattern = re.compile(_EXPERT_PATTERN.removeprefix("re:"))
-    targets = set()
+    targets: set[str] = set()
     for path in paths:
         is_of_expert = pattern.fullmatch(path) is not None
         target = _EXPERT_PATTERN if is_of_expert else path

@@ -82,7 +82,7 @@ def with_shared_factors(
     """
     shared = dict(layers)
     for group in fused_layers(graph):
-        paths = []
+        paths: list[str] = []
         for name in group:
             path = graph.by_name[name].scope
             if path in layers and layers[path].format == NVFP4_FORMAT:
@@ -107,7 +107,7 @@ def partial_block_remarks(
     """Return a sentence on fused layers that end within a block, if there are any: the blocks
     of the next layer would begin there.
     """
-    cut = []
+    cut: list[str] = []
     for group in fused_layers(graph):
         for name in group:
             layer = layers.get(graph.by_name[name].scope)

@@ -29,7 +29,7 @@ def float_bytes(
         coded: the names of the weights that become codes.
     """
     total = _ENTRY_BYTES
-    counted = set()
+    counted: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in coded or id(tensor) in counted:
             continue

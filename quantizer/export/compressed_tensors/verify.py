@@ -151,7 +151,7 @@ def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Mod
 
 def _cause(checkpoint: CompressedCheckpoint) -> str | None:
     """Return why this reader may not load by default a checkpoint that others load."""
-    formats = set()
+    formats: set[str] = set()
     for layer in checkpoint.layers.values():
         if layer.format == PACKED_FORMAT and not is_symmetric(layer.weight.spec):
             return f"{_reader()} does not load packed asymmetric weights by default"

@@ -149,7 +149,7 @@ def read_document(
     """
     if document["version"] == WITH_AXES:
         return [_read_with_axis(entry, shapes) for entry in document["encodings"]]
-    encodings = []
+    encodings: list[TensorEncoding] = []
     for entry in document["activation_encodings"]:
         encodings.append(_read_with_offset(entry, (), 0, is_parameter=False))
     for entry in document["param_encodings"]:

@@ -37,7 +37,7 @@ def evaluated_model(model: ModelProto, text: str) -> ModelProto:
             rounded = _quantized(values, by_name[tensor.name])
             tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
     inputs = {value.name for value in graph.input}
-    nodes = []
+    nodes: list[NodeProto] = []
     for name in inputs:
         if name in by_name:
             _rename_readers(graph, name)
@@ -48,7 +48,7 @@ def evaluated_model(model: ModelProto, text: str) -> ModelProto:
             if name in by_name:
                 node.output[index] = name + _MADE
                 nodes += _nodes(graph, by_name[name], name + _MADE, name)
-    copies = []
+    copies: list[NodeProto] = []
     for node in nodes:
         copy = NodeProto()
         copy.CopyFrom(node)
@@ -125,7 +125,7 @@ def _nodes(
         ("Clip", ["low", "high"]),
         ("Mul", ["scale"]),
     )
-    nodes = []
+    nodes: list[NodeProto] = []
     value = source
     for number, (op_type, words) in enumerate(steps):
         operands = [names[word] for word in words]

@@ -76,7 +76,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     Tensors with encodings are called after their layers, and initializers after parameters.
     """
     parameters: dict[ir.Value, TensorEncoding] = {}
-    unencoded = []
+    unencoded: list[str] = []
     for mark in marks_of(model.graph):
         (layer, role), tensor = lowering.marked(mark)
         if is_parameter(role):
@@ -96,7 +96,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
     constants = _clip_bounds(model.graph, activations)
     _rename_initializers(model.graph, lowering)
     _separate_names(model.graph)
-    named = []
+    named: list[TensorEncoding] = []
     for value, encoding in (activations | constants | parameters).items():
         assert value.name is not None
         named.append(replace(encoding, name=value.name))

@@ -178,7 +178,7 @@ def _value(field: Any) -> GgufValue:
 
 def _head_counts(keys: Mapping[str, GgufValue], architecture: str) -> list[int]:
     """Return the distinct numbers of heads in the template's keys."""
-    counts = []
+    counts: list[int] = []
     for suffix in ("", "_kv"):
         key = f"{architecture}.attention.head_count{suffix}"
         count = keys[key].value if key in keys else None

@@ -150,7 +150,7 @@ def _added_around(tokenizer: Any, numbers: Mapping[str, int]) -> dict[str, bool]
 def _differences(content: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yield what llama.cpp does otherwise with spaces."""
     is_stripped = _STRIPPING_NAME in name.lower()
-    words = []
+    words: list[str] = []
     for token in content.get("added_tokens") or ():
         word = token["content"]
         expected = is_stripped and word not in _UNSTRIPPED
@@ -173,8 +173,8 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
     kinds = gguf.TokenType
     model = content["model"]
     has_pieces = bool(model.get("byte_fallback"))
-    texts = []
-    types = []
+    texts: list[str] = []
+    types: list[int] = []
     for number in range(size):
         texts.append(f"[PAD{number}]")
         types.append(int(kinds.UNUSED))
@@ -225,7 +225,7 @@ def _piece_values(content: Mapping[str, Any], size: int) -> dict[str, Any] | Non
     if not has_spaces or not has_bytes:
         return None
     scores = [0.0] * size
-    joined = set()
+    joined: set[int] = set()
     for rank, merge in enumerate(model["merges"]):
         pair = merge
         if isinstance(merge, str):
@@ -248,7 +248,7 @@ def _byte_values(content: Mapping[str, Any]) -> dict[str, Any] | None:
         # llama.cpp normalizes nothing. Few texts are not in this form already
         if step["type"] != "NFC":
             return None
-    steps = []
+    steps: list[str] = []
     for step in _steps(content, "pre_tokenizer"):
         steps.append(_splitting(step))
     name = _SPLITTERS.get(tuple(steps), "")

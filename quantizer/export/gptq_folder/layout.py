@@ -70,7 +70,7 @@ def gptq_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield what a checkpoint of GPTQ has no place for."""
     placement = place_codes(graph, specs)
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
-    refused = set()
+    refused: set[Key] = set()
     for (layer, role), spec in specs.items():
         reason: Reason | None = None
         if not is_parameter(role):

@@ -136,7 +136,7 @@ class ExecutorchExporter(MobileExporter):
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             """Return the outputs of a call, as copies."""
             _require_small(written, (args, kwargs))
-            inputs = []
+            inputs: list[Any] = []
             for leaf in pytree.tree_leaves((args, dict(kwargs))):
                 if isinstance(leaf, Tensor):
                     leaf = leaf.contiguous()
@@ -168,7 +168,7 @@ def _delegated(program: ExportedProgram) -> Iterator[ExportedProgram]:
 
 def _integer_modules(program: ExportedProgram) -> set[str]:
     """Return the modules whose weights XNNPACK multiplies as codes."""
-    modules = set()
+    modules: set[str] = set()
     for part in _delegated(program):
         for node in part.graph.nodes:
             index = _WEIGHT_INDEX.get(_operator(node))

@@ -119,7 +119,7 @@ class MobileExporter(Exporter[MobileFile]):
         stated = quantized_apart(graph, solution, any_rounding=False)
         engine = self.engine_for(deployment)
         kernels = engine.kernels(graph, stated.specs)
-        constant = set()
+        constant: set[str] = set()
         for layer, role in stated.tensors:
             is_coded = layer in kernels.integer
             if graph.by_name[layer].row.transposed:

@@ -87,7 +87,7 @@ class MobileEngine:
     def kernels(self, graph: Graph, specs: TensorSpecs) -> Kernels:
         """Return the layers that are multiplied in int8, and the reason for each other one."""
         where = layout(graph)
-        integer = []
+        integer: list[str] = []
         floating: dict[str, str] = {}
         for node in graph.nodes:
             if node.row.kind != "mac" or node.row.scales_channels:
@@ -169,7 +169,7 @@ class MobileEngine:
     def with_float_outputs(self, graph: Graph, specs: TensorSpecs) -> frozenset[str]:
         """Return the layers that are multiplied in int8, and whose outputs stay in float."""
         where = layout(graph)
-        layers = set()
+        layers: set[str] = set()
         for layer in self.kernels(graph, specs).integer:
             node = graph.by_name[layer]
             if _output_reason(node, graph, specs, where) is not None:

@@ -124,7 +124,7 @@ class LitertExporter(MobileExporter):
             code_weights(file, [*source.scales.values()])
         file.finish(names, deployment.origin.text(), in_float=is_float)
         kernels = _kernels_of_file(source, file)
-        remarks = []
+        remarks: list[str] = []
         most_samples: int | None = None
         if is_open and not _takes_batches(file.content(), deployment):
             most_samples = 1
@@ -195,7 +195,7 @@ def _converted(source: MobileProgram) -> bytes:
 
 def _coded_parameters(source: MobileProgram) -> set[str]:
     """Return the weights of layers that should be multiplied in int8, by their names there."""
-    names = set()
+    names: set[str] = set()
     for module, layer in source.layers.items():
         if layer in source.kernels.integer:
             names.add(f"network.{module}.weight")
@@ -230,7 +230,7 @@ def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
     The converter keeps no names of layers, so weights are found by their scales.
     """
     counts = Counter(integer_scales(file))
-    integer = []
+    integer: list[str] = []
     floating = dict(source.kernels.floating)
     for layer in source.kernels.integer:
         scales = tuple(source.scales[layer])
@@ -292,7 +292,7 @@ def _run(
     for name, tensor in zip(names.inputs, tensor_leaves(call), strict=True):
         feed[name] = _as_input(tensor, details[name])
     results = run(**feed)
-    outputs = []
+    outputs: list[Tensor] = []
     for name in names.outputs:
         outputs.append(_from_output(results[name], run, name))
     return outputs
@@ -327,7 +327,7 @@ def _samples(
     nodes = [node for node in deployment.graph.nodes if node.op == "input"]
     shapes = iter([node.shape for node in nodes if node.shape is not None])
     leaves, spec = pytree.tree_flatten(call)
-    parts = []
+    parts: list[Any] = []
     for leaf in leaves:
         shape = next(shapes) if isinstance(leaf, Tensor) else None
         if shape and shape[0] is None:

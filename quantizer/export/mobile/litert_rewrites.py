@@ -96,7 +96,7 @@ def pad_kernels(program: ExportedProgram) -> None:
     The converter refuses output padding.
     """
     parameters = program.graph_signature.inputs_to_parameters
-    padded = set()
+    padded: set[str] = set()
     for node in _calls(program, _TRANSPOSED):
         settings = _settings(node)
         weight = settings["weight"]
@@ -106,7 +106,7 @@ def pad_kernels(program: ExportedProgram) -> None:
         if name is None or is_dilated or not any(amounts):
             continue
         # `pad` takes the sizes before and after each axis, from the last axis on
-        sizes = []
+        sizes: list[int] = []
         for amount in reversed(amounts):
             sizes.append(0)
             sizes.append(amount)
@@ -134,7 +134,7 @@ def cut_padding(program: ExportedProgram) -> None:
         is_undilated = all(size == 1 for size in settings["dilation"])
         weight = settings["weight"].meta["val"]
         kernel = [*weight.shape[2:]]
-        sums = []
+        sums: list[int] = []
         for step, cut in zip(settings["stride"], padding, strict=True):
             sums.append(step + 2 * cut)
         if not any(padding):
@@ -169,7 +169,7 @@ def _sliced(node: Node, padding: list[int]) -> Node:
 
 def _calls(program: ExportedProgram, targets: tuple[Any, ...]) -> list[Node]:
     """Return the nodes that call one of some operators."""
-    nodes = []
+    nodes: list[Node] = []
     for target in targets:
         of_target = program.graph.find_nodes(op="call_function", target=target)
         nodes.extend(of_target)

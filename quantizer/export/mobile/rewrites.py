@@ -138,7 +138,7 @@ def fold_padding(
         stated = list(node.args)
         for default in _DEFAULTS[len(stated) - 2 :]:
             stated.append(default)
-        sums = []
+        sums: list[int] = []
         for size, amount in zip(stated[_PADDING_INDEX], amounts, strict=True):
             sums.append(size + amount)
         stated[_PADDING_INDEX] = sums
@@ -256,7 +256,7 @@ def add_axes(program: ExportedProgram) -> None:
     """
     graph = program.graph
     parameters = program.graph_signature.inputs_to_parameters
-    reshaped = set()
+    reshaped: set[str] = set()
     for target, two_axes in _CONVOLUTIONS_1D.items():
         for node in graph.find_nodes(op="call_function", target=target):
             _, weight, *others = node.args
@@ -268,7 +268,7 @@ def add_axes(program: ExportedProgram) -> None:
                 weights = program.state_dict[name].detach().unsqueeze(-1)
                 program.state_dict[name] = torch.nn.Parameter(weights, requires_grad=False)
                 weight.meta["val"] = weight.meta["val"].unsqueeze(-1)
-            settings = []
+            settings: list[Any] = []
             for argument, setting in zip(target._schema.arguments[2:], others, strict=False):
                 if argument.name in _LIST_FILLS:
                     setting = [*setting, _LIST_FILLS[argument.name]]

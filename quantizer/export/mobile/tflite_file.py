@@ -82,7 +82,7 @@ class TfliteFile(TfliteTables):
         places: Sequence[int],
     ) -> list[Any]:
         """Return the tensors of a signature."""
-        rows = []
+        rows: list[Any] = []
         for name, place in zip(names, places, strict=True):
             row = self.schema.TensorMapT()
             row.name = name

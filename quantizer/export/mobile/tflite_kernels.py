@@ -156,7 +156,7 @@ def _drop_unread(
     """Drop products and dequantizations that nothing reads."""
     graph = file.graph
     read = {*graph.outputs}
-    rows = []
+    rows: list[Any] = []
     for row in reversed(graph.operators):
         if file.name(row) in ("MUL", "DEQUANTIZE") and read.isdisjoint(row.outputs):
             continue
@@ -173,14 +173,14 @@ def compute_in_float(
     XNNPACK gives values another scale with a factor of 8 bits, so that codes are a step off.
     """
     graph = file.graph
-    rows = []
+    rows: list[Any] = []
     for row in graph.operators:
         (codes,) = row.outputs[:1]
         is_rounding = file.name(row) == "QUANTIZE" and file.is_int8(row.inputs[0])
         if not is_rounding and not _is_slow(file, row):
             rows.append(row)
             continue
-        inputs = []
+        inputs: list[int] = []
         for place in row.inputs:
             floats = file.float_of(place)
             inputs.append(floats)
@@ -224,7 +224,7 @@ def code_weights(
     """
     graph = file.graph
     makers = file.makers()
-    rows = []
+    rows: list[Any] = []
     for row in graph.operators:
         maker = makers.get(row.inputs[0])
         has_kernel = file.name(row) in _WITH_FLOAT_OUTPUTS

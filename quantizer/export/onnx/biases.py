@@ -145,7 +145,7 @@ def overflowing(
         largest: the largest bias in these steps that fits.
     """
     specs = solution.specs
-    layers = set()
+    layers: set[str] = set()
     for (layer, role), weights in solution.tensors.items():
         parameters = dict(network.layers[layer].named_parameters())
         key = input_key(layer, network.graph, specs)

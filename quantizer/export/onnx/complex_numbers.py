@@ -53,7 +53,7 @@ _DECOMPOSED = frozenset(
 
 def complex_refusals(graph: Graph) -> Iterator[Refusal]:
     """Yield why ONNX cannot express complex numbers, for the first layer of each operator."""
-    refused = set()
+    refused: set[str] = set()
     for node in graph.nodes:
         name = node.op
         if "." in node.target:

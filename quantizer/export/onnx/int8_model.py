@@ -22,8 +22,8 @@ def with_int8_weights(model: ModelProto) -> bytes | None:
     changed = ModelProto()
     changed.CopyFrom(model)
     tensors = {tensor.name: tensor for tensor in changed.graph.initializer}
-    unsigned = set()
-    of_others = set()
+    unsigned: set[str] = set()
+    of_others: set[str] = set()
     for node in changed.graph.node:
         if not _dequantizes_uint8(node, tensors):
             of_others.update(node.input)

@@ -41,8 +41,8 @@ def products_between_codes(model: ModelProto) -> Kernels:
     not run here. The reason of each other product names the operands that are not.
     """
     # Names of values that are floats of codes
-    dequantized = set()
-    integer = []
+    dequantized: set[str] = set()
+    integer: list[str] = []
     reasons: dict[str, str] = {}
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear" or (
@@ -74,7 +74,7 @@ def kernels_of_session(
         graph: the layers. The names of products begin with theirs.
         solution: what is quantized.
     """
-    integer = []
+    integer: list[str] = []
     for node in onnx.load(optimized, load_external_data=False).graph.node:
         if node.op_type in _INTEGER_OPERATORS:
             # The optimizer appends this to the name of a node that it merged

@@ -164,7 +164,7 @@ def profile_remarks(conventions: Conventions, specs: TensorSpecs) -> tuple[str, 
         f"the file is for {conventions.limits.engine}, which did not run it. ONNX Runtime did, "
         "with session.disable_quant_qdq 1, which leaves its own kernels of integers out"
     ]
-    modes = set()
+    modes: set[str] = set()
     narrow = 0
     for (_, role), spec in specs.items():
         if is_parameter(role) or spec.dtype != "int":

@@ -147,7 +147,7 @@ class OpenVinoCheck:
         network = deployment.network()
         result = network.observe(deployment.args, deployment.kwargs, recorder.watchers)
         expected = to_float32(tensor_leaves(result))
-        verifications = []
+        verifications: list[Verification] = []
         for outputs in runs:
             self._require_same_shapes(expected, outputs)
             agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
@@ -239,7 +239,7 @@ class _Run:
             text = errors.decode(errors="replace").strip()
             last_line = text.rpartition("\n")[2].strip()
             raise VerificationError(last_line or "it fails without a message")
-        every = []
+        every: list[Arrays] = []
         for path in self.stored:
             with np.load(self.folder / path) as arrays:
                 every.append(dict(arrays))

@@ -15,7 +15,7 @@ _Form = Callable[..., Any]
 def other_forms(nodes: Iterable[fx.Node]) -> dict[Any, _Form]:
     """Return decompositions of a program's operators, by operator; none if it needs none."""
     forms: dict[Any, _Form] = {}
-    have_places = set()
+    have_places: set[Any] = set()
     for node in nodes:
         operator: Any = node.target
         if operator in _FORMS:
@@ -65,7 +65,7 @@ def _reduced_regions(
     """Reduce each region of an adaptive pooling to one value, axis by axis."""
     for axis, count in enumerate(sizes, start=-len(sizes)):
         length = x.shape[axis]
-        values = []
+        values: list[Tensor] = []
         for index in range(count):
             start = index * length // count
             # Rounded up: regions may overlap
@@ -86,7 +86,7 @@ def _kth_value(
     """Sort the values, and take the one of rank `k` with its place."""
     if not x.dim():
         return NotImplemented
-    results = []
+    results: list[Tensor] = []
     for ranked in x.sort(dim):
         result = ranked.narrow(dim, k - 1, 1)
         if not keepdim:

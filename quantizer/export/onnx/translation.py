@@ -66,7 +66,7 @@ class _MarkedNetwork(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """Run the network on the tensors of a call, and return the tensors of its output."""
         remaining = iter(tensors)
-        leaves = []
+        leaves: list[Any] = []
         for leaf in self.leaves:
             is_tensor = isinstance(leaf, Tensor)
             value = next(remaining) if is_tensor else leaf

@@ -33,7 +33,7 @@ _AVERAGES = {
 def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]:
     """Return decompositions of a program's operators; none if all are read right."""
     decompositions: dict[Any, Callable[..., Any]] = other_forms(program.graph.nodes)
-    bags = []
+    bags: list[fx.Node] = []
     for node in program.graph.nodes:
         if node.target is _ATTENTION and node.args[0].meta["val"].dim() != 4:
             decompositions[node.target] = _attention_of_heads
@@ -191,7 +191,7 @@ def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
         strides = list(stride) or list(kernel)
         pads = list(padding) * dims if len(padding) == 1 else list(padding)
         # Padded behind the values as much as the last window needs, so that all are whole.
-        amounts = []
+        amounts: list[int] = []
         windows = average(x, kernel, strides, pads, ceil_mode).shape[-dims:]
         for axis in reversed(range(dims)):
             needed = (windows[axis] - 1) * strides[axis] + kernel[axis]

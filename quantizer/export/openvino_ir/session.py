@@ -89,7 +89,7 @@ class IrSession:
 
     def _tensors(self, arrays: Mapping[str, NDArray[Any]], index: int) -> list[Tensor]:
         """Return the outputs of one of the settings, in order."""
-        tensors = []
+        tensors: list[Tensor] = []
         for value in self.model.graph.output:
             tensors.append(torch.from_numpy(arrays[f"{index}:{value.name}"]))
         return tensors

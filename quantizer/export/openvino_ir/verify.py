@@ -83,7 +83,7 @@ def _accepted(
 def _kernels(session: IrSession, deployment: Deployment) -> Kernels:
     """Return which multiplications are in integers by the default settings."""
     integer_nodes = session.integer_nodes()
-    integer = []
+    integer: list[str] = []
     for node in session.model.graph.node:
         if node.op_type in MULTIPLYING and node.name in integer_nodes:
             integer.append(node.name)

@@ -87,14 +87,14 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
     An input that is returned keeps its name. A value that is returned twice gets its first one.
     """
     [output] = program.graph.find_nodes(op="output")
-    tensors = []
+    tensors: list[Node] = []
     for value in output.args[0]:
         if isinstance(value, Node):
             tensors.append(value)
     if len(tensors) != len(names):
         return
     signature = program.graph_signature
-    renamed = set()
+    renamed: set[Node] = set()
     for node, name in zip(tensors, names, strict=True):
         if node in renamed or node.op != "call_function":
             continue
@@ -135,7 +135,7 @@ def _parameters(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
 ) -> list[Parameter]:
     """Return the parameters of a call, by the user's names."""
-    parameters = []
+    parameters: list[Parameter] = []
     for index in range(len(args)):
         if index < len(names) and names[index] not in kwargs:
             parameters.append(Parameter(names[index], Parameter.POSITIONAL_OR_KEYWORD))

@@ -133,7 +133,7 @@ def for_device(settings: Settings) -> bool:
 
 def summary(graph: Graph) -> list[str]:
     """Return a line for each pass that changed parameters."""
-    lines = []
+    lines: list[str] = []
     for name, row in GRAPH_PASSES.items():
         amounts = [change.amount for change in graph.changes if change.rewrite == name]
         if amounts:

@@ -17,7 +17,7 @@ def compute_weights(graph: Graph) -> Graph:
     """
     fixed = _fixed(graph)
     tensors = dict(graph.tensors)
-    nodes = []
+    nodes: list[Node] = []
     values: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for node in graph.nodes:

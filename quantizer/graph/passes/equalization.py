@@ -56,7 +56,7 @@ def find_pairs(graph: Graph) -> tuple[LayerPair, ...]:
     if len(layers) < 2:
         return ()
     folds = Folds(graph)
-    pairs = []
+    pairs: list[LayerPair] = []
     for first in layers:
         flow = folds.flow(Source("layer", first))
         if flow.mixed or len(flow.ends) != 1:
@@ -107,7 +107,7 @@ def cross_layer_equalization(graph: Graph) -> Graph:
             largest = max(largest, exponent)
         if largest < MIN_EXPONENT:
             break
-    changes = []
+    changes: list[PassChange] = []
     for pair in pairs:
         exponent = _largest_exponent(layers[pair.first.name].outputs)
         if exponent >= MIN_EXPONENT:
@@ -298,7 +298,7 @@ def absorb_high_biases(
     """
     normal = dict(graph.normal)
     biases: dict[str, Tensor] = {}
-    changes = []
+    changes: list[PassChange] = []
     for absorption in find_absorptions(graph):
         first, second = absorption.pair.first, absorption.pair.second
         if first.name in refused:

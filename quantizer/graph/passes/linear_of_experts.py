@@ -47,7 +47,7 @@ def linear_of_experts(graph: Graph) -> Graph:
     The layer's weight is [experts * out, in]. The layer has the name of the tensor, by which
     users know it. Nodes that nothing reads any more are removed.
     """
-    products = []
+    products: list[_ExpertProduct] = []
     for node in graph.nodes:
         product = _grouped(graph, node) or _picked(graph, node)
         if product is not None:

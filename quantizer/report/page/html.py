@@ -64,7 +64,7 @@ def with_code(text: str) -> Markup:
     >>> with_code("run `a<b`.")
     'run <code>a&lt;b</code>.'
     """
-    parts = []
+    parts: list[str] = []
     for index, piece in enumerate(text.split("`")):
         is_code = index % 2 == 1
         if is_code:

@@ -17,7 +17,7 @@ STEEP_DB = 3.0
 
 def warned_outputs(content: JsonMapping) -> set[str]:
     """Return the outputs that a warning is about."""
-    names = set()
+    names: set[str] = set()
     for warning in content.get("warnings", ()):
         if warning["kind"] != "rows":
             names.add(warning["output"])

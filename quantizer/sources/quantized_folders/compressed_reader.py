@@ -87,7 +87,7 @@ class CompressedTensorsReader:
         compressed = _checked(layer, scheme)
         load = partial(compressed.values, self._dtype)
         values = DeferredTensor(compressed.shape, self._dtype, load)
-        used = []
+        used: list[str] = []
         for name in _NAMES:
             if name in layer.parts:
                 used.append(name)

@@ -72,7 +72,7 @@ class WeightSchemes:
         groups = settings.fields.get("config_groups")
         if not isinstance(groups, dict):
             raise settings.refusal("config_groups", groups, "an object")
-        schemes = []
+        schemes: list[WeightScheme] = []
         for name, group in groups.items():
             if not isinstance(group, dict):
                 raise settings.refusal(f"config_groups.{name}", group, "an object")
@@ -89,7 +89,7 @@ class WeightSchemes:
         for scheme in self.schemes:
             if scheme.names(path):
                 return scheme
-        of_classes = []
+        of_classes: list[WeightScheme] = []
         for scheme in self.schemes:
             if any(target.isidentifier() for target in scheme.targets):
                 of_classes.append(scheme)

@@ -119,7 +119,7 @@ def dequantized_folder(
     """
     reader = READERS[settings.method](settings, dtype)
     tensors: dict[str, DeferredTensor] = {}
-    ignored = set()
+    ignored: set[str] = set()
     count = 0
     for layer in split_into_layers(stored):
         dequantized = reader.read(layer)

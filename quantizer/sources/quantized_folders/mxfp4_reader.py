@@ -43,7 +43,7 @@ class Mxfp4Reader:
             ModelError: its tensors do not fit each other.
         """
         weights: dict[str, DeferredTensor] = {}
-        used = []
+        used: list[str] = []
         for name in layer.parts:
             if not name.endswith(_BLOCKS):
                 continue

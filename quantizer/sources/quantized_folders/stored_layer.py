@@ -136,7 +136,7 @@ def split_into_layers(stored: Mapping[str, DeferredTensor]) -> list[StoredLayer]
         path, _, part = name.rpartition(".")
         parts = parts_by_path.setdefault(path, {})
         parts[part] = tensor
-    layers = []
+    layers: list[StoredLayer] = []
     for path, parts in parts_by_path.items():
         layers.append(StoredLayer(path, parts))
     return layers

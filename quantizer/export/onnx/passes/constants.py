@@ -53,7 +53,7 @@ def _compute(
     values: Sequence[ir.Value],
 ) -> list[Any]:
     """Return the arrays of values that follow from initializers."""
-    nodes = []
+    nodes: list[ir.Node] = []
     initializers: dict[ir.Value, None] = {}
     needed = set(values)
     for node in reversed(model.graph):
@@ -64,7 +64,7 @@ def _compute(
             needed.add(value)
             if is_constant(value):
                 initializers[value] = None
-    tensors = []
+    tensors: list[onnx.TensorProto] = []
     for value in initializers:
         if value.const_value is not None:
             tensor = ir.to_proto(value.const_value)

@@ -120,7 +120,7 @@ def _spatial_size(value: ir.Value) -> list[int] | None:
     """Return the sizes of a value behind batch and channels; None if one is open."""
     if value.shape is None or len(value.shape) < 3:
         return None
-    sizes = []
+    sizes: list[int] = []
     for size in value.shape[2:]:
         if not isinstance(size, int):
             return None
@@ -143,7 +143,7 @@ def _pads_of_windows(
     [1, 0]
     """
     half = len(pads) // 2
-    ends = []
+    ends: list[int] = []
     for axis in range(half):
         begin = pads[axis]
         end = pads[half + axis]

@@ -127,7 +127,7 @@ class _Replacement:
 
     def _row_marks(self) -> set[ir.Node]:
         """Return the marks with a scale for each row that only products of 8-bit codes read."""
-        marks = set()
+        marks: set[ir.Node] = set()
         for mark in marks_of(self.graph):
             _, tensor = self.lowering.marked(mark)
             result = mark.outputs[0]

@@ -112,7 +112,7 @@ class BlockMap:
 
     def _readers_of(self, node: NodeProto) -> list[NodeProto]:
         """Return the nodes that read an output of a node."""
-        readers = []
+        readers: list[NodeProto] = []
         for name in node.output:
             readers += self._readers.get(name, [])
         return readers
@@ -129,7 +129,7 @@ class BlockMap:
             key_or_none = key_of_node(node.name)
             if key_or_none in nodes_by_key:
                 nodes_by_key[key_or_none].append(node)
-        points = []
+        points: list[QuantizationPoint] = []
         for key, nodes in nodes_by_key.items():
             if not nodes:
                 continue

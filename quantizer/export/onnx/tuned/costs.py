@@ -82,7 +82,7 @@ class Costs:
 
         An activation is quantized if a block in integers writes or reads its codes.
         """
-        keys = set()
+        keys: set[Key] = set()
         for border in self.borders:
             is_written = border.is_fused and border.block not in floats
             is_read = any(block not in floats for block in border.readers)
@@ -215,7 +215,7 @@ def _quantizing_kernels(profile: Profile, points: Iterable[QuantizationPoint]) -
     names: set[str] = set()
     for point in points:
         names |= point.nodes
-    kernels = []
+    kernels: list[Kernel] = []
     for kernel in profile.kernels:
         if kernel.op_type == "QuantizeLinear" and original_name(kernel.name) in names:
             kernels.append(kernel)
@@ -278,8 +278,8 @@ def _border_cost(
     types: dict[str, str] = {}
     for node in pair.quantized.optimized.graph.node:
         types[original_name(node.name)] = node.op_type
-    readers = set()
-    others = set()
+    readers: set[str] = set()
+    others: set[str] = set()
     for name in point.readers:
         block = blocks.block_of_node(name)
         if _reads_codes(types.get(name, "")):

@@ -68,7 +68,7 @@ def _with_whole_end(tensor: QuantizedTensor) -> QuantizedTensor:
 
 def activation_keys(solution: Solution) -> tuple[Key, ...]:
     """Return the layer and role of each quantized activation."""
-    keys = []
+    keys: list[Key] = []
     for layer, role in solution.tensors:
         if not is_parameter(role):
             keys.append((layer, role))
@@ -116,7 +116,7 @@ class TrialFiles:
         to_write = NetworkToWrite.of(deployment, self._weights, self._conventions)
         stated = to_write.stated.tensors
         quantizations: list[tuple[Key, QuantizedTensor]] = []
-        absent = set()
+        absent: set[Key] = set()
         # Marks refer to quantizations by index, so an absent one keeps its place in the list
         for key, tensor in self._quantizations:
             if key not in stated:

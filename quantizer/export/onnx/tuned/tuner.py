@@ -160,7 +160,7 @@ class _Tuner:
         Raises:
             UsageError: the machine is too busy.
         """
-        models = []
+        models: list[bytes] = []
         for trial in trials:
             file = self.files.file(trial.left_out)
             content = file.SerializeToString()
