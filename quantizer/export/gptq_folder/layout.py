@@ -23,7 +23,7 @@ from quantizer.export.exporter import Refusal
 from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import TensorSpecs
+from quantizer.plan.model import Key, TensorSpecs
 
 TARGET_NAME = "gptq"
 WHOLE_ROWS = -1
