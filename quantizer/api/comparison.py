@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantizer.api.notebook import html_table
+from quantizer.api.python_words import in_python
 from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores
@@ -47,11 +48,10 @@ class Comparison:
         *,
         calibration_stamp: str | None = None,
     ) -> None:
-        specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
         self.outputs = tables.output_rows(scores.comparison.outputs)
-        self.warnings = [warning.to_json() for warning in scores.warnings]
-        self.layers = tables.layer_rows(scores.comparison, specs)
+        self.warnings = in_python([warning.to_json() for warning in scores.warnings])
+        self.layers = tables.layer_rows(scores.comparison, calibrated.solution.specs)
         self.passes = scores.passes
         self._scores = scores
         self._stamp = stamp

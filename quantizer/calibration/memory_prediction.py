@@ -5,18 +5,18 @@ that the machine has it. It counts what is large: weights, activations, Gram mat
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from quantizer.algorithms.activation_store import half_of_what_is_free
 from quantizer.algorithms.gram import DEEPEST
-from quantizer.config.model import Algorithm, Config, QuantizationSpec
+from quantizer.config.model import Algorithm, Config
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 from quantizer.storage import process_memory
 from quantizer.storage.allocator import keeps_freed_blocks, trim_heap
@@ -108,7 +108,7 @@ def calibration_bytes(
 
 def comparison_bytes(
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     size: int,
     batches: int = 1,
 ) -> int:

@@ -2,8 +2,6 @@
 or is lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

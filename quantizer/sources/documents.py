@@ -3,8 +3,6 @@ row is one, with its text or its messages. Rows may name images, and those of `.
 may have them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping

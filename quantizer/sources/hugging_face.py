@@ -347,7 +347,7 @@ def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
     Raises:
         DataError: the model takes neither tokens nor pixels.
     """
-    config: Any = module.config
+    config: Any = getattr(module, "config", None)
     name = getattr(module, "main_input_name", "input_ids")
     if name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
         length = min(seq_len, longest_window(module) or seq_len)
@@ -363,6 +363,6 @@ def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
         dtype = next(module.parameters()).dtype
         return {name: torch.zeros(1, channels, height, width, dtype=dtype)}
     raise DataError(
-        f"{type(module).__name__} does not state the shape of its input {name}",
+        f"{type(module).__name__} does not state the shape of its input",
         help="give --data",
     )

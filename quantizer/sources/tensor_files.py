@@ -424,6 +424,7 @@ def _count_samples(named: NamedTensors) -> int:
 
 
 def _as_batch(named: NamedTensors, arguments: Arguments) -> Batch:
+    """Return the batch of named tensors: the input, its labels, and keyword arguments."""
     target = None
     others = dict(named)
     for label in arguments.labels:

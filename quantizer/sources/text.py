@@ -159,8 +159,8 @@ class TextData:
         if self.windows.tokenizer is None:
             raise UsageError(
                 f"{self.label} is text, and there is no tokenizer",
-                help="give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to "
-                "the model's file",
+                help="give --tokenizer, a tokenizer.json or a folder, or batches of tokens, "
+                "or add tokenizer() to the model's file",
             )
         ids = self._token_ids(self.windows.tokenizer())
         count = len(ids)

@@ -281,6 +281,7 @@ def was_called(model: Any, cause: BaseException) -> bool:
 
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
+    """Import a file of the user, once for each command."""
     if not path.is_file():
         raise error(f"there is no file {path}", help=_FORMS)
     place = path.resolve()

@@ -74,7 +74,7 @@ def test_a_destination_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 def test_missing_data_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    with pytest.raises(UsageError, match="--to onnx needs calibration data"):
+    with pytest.raises(UsageError, match='to="onnx" needs calibration data'):
         quantizer.quantize(network(), to="onnx", folder=folder)
     assert not folder.exists()
 
@@ -131,7 +131,7 @@ def test_python_chooses_widths_within_a_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "settings", "message"),
     [
-        ("big", {}, "--max_mb big is not a size"),
+        ("big", {}, "`max_mb` big is not a size"),
         (1e-3, {}, "with 4 bits everywhere the file takes"),
         (LIMIT, {"config": "mine.json"}, "this run has one already"),
     ],

@@ -6,7 +6,7 @@ Only the specs are read, so that this is known before calibration.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.config.model import CAST_ONLY
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
 from quantizer.export.compressed_tensors.experts import are_stored_as_one
@@ -18,7 +18,7 @@ from quantizer.export.model_tensors import family_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import is_operator_name
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 
 LINEAR_CLASS = "torch.nn.Linear"
 _LINEAR_NAME = "Linear"
@@ -65,7 +65,7 @@ _SEVERAL_CALLS = (
 )
 
 
-def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlacement:
+def place_codes(graph: Graph, specs: TensorSpecs) -> CodePlacement:
     """Return the place of each quantized tensor."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
     linears: dict[str, Node] = {}
@@ -111,7 +111,7 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
 
 
 def value_layers(
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     placement: CodePlacement,
 ) -> tuple[str, ...]:
     """Return the layers whose rounded weights are stored as values instead of codes.
@@ -126,7 +126,7 @@ def value_layers(
     return tuple(layers)
 
 
-def _without_layers(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Refusal:
+def _without_layers(graph: Graph, specs: TensorSpecs) -> Refusal:
     """Return the refusal of a network without a linear layer to store, with the class of those
     that readers take for none.
     """
@@ -164,7 +164,7 @@ def _place_activation(
 
 def _expert_refusal(
     experts: Mapping[str, Node],
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     layer: str,
     features: int,
 ) -> Reason | None:
@@ -213,9 +213,7 @@ def is_linear_class(node: Node) -> bool:
     return bool(node.classes) and node.classes[0].endswith(_LINEAR_NAME)
 
 
-def value_refusal(
-    graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str
-) -> Reason | None:
+def value_refusal(graph: Graph, specs: TensorSpecs, layer: str, role: str) -> Reason | None:
     """Return why a rounded weight cannot be stored as values: the model computes it from other
     tensors, or another layer quantizes it otherwise.
     """

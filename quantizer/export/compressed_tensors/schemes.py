@@ -124,6 +124,7 @@ def is_symmetric(spec: QuantizationSpec) -> bool:
 
 
 def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
+    """Return the entry of the config that says how a weight is quantized."""
     is_usual = 0 < (spec.group_size or 0) <= _LARGEST_GROUP
     has_groups = spec.qscheme == "per_group" and (is_usual or scale.shape[-1] > 1)
     scheme = _common_scheme(spec)

@@ -3,7 +3,7 @@
 Weights are blocks of codes, activations are float.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
@@ -35,7 +34,7 @@ from quantizer.export.model_tensors import (
 from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.atomic_write import replaced_file
 from quantizer.storage.files import cannot_write
 
@@ -55,7 +54,10 @@ class GgufExporter(Exporter[GgufFile]):
     """
 
     def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+        self,
+        graph: Graph,
+        specs: TensorSpecs,
+        opset: int,
     ) -> tuple[Refusal, ...]:
         """Return what blocks cannot hold."""
         if not any(node.row.looks_up for node in graph.nodes):

@@ -80,6 +80,7 @@ def vocabulary_keys(
 def _keys(
     folder: Path, content: Mapping[str, Any], tokenizer: Any, size: int
 ) -> dict[str, GgufValue] | None:
+    """Return the values of tokenizer keys; None if llama.cpp would split texts otherwise."""
     model = content["model"]
     # The package gguf writes no empty lists
     if model["type"] != "BPE" or not model["merges"]:

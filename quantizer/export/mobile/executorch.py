@@ -134,6 +134,7 @@ class ExecutorchExporter(MobileExporter):
         assert method is not None
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            """Return the outputs of a call, as copies."""
             _require_small(written, (args, kwargs))
             inputs: list[Any] = []
             for leaf in pytree.tree_leaves((args, dict(kwargs))):

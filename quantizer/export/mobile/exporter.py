@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
+from quantizer.config.wording import first_line
 from quantizer.errors import ModelError, VerificationError
 from quantizer.export.acceptance import Outputs, verified_calls
 from quantizer.export.agreement import Kernels, Verification
@@ -31,7 +31,7 @@ from quantizer.export.torch_export.coded import ProgramForm, coded_program
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_bytes
 
 _UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
@@ -90,9 +90,7 @@ class MobileExporter(Exporter[MobileFile]):
     engine: ClassVar[MobileEngine]
     form: ClassVar[ProgramForm]
 
-    def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-    ) -> Iterator[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what the engine's kernels cannot hold, and operators that it does not know."""
         yield from self.engine.refusals(graph, specs)
         for node, program in lone_programs(graph, DOUBTFUL):
@@ -176,7 +174,7 @@ class MobileExporter(Exporter[MobileFile]):
             with quiet():
                 written = self.compile(source, path.name)
         except Exception as error:
-            why = str(error).strip().partition("\n")[0]
+            why = first_line(error)
             raise ModelError(
                 f"{self.engine.compiler} cannot compile {deployment.graph.model}: "
                 f"{type(error).__name__}: {why}",
@@ -194,6 +192,7 @@ class MobileExporter(Exporter[MobileFile]):
         runners: list[Outputs] = []
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            """Return the outputs of a call in the engine, which the first call starts."""
             try:
                 if not runners:
                     with quiet():
@@ -202,7 +201,7 @@ class MobileExporter(Exporter[MobileFile]):
             except VerificationError:
                 raise
             except Exception as error:
-                why = str(error).strip().partition("\n")[0]
+                why = first_line(error)
                 raise VerificationError(
                     f"{written.name} is not written: {self.engine.name} cannot run it: {why}",
                     help="--deploy pt2 needs no such engine",

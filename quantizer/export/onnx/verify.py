@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor
 
+from quantizer.config.wording import first_line
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
@@ -203,7 +204,7 @@ def failures_named(label: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = str(error).strip().partition("\n")[0]
+        why = first_line(error)
         raise VerificationError(
             f"{name} is not written: {label} cannot run it: {why}", help=_HELP
         ) from error

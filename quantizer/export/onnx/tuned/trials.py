@@ -3,8 +3,6 @@
 torch.onnx translates the network once. For each file only the quantizations are lowered again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
