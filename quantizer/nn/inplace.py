@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError, QuantizerError
+from quantizer.errors import DataError, ModelError, QuantizerError, first_line
 from quantizer.graph.ir import Graph
 from quantizer.nn.layer import Layer
 from quantizer.observers import ObservationError
@@ -289,7 +289,7 @@ class ModuleTree:
             except (QuantizerError, ObservationError, MemoryError, KeyboardInterrupt):
                 raise
             except Exception as error:
-                reason = str(error).strip().partition("\n")[0]
+                reason = first_line(error)
                 raise DataError(
                     f"the model cannot run on this batch: {type(error).__name__}: {reason}",
                     help="check shapes, dtypes and devices of the data; a dict gives keyword "

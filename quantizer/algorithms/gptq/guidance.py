@@ -23,7 +23,7 @@ from quantizer.algorithms.adjustment import Remark, Task
 from quantizer.algorithms.gram import quantized_layers
 from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
 from quantizer.distributed import Ranks
-from quantizer.errors import DataError
+from quantizer.errors import DataError, first_line
 from quantizer.graph.language_parts import language_head
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
@@ -173,7 +173,7 @@ def _energies(
                 gradients = _drawn_gradients(outputs, vocabulary, generator)
                 torch.autograd.backward(outputs, gradients, retain_graph=draw < _DRAWS)
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error
     return energies
 

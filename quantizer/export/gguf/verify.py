@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.gguf.file import Outline
 from quantizer.export.transformers_verify import (
@@ -77,8 +77,8 @@ def verify_gguf(
     except VerificationError:
         raise
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        why = f"{_reader()} cannot run it: {type(error).__name__}: {first_line}"
+        line = first_line(error).rstrip(".")
+        why = f"{_reader()} cannot run it: {type(error).__name__}: {line}"
         if not by_template and outline.config is None:
             raise VerificationError(
                 f"{file.name} is not written: {why}", help=READER_HELP

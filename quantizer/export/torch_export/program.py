@@ -15,7 +15,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from quantizer.errors import ModelError
+from quantizer.errors import ModelError, first_line
 from quantizer.graph.ir import Graph
 from quantizer.graph.lengths import Length
 from quantizer.graph.trace import quiet, without_stack_traces
@@ -126,9 +126,8 @@ def _with_open_sizes(
 
 
 def _torch_error(what: str, error: Exception) -> ModelError:
-    first_line = str(error).strip().partition("\n")[0]
     return ModelError(
-        f"{what}: {type(error).__name__}: {first_line}",
+        f"{what}: {type(error).__name__}: {first_line(error)}",
         help="the safetensors target needs no torch.export",
     )
 
