@@ -19,8 +19,7 @@ from quantizer.algorithms.sensitivity import (
     weight_quantizers,
 )
 from quantizer.algorithms.sequential_runner import no_batches
-from quantizer.config.wording import first_line
-from quantizer.errors import DataError
+from quantizer.errors import DataError, first_line
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer

@@ -12,15 +12,6 @@ _LETTERS_FOR_TWO_SLIPS = 8
 """The fewest letters of words that may have a slip of typing, and two slips."""
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without spaces around it.
-
-    >>> first_line(ValueError("no shape\\nTraceback"))
-    'no shape'
-    """
-    return str(error).strip().partition("\n")[0]
-
-
 def quoted(value: Any) -> str:
     """Return a value as JSON, cut so that it never floods a message.
 

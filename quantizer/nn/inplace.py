@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from quantizer.config.roles import is_parameter
-from quantizer.config.wording import a_kind, first_line
-from quantizer.errors import DataError, ModelError, QuantizerError
+from quantizer.config.wording import a_kind
+from quantizer.errors import DataError, ModelError, QuantizerError, first_line
 from quantizer.graph.ir import Call, Graph
 from quantizer.nn.layer import Layer
 from quantizer.observers import ObservationError

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer.nn as layers
-from quantizer.config.wording import first_line
-from quantizer.errors import BatchError, DataError
+from quantizer.errors import BatchError, DataError, first_line
 from quantizer.graph.describe import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length

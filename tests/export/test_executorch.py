@@ -194,4 +194,5 @@ def test_one_command_writes_it(
 
 
 def test_an_operator_that_the_engine_lacks_is_refused_by_its_layer(tmp_path: Path) -> None:
-    require_sort_is_refused("executorch", "ExecuTorch", tmp_path)
+    reason = "Failed to load method forward"
+    require_sort_is_refused("executorch", "ExecuTorch", reason, tmp_path)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from quantizer.algorithms.adjustment import Remark, Task
 from quantizer.algorithms.gram import quantized_layers
 from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
-from quantizer.config.wording import first_line
 from quantizer.distributed import Ranks
-from quantizer.errors import DataError
+from quantizer.errors import DataError, first_line
 from quantizer.graph.language_parts import language_head
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors

@@ -15,8 +15,7 @@ import compressed_tensors
 import transformers
 from torch import nn
 
-from quantizer.config.wording import first_line
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import CompressedCheckpoint
 from quantizer.export.compressed_tensors.schemes import (

@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from quantizer.config.wording import first_line
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.gguf.file import Outline
 from quantizer.export.transformers_verify import (

@@ -39,7 +39,6 @@ from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
 from quantizer.export.torch_export.coded import ProgramForm
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import quiet
 from quantizer.plan.model import TensorSpecs
 
 _PAD = torch.ops.aten.constant_pad_nd.default
@@ -68,21 +67,14 @@ class LitertExporter(MobileExporter):
         has_stable_sort=False,
     )
 
-    def knows(self, program: ExportedProgram) -> bool:
-        """Return whether LiteRT loads a converted program, or litert-torch is missing."""
-        try:
-            import litert_torch
-        except ImportError:
-            return True
+    def load(self, program: ExportedProgram) -> None:
+        """Convert a program of one operator, and load it."""
+        import litert_torch
+
         args, _ = program.example_inputs
-        try:
-            with quiet(), contextlib.redirect_stdout(io.StringIO()):
-                model = litert_torch.convert(program.module(), args)
-                _signature(model.model_content())
-        # Each stage has its own errors for an operator that it does not know
-        except Exception:  # noqa: BLE001
-            return False
-        return True
+        with contextlib.redirect_stdout(io.StringIO()):
+            model = litert_torch.convert(program.module(), args)
+        _signature(model.model_content())
 
     def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what the file or the engine's kernels cannot hold."""

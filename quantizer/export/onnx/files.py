@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 import onnx
 from onnx import ModelProto
 
-from quantizer.config.wording import first_line
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.storage.files import cannot_write, write_bytes
 
 _INVALID_HELP = "the pt2 target writes the same network for torch"

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor
 
-from quantizer.config.wording import first_line
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves

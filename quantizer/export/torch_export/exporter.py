@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from quantizer.config.wording import first_line
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import verified_calls
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves

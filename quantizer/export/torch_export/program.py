@@ -15,8 +15,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from quantizer.config.wording import first_line
-from quantizer.errors import ModelError
+from quantizer.errors import ModelError, first_line
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.lengths import Length
 from quantizer.graph.trace import quiet, without_stack_traces
