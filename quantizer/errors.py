@@ -172,3 +172,9 @@ def lost_worker(error: BaseException | None) -> str | None:
     if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
         return None
     return text.split(". ")[0].strip().rstrip(".")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class if it has none."""
+    text = str(error).strip().partition("\n")[0]
+    return text or type(error).__name__

@@ -97,7 +97,7 @@ class Prepared:
         options = dict(engine.options)
         if engine.target == "gguf":
             options["gguf_template"] = str(self._float_file("gguf"))
-        choices = checked_choices(options, engine.target)
+        choices = checked_choices(options, engine.target, result.export)
         written = result_for_file(
             result, [subject.batch], target=engine.target, file=file, choices=choices
         )

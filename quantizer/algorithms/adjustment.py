@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import (
     Insertion,
@@ -27,7 +26,7 @@ from quantizer.graph.edits import (
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.numerics.qparams import QParams
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import deferred_like
@@ -156,7 +155,7 @@ class Task:
     """
 
     graph: Graph
-    specs: Mapping[Key, QuantizationSpec]
+    specs: TensorSpecs
     structure: Structure
     batches: Callable[[], Iterable[Batch]]
     after_group: Callable[[Adjustment, int], None] = lambda adjustment, done: None

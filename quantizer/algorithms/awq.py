@@ -73,7 +73,7 @@ from quantizer.algorithms.sequential_runner import (
     SequentialRunner,
     watching,
 )
-from quantizer.algorithms.shared_steps import shared_steps
+from quantizer.algorithms.shared_steps import steps_before_rounding
 from quantizer.algorithms.super_blocks import super_block_remarks
 from quantizer.config.algorithms import AWQConfig
 from quantizer.config.model import QuantizationSpec
@@ -203,6 +203,7 @@ class _Search:
             return foldable(_factors(s_x, alpha, group.channels))
 
         def loss(step: int) -> float:
+            """Return the squared error of the sampled rows with the factors of a step."""
             s = factors(step)
             clip = self.settings.clip_search
             error = sum(sample.loss(sums, s, clip=clip) for sample in samples)
@@ -262,7 +263,7 @@ class _Search:
     def _round(self, sums: GroupSums, factors: Tensor) -> None:
         """Find the scales of a group's layers, and round their weights to nearest."""
         sums.divide(factors)
-        steps = shared_steps(self.task, self.adjustment, sums.layers)
+        steps = steps_before_rounding(self.task, self.adjustment, sums.layers)
         for name in sums.layers:
             rounded = self._rounded(name, sums, factors, steps.get(name))
             if rounded.after > rounded.before:
@@ -283,6 +284,14 @@ class _Search:
         factors: Tensor,
         shared_step: float | None,
     ) -> RoundedWeight:
+        """Round the weight of a layer, rescaled by the factors, to nearest.
+
+        Args:
+            name: of the layer.
+            sums: of the inputs of its group, which the factors have divided.
+            factors: float32 [inputs], by which the weight is multiplied.
+            shared_step: the largest step of the layers that share its scale, if there are some.
+        """
         spec = self.task.specs[name, "weights"]
         layer = self.layers[name]
         node = self.task.graph.by_name[name]

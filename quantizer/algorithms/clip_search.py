@@ -5,8 +5,6 @@ Source: Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for LLM Comp
 Acceleration" (arXiv 2306.00978), and its authors' code.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import (
     Iterable,
@@ -203,7 +201,7 @@ def scale_errors(
     """
     matrix = weight_matrix(layer, difference)
     has_groups = spec.qscheme == "per_group" and spec.scales_per_group == 1
-    if has_groups and difference.dim() == 2 and spec.ch_axis in (1, -1):
+    if has_groups and difference.dim() == 2 and spec.ch_axis == 1:
         return _group_errors(
             matrix,
             gram,

@@ -100,6 +100,7 @@ def admissible(
         smallest = max(smallest, _largest(tensor) / torch.finfo(tensor.dtype).max)
 
     def nearest_admissible(factors: Tensor) -> Tensor:
+        """Return the factors, tied and within what the dtypes can hold."""
         factors = tie_factors(group, factors)
         if is_narrow:
             factors = powers_of_two(factors)

@@ -8,8 +8,6 @@ network runs once over the data.
 Source: llama.cpp's imatrix; ggml's quantizers that take weights.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,7 +134,7 @@ def _searched_layer(
     """Return a linear layer whose groups run along its inputs."""
     spec = task.specs.get((name, "weights"))
     layer = network.layers[name]
-    if spec is None or not isinstance(layer, nn.Linear) or spec.ch_axis not in (1, -1):
+    if spec is None or not isinstance(layer, nn.Linear) or spec.ch_axis != 1:
         return None
     searched = searched_format(spec)
     if searched is None:

@@ -19,7 +19,7 @@ from quantizer.algorithms.sensitivity import (
     weight_quantizers,
 )
 from quantizer.algorithms.sequential_runner import no_batches
-from quantizer.errors import DataError
+from quantizer.errors import DataError, first_line
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
@@ -144,5 +144,5 @@ def _backward(
     try:
         torch.autograd.backward(with_gradient, signs, retain_graph=retain_graph)
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error

@@ -11,22 +11,22 @@ from torch import nn
 
 from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
+from quantizer.api.python_words import called_from_python
 from quantizer.api.result import Result
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.module_target import evaluating
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.request import CalibrationRequest, CalibrationState, Confirm
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
-from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
@@ -46,14 +46,13 @@ from quantizer.sources.data import SYNTHETIC, Batches, is_synthetic, load_batche
 from quantizer.sources.hugging_face import example_input, without_cache
 from quantizer.sources.synthetic import Wanted, synthetic_batches
 from quantizer.sources.text import DEFAULT_SEQ_LEN
-from quantizer.sources.user_code import user_exits
 from quantizer.sources.weights import check_finite
 from quantizer.storage.process_memory import parse_size
 
 CalibrationData = str | Iterable[Any] | Callable[[], Any]
 
 
-@user_exits("the model", ModelError)
+@called_from_python()
 def calibrate(
     model: nn.Module,
     config: AnyConfig | None,
@@ -96,7 +95,7 @@ def calibrate(
         ModelError: the model cannot be traced, fixes `dynamic`, or has NaN or Inf as weights.
         DataError: there is no data, or the model cannot take it.
         ResultError: another run uses `folder`, or it has links among its files.
-        UsageError: `memory` or `dynamic` is not a size, or the config excludes an argument.
+        UsageError: an argument cannot be used, alone or with this data or config.
 
     >>> import torch, quantizer
     >>> network = torch.nn.Sequential(torch.nn.Linear(8, 4))
@@ -131,7 +130,7 @@ class CalibrationSettings:
     """The arguments of `calibrate` except the model, the config and the data.
 
     Attributes:
-        confirm: is called with the request and the plan before calibration, and may raise.
+        confirm: checks the plan before calibration.
     """
 
     seed: int = 0
@@ -144,13 +143,15 @@ class CalibrationSettings:
     resume: bool = False
     memory: int | str | None = None
     events: Events | None = None
-    confirm: Callable[[CalibrationRequest, Plan], None] | None = None
+    confirm: Confirm = lambda request, state: None
 
     def __post_init__(self) -> None:
         for name in ("seed", "batch_size", "subset_len"):
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise UsageError(f"{name} is {a_kind(value)}, not an int")
+        if self.resume and self.folder is None:
+            raise UsageError("resume=True needs `folder`, which has the checkpoint")
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed is {self.seed}, not from 0 to {MAX_SEED}")
 
@@ -189,12 +190,7 @@ def calibrate_batches(
     checkpoints: Checkpoints | None = None
     if settings.folder is not None:
         checkpoints = Checkpoints(Path(settings.folder), resume=settings.resume)
-    events = settings.events or follower()
-
-    def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-        if settings.confirm is not None:
-            settings.confirm(request, state.plan)
-        return state
+    events = follower(settings.events)
 
     request = CalibrationRequest(
         target=TracedTarget(graph or trace_compared(model, batches, settings.dynamic)),
@@ -206,7 +202,7 @@ def calibrate_batches(
         fast_finetune=finetuning_mode,
         facts=settings.facts,
         findings=config_result.diagnostics,
-        confirm=confirm,
+        confirm=settings.confirm,
         memory=memory,
         dpu_accuracy=settings.dpu_accuracy,
     )
@@ -255,7 +251,7 @@ def _bytes_of(memory: int | str | None) -> int | None:
         ) from None
 
 
-@user_exits("the model", ModelError)
+@called_from_python()
 def load(
     folder: str | os.PathLike[str], model: nn.Module, data: CalibrationData | None = None
 ) -> Result:
@@ -316,6 +312,11 @@ def open_batches(
         raise DataError(
             "data is None",
             help="give a list of batches, a DataLoader, or a function that returns one",
+        )
+    if settings.batch_size is not None and not isinstance(data, str):
+        raise UsageError(
+            "batch_size is for data that a text names, and these batches have their sizes",
+            help="leave `batch_size` out, or set it where the batches are made",
         )
     if is_synthetic(data):
         return _synthetic_data(str(data), model, settings)

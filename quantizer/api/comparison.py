@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantizer.api.notebook import html_table
-from quantizer.config.wording import closest_word, counted, first_names
+from quantizer.api.python_words import in_python
+from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores
 from quantizer.graph.module_names import path_names
@@ -47,11 +48,10 @@ class Comparison:
         *,
         calibration_stamp: str | None = None,
     ) -> None:
-        specs = {key: tensor.spec for key, tensor in calibrated.solution.tensors.items()}
         self.metrics: Mapping[str, float] = scores.metrics
         self.outputs = tables.output_rows(scores.comparison.outputs)
-        self.warnings = [warning.to_json() for warning in scores.warnings]
-        self.layers = tables.layer_rows(scores.comparison, specs)
+        self.warnings = in_python([warning.to_json() for warning in scores.warnings])
+        self.layers = tables.layer_rows(scores.comparison, calibrated.solution.specs)
         self.passes = scores.passes
         self._scores = scores
         self._stamp = stamp
@@ -103,10 +103,8 @@ class Comparison:
             raise UsageError(
                 f"whether less or more of {base!r} is better is not known", help=remedy
             )
-        remedy = f"known here: {', '.join(sorted(self.metrics))}"
-        near = closest_word(name, list(self._scores.gated))
-        if near is not None:
-            remedy = f"did you mean {near}?"
+        known = f"known here: {', '.join(sorted(self.metrics))}"
+        remedy = did_you_mean(name, self._scores.gated, known)
         raise UsageError(f"there is no metric {name!r}", help=remedy)
 
     def _is_bounded_above(self, name: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quantizer.api.observers import OBSERVERS, ObserverBase
+from quantizer.api.python_words import called_from_python
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.document.document import Document
@@ -106,6 +107,7 @@ class Config:
     kv_cache_group: list[str] | None = None
     kv_cache_post_rope: bool | None = None
 
+    @called_from_python()
     def to_dict(self) -> dict[str, Any]:
         """Return the config in the hierarchical form, without fields that are None.
 
@@ -116,6 +118,7 @@ class Config:
         return document
 
     @classmethod
+    @called_from_python()
     def from_dict(cls, document: Mapping[str, Any]) -> Config:
         """Return the config of a document in the hierarchical form.
 
@@ -138,6 +141,7 @@ class Config:
             )
         return cls._of(check_document(Document.of(document, cls.__name__)))
 
+    @called_from_python()
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a config file.
 
@@ -156,6 +160,7 @@ class Config:
             raise UsageError(message) from error
 
     @classmethod
+    @called_from_python()
     def load(cls, path: str | os.PathLike[str]) -> Config:
         """Return the config of a file in the hierarchical form.
 

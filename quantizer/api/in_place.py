@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, tee
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch import nn
 
 from quantizer.api.config import AnyConfig, path_of, read_config
+from quantizer.api.notebook import follower
 from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.model import Config
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError
+from quantizer.errors import DataError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.modules import export_modules
 from quantizer.nn.inplace import check_float
@@ -24,16 +26,42 @@ from quantizer.plan.model import Plan
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
+from quantizer.sources.first_batch import layer_remedies
 from quantizer.sources.hugging_face import example_input
-from quantizer.sources.user_code import user_errors, user_exits
-from quantizer.sources.user_data import batches_of
+from quantizer.sources.user_code import frames_of, user_errors
+from quantizer.sources.user_data import batches_of, iterable_of
 from quantizer.sources.weights import check_kinds
 
 _EXAMPLE_LENGTH = 32
 """Tokens of an example input."""
 
 
-@user_exits("the model", ModelError)
+class _Passes:
+    """The passes over a dataloader, which may be a generator that gives its batches once.
+
+    Args:
+        items: the batches.
+        is_repeated: whether there are several passes, so that batches are kept for them.
+    """
+
+    def __init__(self, items: Iterator[Batch], *, is_repeated: bool) -> None:
+        self._items = items
+        self._is_repeated = is_repeated
+
+    def first(self) -> Batch:
+        """Return the first batch, which the next pass gives again."""
+        batch = next(self._items)
+        self._items = chain([batch], self._items)
+        return batch
+
+    def start(self) -> Iterator[Batch]:
+        """Start a pass."""
+        if not self._is_repeated:
+            return self._items
+        self._items, again = tee(batch.stable() for batch in self._items)
+        return again
+
+
 def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) -> None:
     """Quantize a model, or leave it unchanged if that fails; see
     `ModelQuantizer.quantize_model`.
@@ -43,58 +71,69 @@ def quantize(model: Any, config: AnyConfig, dataloader: Iterable[Any] | None) ->
     read = read_config(config)
     rules = read.require()
     target = ModuleTarget.of(model)
-
     data = () if dataloader is None else dataloader
     items = _items(data, model)
+    passes = _Passes(items, is_repeated=bool(rules.algorithms))
 
     def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-        nonlocal items
+        """Check that the plan has the data it needs, and place quantizers of outputs.
+
+        Raises:
+            DataError: there is no dataloader, and the plan or an algorithm needs one.
+        """
         plan = state.plan
         target.check(plan)
-        outputs = any(tensor.role == "activation" for tensor in plan.tensors.values())
-        if dataloader is None and (plan.needs_data or rules.algorithms or outputs):
+        has_outputs = any(tensor.role == "activation" for tensor in plan.tensors.values())
+        if dataloader is None and (plan.needs_data or rules.algorithms or has_outputs):
             why, remedy = _need_of_data(rules, plan)
             raise DataError(
                 f"no dataloader, but {why}",
                 help=f"give quantize_model(model, dataloader) {remedy}",
             )
-        if not outputs:
+        if not has_outputs:
             return state
-        first = next(items)
-        items = chain([first], items)
-        placed, plan = target.place_outputs(plan, first)
+        placed, plan = target.place_outputs(plan, passes.first())
         return replace(state, target=placed, plan=plan)
 
-    def batches() -> Iterator[Batch]:
-        """Start a pass. Algorithms take several passes, so batches are kept for them."""
-        nonlocal items
-        if not rules.algorithms:
-            return items
-        items, again = tee(batch.stable() for batch in items)
-        return again
-
-    read_by = Batches(batches, "the dataloader", arguments=arguments_of(model))
     request = CalibrationRequest(
         target=target,
         config=rules,
-        batches=read_by,
+        batches=Batches(passes.start, "the dataloader", arguments=arguments_of(model)),
+        events=follower(),
         findings=read.diagnostics,
         confirm=confirm,
     )
-    with all_or_nothing(model):
+    with all_or_nothing(model), _failed_layers(model):
         steps.run_calibration(request)
 
 
-@user_exits("the model", ModelError)
+@contextmanager
+def _failed_layers(model: nn.Module) -> Iterator[None]:
+    """Name the layer in which a call of the model failed, in errors of the code inside."""
+    try:
+        yield
+    except DataError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        remedies = list(layer_remedies(model, cause))
+        if not remedies:
+            raise
+        raise DataError(error.message, help=[*remedies, *frames_of(cause)]) from cause
+
+
 def export(
     model: nn.Module, folder: str | os.PathLike[str], dataloader: Iterable[Any] | None
 ) -> Verification:
     """Write a checkpoint; see `ModelQuantizer.export`."""
     place = path_of(folder, "folder")
+    if not hasattr(model, "config"):
+        raise UsageError(
+            f"the model is {a_kind(model)}, not a model of transformers",
+            help="`save` writes any model; a result of `calibrate` has more targets",
+        )
     if dataloader is None:
-        dataloader = ()
-        if hasattr(model, "config"):
-            dataloader = [example_input(model, _EXAMPLE_LENGTH)]
+        dataloader = [example_input(model, _EXAMPLE_LENGTH)]
     return export_modules(model, place, _items(dataloader, model))
 
 
@@ -121,13 +160,8 @@ def _items(dataloader: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     """Yield the user's items (tensors, tuples, lists or dicts) as batches on the model's
     device.
     """
-    if not isinstance(dataloader, Iterable) and not hasattr(dataloader, "__getitem__"):
-        raise DataError(
-            f"dataloader is {a_kind(dataloader)}, which gives no batches",
-            help="give a DataLoader, or a list of batches",
-        )
     with user_errors("the dataloader", DataError):
-        items = iter(dataloader)
+        items = iter(iterable_of(dataloader, "the dataloader"))
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     is_empty = True

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.api.config import AnyConfig, check_kind
+from quantizer.api.python_words import called_from_python
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +33,7 @@ class ModelQuantizer:
         check_kind(config)
         self.config = config
 
+    @called_from_python()
     def quantize_model(self, model: Model, dataloader: Iterable[Any] | None = None) -> Model:
         """Quantize a model in place and return it. It keeps the methods of its class, its dtype
         and its training mode. If the call fails, the model is unchanged.
@@ -73,6 +75,7 @@ class ModelQuantizer:
         return model.requires_grad_(False)
 
     @staticmethod
+    @called_from_python()
     def export(
         model: nn.Module,
         folder: str | os.PathLike[str],
@@ -99,6 +102,7 @@ class ModelQuantizer:
         return export(model, folder, dataloader)
 
     @staticmethod
+    @called_from_python()
     def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         """Write the state of a quantized model to the files `model.safetensors` and
         `quantizer.json` of a folder.
@@ -118,6 +122,7 @@ class ModelQuantizer:
         save_quantized(model, path_of(folder, "folder"))
 
     @staticmethod
+    @called_from_python()
     def load(model: Model, folder: str | os.PathLike[str]) -> Model:
         """Load a saved quantized model into a float model of the same architecture, and return
         it. If the call fails, the model is unchanged.

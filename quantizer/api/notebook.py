@@ -4,20 +4,30 @@ import sys
 import time
 from typing import Any
 
-from quantizer.calibration.events import Events, ForkedEvents, LoggedEvents, RunStage
+from quantizer.api.python_words import PythonEvents
+from quantizer.calibration.events import Events, LoggedEvents, RunStage
+from quantizer.config.wording import a_kind
+from quantizer.errors import UsageError
 from quantizer.report.page.html import Markup, element
 from quantizer.report.view import Listing
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
-def follower() -> Events:
-    """Return the display of progress: bars and log records in a notebook, otherwise log
-    records.
+def follower(events: Events | None = None) -> Events:
+    """Return what shows a run: the user's `events`, bars and log records in a notebook, or log
+    records. Messages name arguments of Python.
     """
+    if events is not None and hasattr(events, "started"):
+        return PythonEvents(events)
+    if events is not None:
+        raise UsageError(
+            f"events is {a_kind(events)}, not a quantizer.calibration.events.Events",
+            help="write a subclass of it, with its method `message` for example",
+        )
     if in_notebook():
-        return ForkedEvents(NotebookBars(), LoggedEvents())
-    return LoggedEvents()
+        return PythonEvents(NotebookBars(), LoggedEvents())
+    return PythonEvents(LoggedEvents())
 
 
 class NotebookBars(Events):

@@ -1,7 +1,5 @@
 """Defines `quantize`, which does in Python what `quantizer run` does."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,14 +21,15 @@ from quantizer.api.calibrate import (
 from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of
 from quantizer.api.notebook import follower
-from quantizer.api.result import Result, require_real, result_for_file
+from quantizer.api.python_words import called_from_python, in_python
+from quantizer.api.result import Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
-from quantizer.calibration.request import CalibrationRequest
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, restored_if_refused, run_config
-from quantizer.config.wording import closest_word
-from quantizer.errors import ModelError, UsageError
+from quantizer.config.wording import did_you_mean
+from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.export import (
     EXPORTERS,
@@ -49,6 +48,7 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import CheckedTarget
@@ -67,7 +67,6 @@ from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.padding import without_padding
 from quantizer.sources.text import DEFAULT_SEQ_LEN
-from quantizer.sources.user_code import user_exits
 from quantizer.storage.files import write_json, write_text
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class Quantized:
         return "".join(f"<p>{escape(line)}</p>" for line in self.verdict)
 
 
-@user_exits("the model", ModelError)
+@called_from_python()
 def quantize(
     model: nn.Module,
     data: CalibrationData | None = None,
@@ -145,38 +144,67 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    run_folder = path_of(folder, "folder")
+    place = path_of(folder, "folder")
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
-    require_extras([target])
-    choices = choices_for(name, checked_choices(options, target))
-    has_data = data is not None
-    preset = _preset(name, target, max_mb, has_config=config is not None, has_data=has_data)
-    check_float(model, traced=True)
-    confirm = partial(_confirm, checked_target(target, choices))
-    settings = CalibrationSettings(seed=seed, dynamic=dynamic, events=events, confirm=confirm)
-    batches = _batches(model, data, settings)
-    require_real(batches, evaluate, evaluation_data)
-    graph = _trace(model, batches, target, choices, dynamic=dynamic)
-    with restored_if_refused(run_folder):
-        if config is None:
-            made_for = MadeFor(name, type(model).__name__, preset, max_mb)
-            sized = _sized_run(model, graph, batches, events)
-            to_leave = layers_to_leave(target, choices)
-            config = _config_file(run_folder, made_for, sized, to_leave, overwrite=overwrite)
-        result = calibrate_batches(model, config, batches, settings, graph=graph)
-    result.save(run_folder, overwrite=overwrite)
-    path = _new_path(run_folder, result, target)
-    # The option onnx_profile="tuned" leaves layers in float where that is faster
-    in_file = result_for_file(
-        result, evaluation_data, target=target, file=path, choices=choices
-    )
-    comparison = in_file.test(evaluation_data, evaluate, lower_is_better=lower_is_better)
-    verification = in_file.export(target, path, evaluation_data, **choices)
-    quantized = Quantized(path, run_folder, result, comparison, verification, ())
+    with in_words_of_run(target, name):
+        require_extras([target])
+        choices = choices_for(name, checked_choices(options, target, quantize))
+        has_data = data is not None
+        has_config = config is not None
+        require_sized(max_mb, name, target, has_config=has_config, has_data=has_data)
+        preset = "" if has_config else preset_for(name, has_data=has_data)
+        check_float(model, traced=True)
+        confirm = partial(_confirm, checked_target(target, choices))
+        settings = CalibrationSettings(
+            seed=seed, dynamic=dynamic, events=events, confirm=confirm
+        )
+        batches = _batches(model, data, settings)
+        require_real(batches, evaluate, evaluation_data)
+        graph = _trace(model, batches, target, choices, dynamic=dynamic)
+        with restored_if_refused(place):
+            if config is None:
+                made_for = MadeFor(name, type(model).__name__, preset, max_mb)
+                sized = _sized_run(model, graph, batches, events)
+                to_leave = layers_to_leave(target, choices)
+                config = _config_file(place, made_for, sized, to_leave, overwrite=overwrite)
+            result = calibrate_batches(model, config, batches, settings, graph=graph)
+        result.save(place, overwrite=overwrite)
+        measure = {"evaluate": evaluate, "lower_is_better": lower_is_better}
+        written = partial(_with_file, result, evaluation_data, place)
+        quantized = written(target=target, choices=choices, measure=measure)
     improvement = destination.improvement(has_data=has_data)
     return _with_verdict(quantized, target, improvement=improvement, config=_name_of(config))
+
+
+def _with_file(
+    result: Result,
+    data: Any,
+    folder: Path,
+    *,
+    target: str,
+    choices: Mapping[str, str],
+    measure: Mapping[str, Any],
+) -> Quantized:
+    """Write the file of a result, test and verify it. The verdict is empty.
+
+    Args:
+        result: of the calibration.
+        data: to test and verify with.
+        folder: of the run.
+        target: of the file.
+        choices: values of the target's options, by name.
+        measure: the arguments of `Result.test` except the data.
+    """
+    name = f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
+    path = folder / FOLDER / name
+    path.parent.mkdir(exist_ok=True)
+    # The option onnx_profile="tuned" leaves layers in float where that is faster
+    in_file = result_for_file(result, data, target=target, file=path, choices=choices)
+    comparison = in_file.test(data, **measure)
+    verification = verified_file(in_file, data, target=target, path=path, options=choices)
+    return Quantized(path, folder, result, comparison, verification, ())
 
 
 def _with_verdict(
@@ -192,7 +220,11 @@ def _with_verdict(
     )
     plan = quantized.result.plan.plan
     facts = _verdict_facts(plan, tested, path=path, verification=verification, config=config)
-    return replace(quantized, verdict=tuple(verdict(facts)))
+    return replace(
+        quantized,
+        verification=in_python(verification),
+        verdict=in_python(tuple(verdict(facts))),
+    )
 
 
 def _verdict_facts(
@@ -254,14 +286,16 @@ def _batches(
     return replace(open_batches(model, example, settings), stamp=EXAMPLE_STAMP)
 
 
-def _confirm(checked: CheckedTarget, request: CalibrationRequest, plan: Plan) -> None:
+def _confirm(
+    checked: CheckedTarget, request: CalibrationRequest, state: CalibrationState
+) -> None:
     """Check a plan before the calibration.
 
     Raises:
         UsageError: the target cannot hold the plan, or the plan needs data and there is none.
     """
-    refuse(checked.words, planned_refusals(checked, plan))
-    if request.needs_data(plan) and request.batches.stamp == EXAMPLE_STAMP:
+    refuse(checked.words, planned_refusals(checked, state.plan))
+    if request.needs_data(state.plan) and request.batches.stamp == EXAMPLE_STAMP:
         raise UsageError(
             "the config needs calibration data, and there is none",
             help="give `data`, or a config without static activations and algorithms",
@@ -291,32 +325,12 @@ def _write_findings(
         write_json(path.parent / "verify.json", {path.name: verification.to_json()})
 
 
-def _new_path(folder: Path, result: Result, target: str) -> Path:
-    """Return the path of the file to write, whose folder exists."""
-    name = f"{result.plan.plan.graph.model}{EXPORTERS[target].suffix}"
-    path = folder / FOLDER / name
-    path.parent.mkdir(exist_ok=True)
-    return path
-
-
-def _preset(
-    name: str, target: str, max_mb: float | None, *, has_config: bool, has_data: bool
-) -> str:
-    """Return the preset of a destination, empty if there is a config, after a check of the
-    limit of the size.
-    """
-    require_sized(max_mb, name, target, has_config=has_config, has_data=has_data)
-    if has_config:
-        return ""
-    return preset_for(name, has_data=has_data)
-
-
 def _sized_run(
     model: nn.Module, graph: Graph, batches: Batches, events: Events | None
 ) -> SizedRun:
     """Return what chooses widths within a size."""
     start = partial(without_padding, batches, graph)
-    data = WatchedData(start, batches.total, events or follower())
+    data = WatchedData(start, batches.total, follower(events))
     return SizedRun(model, graph, data, logger.info)
 
 
@@ -348,8 +362,5 @@ def _known_destination(name: str) -> str:
     """Return the name, or raise `UsageError` if there is no such destination."""
     if name in DESTINATIONS:
         return name
-    near = closest_word(name, DESTINATIONS)
-    remedy = f"known are {', '.join(DESTINATIONS)}"
-    if near is not None:
-        remedy = f'did you mean "{near}"?'
+    remedy = did_you_mean(name, DESTINATIONS, f"known are {', '.join(DESTINATIONS)}")
     raise UsageError(f"there is no destination {name!r}", help=remedy)

@@ -1,11 +1,10 @@
 """Shows the report of a calibration in a notebook, and writes it to files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
 
+from quantizer.api.python_words import called_from_python
 from quantizer.report.files import make_report
 from quantizer.report.page.html import element
 from quantizer.report.plots import write_events, write_plots
@@ -24,6 +23,7 @@ class Report:
     def __init__(self, opened: OpenedResults, tested: dict[str, Any]) -> None:
         self.values, self.html = make_report(opened, tested)
 
+    @called_from_python()
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page.
 
@@ -35,6 +35,7 @@ class Report:
         """
         write_text(Path(path), self.html)
 
+    @called_from_python()
     def save_plots(
         self,
         folder: str | os.PathLike[str],
@@ -52,6 +53,7 @@ class Report:
         """
         return write_plots(self.values, Path(folder), kind)
 
+    @called_from_python()
     def save_tensorboard(self, folder: str | os.PathLike[str]) -> None:
         """Write figures and histograms for TensorBoard.
 

@@ -2,8 +2,6 @@
 saved and exported.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
@@ -16,11 +14,12 @@ from torch import nn
 from quantizer.api.comparison import Comparison
 from quantizer.api.config import path_of
 from quantizer.api.notebook import html_table
+from quantizer.api.python_words import called_from_python, in_python
 from quantizer.api.report import Report
 from quantizer.calibration.events import Events
 from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import counted
-from quantizer.errors import DataError, ModelError, UsageError
+from quantizer.errors import DataError, UsageError
 from quantizer.evaluation.scores import score
 from quantizer.export import (
     EXPORTERS,
@@ -34,6 +33,7 @@ from quantizer.export.choices import checked_choices, chooses_layers
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
+from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import weight_bytes
@@ -48,7 +48,6 @@ from quantizer.results.write import check_owner, write_copy
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate, checked_measure
-from quantizer.sources.user_code import user_exits
 
 
 class PlanView:
@@ -110,7 +109,7 @@ class Result:
         """
         return self._calibrated.network()
 
-    @user_exits("the model", ModelError)
+    @called_from_python()
     def test(
         self,
         data: Any = None,
@@ -155,6 +154,7 @@ class Result:
             calibration_stamp=self._calibration_stamp,
         )
 
+    @called_from_python()
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the result folder.
 
@@ -185,6 +185,7 @@ class Result:
             return False
         return opened.files.is_current()
 
+    @called_from_python()
     def report(
         self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None
     ) -> Report:
@@ -207,7 +208,7 @@ class Result:
             report.save(path)
         return report
 
-    @user_exits("the model", ModelError)
+    @called_from_python()
     def export(
         self,
         target: str,
@@ -235,41 +236,14 @@ class Result:
                 cannot express the config.
             VerificationError: the outputs of the file differ from test mode; it is removed.
         """
-        if target not in EXPORTERS:
-            raise UsageError(
-                f"there is no export target {target!r}",
-                help=f"known are {', '.join(EXPORTERS)}",
-            )
-        file = path_of(path)
-        choices = checked_choices(options, target)
-        require_extras([target])
-        calibrated = self._calibrated
-        require_expressible(
-            checked_target(target, choices),
-            calibrated.graph,
-            calibrated.solution.specs,
-            calibrated.settings.onnx_opset_version,
-        )
-        result = result_for_file(self, data, target=target, file=file, choices=choices)
-        calibrated = result._calibrated
-        batches = self._batches_of(data)
-        scores = score(calibrated, self._model, batches, self._events, explained=True)
-        deployment = Deployment.of(
-            calibrated,
-            self._model,
-            batches,
-            scores.quantization,
-            choices=choices,
-            metrics=scores.metrics,
-            warnings=scores.lost,
-            layer_choice=result._layer_choice,
-        )
-        return export(target, deployment, file, self._events, total=batches.total)
+        verification = verified_file(self, data, target=target, path=path, options=options)
+        reworded: Verification = in_python(verification)
+        return reworded
 
     def _batches_of(self, data: Any) -> Batches:
         """Return the batches of `data`, or those of `calibrate` or `load` if it is None."""
         if data is not None:
-            return load_batches(data, module=self._model)
+            return load_batches(data, module=self._model, label="data")
         if self._batches.stands_in:
             raise DataError("there is no data", help="give it here or to `load`")
         return self._batches
@@ -298,6 +272,49 @@ def require_real(batches: Batches, evaluate: Any, data: Any = None) -> None:
             "evaluate() needs real data: metrics on synthetic data mean nothing",
             help="give data to test with, or leave out evaluate",
         )
+
+
+def verified_file(
+    result: Result,
+    data: Any,
+    *,
+    target: str,
+    path: str | os.PathLike[str],
+    options: Mapping[str, str | os.PathLike[str]],
+) -> Verification:
+    """Write the file of a result, and return its verification in the words of the shell.
+
+    The arguments are those of `Result.export`.
+    """
+    if target not in EXPORTERS:
+        remedy = f"known are {', '.join(EXPORTERS)}"
+        if target in CHECKED_TARGETS:
+            remedy = f"give {CHECKED_TARGETS[target].words}"
+        raise UsageError(f"there is no export target {target!r}", help=remedy)
+    file = path_of(path)
+    choices = checked_choices(options, target, Result.export)
+    require_extras([target])
+    require_expressible(
+        checked_target(target, choices),
+        result._calibrated.graph,
+        result._calibrated.solution.specs,
+        result._calibrated.settings.onnx_opset_version,
+    )
+    result = result_for_file(result, data, target=target, file=file, choices=choices)
+    calibrated = result._calibrated
+    batches = result._batches_of(data)
+    scores = score(calibrated, result._model, batches, result._events, explained=True)
+    deployment = Deployment.of(
+        calibrated,
+        result._model,
+        batches,
+        scores.quantization,
+        choices=choices,
+        metrics=scores.metrics,
+        warnings=scores.lost,
+        layer_choice=result._layer_choice,
+    )
+    return export(target, deployment, file, result._events, total=batches.total)
 
 
 def result_for_file(

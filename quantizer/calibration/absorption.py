@@ -4,8 +4,6 @@ The pass relies on the ranges that batch norms predict, which real data may not 
 decision is recorded in the results, so that every later run makes the same graph.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

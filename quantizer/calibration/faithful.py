@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import first_names
 from quantizer.errors import ModelError
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Call, Graph
 from quantizer.nn.function import topk
 from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything
@@ -35,8 +35,6 @@ _COMPARED_LENGTH = 32
 """The length of dynamic axes in the comparison."""
 _TOLERANCE = 0.01
 """A difference of more than this share of the output is an error; less is a warning."""
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 
 def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
@@ -85,7 +83,7 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
     )
 
 
-def _small(graph: Graph, batch: Batch) -> _Call:
+def _small(graph: Graph, batch: Batch) -> Call:
     """Return copies of a batch's arguments, with few samples and tokens where axes are open."""
     is_open = True
     for node in graph.nodes:
@@ -102,12 +100,12 @@ def _small(graph: Graph, batch: Batch) -> _Call:
     return _copied(pytree.tree_unflatten(leaves, structure))
 
 
-def _copied(call: _Call) -> _Call:
-    copied: _Call = pytree.tree_map_only(Tensor, torch.clone, call)
+def _copied(call: Call) -> Call:
+    copied: Call = pytree.tree_map_only(Tensor, torch.clone, call)
     return copied
 
 
-def _output(model: nn.Module, call: _Call, seed: int) -> list[Tensor]:
+def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
     """Return copies of the tensors that a model returns for copies of the arguments."""
     seed_everything(seed)
     args, kwargs = _copied(call)
@@ -202,7 +200,7 @@ def _is_near(difference: float, output: Sequence[Tensor]) -> bool:
 def _report_change(
     module: nn.Module,
     graph: Graph,
-    call: _Call,
+    call: Call,
     state: ModuleState,
     *,
     first: Sequence[Tensor],
@@ -241,7 +239,7 @@ def _report_change(
     )
 
 
-def _first_random(graph: Graph, call: _Call) -> str:
+def _first_random(graph: Graph, call: Call) -> str:
     """Return the first layer whose value depends on random numbers; "" if there is none."""
     first = _sums(graph, call, seed=0)
     second = _sums(graph, call, seed=1)
@@ -251,7 +249,7 @@ def _first_random(graph: Graph, call: _Call) -> str:
     return ""
 
 
-def _sums(graph: Graph, call: _Call, seed: int) -> dict[str, float]:
+def _sums(graph: Graph, call: Call, seed: int) -> dict[str, float]:
     """Return the sum of each layer's values."""
     sums = {}
 
@@ -262,7 +260,7 @@ def _sums(graph: Graph, call: _Call, seed: int) -> dict[str, float]:
     return sums
 
 
-def _first_difference(module: nn.Module, graph: Graph, call: _Call) -> str:
+def _first_difference(module: nn.Module, graph: Graph, call: Call) -> str:
     """Return the first layer with another value than in the module; "" if there is none.
 
     Layers that are called more than once are left out.
@@ -297,7 +295,7 @@ def _first_difference(module: nn.Module, graph: Graph, call: _Call) -> str:
     return far[0] if far else ""
 
 
-def _watch(graph: Graph, call: _Call, seed: int, look: Callable[[str, Tensor], None]) -> None:
+def _watch(graph: Graph, call: Call, seed: int, look: Callable[[str, Tensor], None]) -> None:
     """Run the traced network and show the value of each layer."""
     seed_everything(seed)
     watchers = {}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quantizer.config.forms.resolved import resolved_document
-from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.model import Config
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Plan, TensorSpecs
 from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of
 
 
@@ -106,7 +106,7 @@ def plan_digest(plan: Plan) -> str:
 
 def settings_digest(
     settings: Mapping[str, Any],
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
 ) -> str:
     """Return the digest `plan_digest` of settings and specs."""
     rows = []

@@ -2,8 +2,6 @@
 that a value does not fit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import QParams
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.files import damaged
 
@@ -293,7 +291,7 @@ def _parameter_fault(graph: Graph, layer: str, key: str, value: Tensor) -> str |
 def check_adjustment(
     adjustment: Adjustment,
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     what: str,
 ) -> None:
     """Refuse what algorithms have found, as a checkpoint has it, if it does not fit the model.

@@ -7,8 +7,6 @@ that reads it. Powers of two change no float value. The ranges are those of the 
 calibration batches, and the factors are recorded in the results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
@@ -192,6 +190,7 @@ def _channel_ranges(
         spatial = second.row.spatial or 0
 
         def update(value: Tensor) -> None:
+            """Keep the largest magnitude of each channel."""
             axes = list(range(value.dim()))
             del axes[value.dim() - 1 - spatial]
             sizes = value.float().abs()

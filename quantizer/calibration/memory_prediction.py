@@ -5,18 +5,18 @@ that the machine has it. It counts what is large: weights, activations, Gram mat
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from quantizer.algorithms.activation_store import half_of_what_is_free
 from quantizer.algorithms.gram import DEEPEST
-from quantizer.config.model import Algorithm, Config, QuantizationSpec
+from quantizer.config.model import Algorithm, Config
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 from quantizer.storage import process_memory
 from quantizer.storage.allocator import keeps_freed_blocks, trim_heap
@@ -39,6 +39,8 @@ the heap within a pass. Measured on images: 1.5 to 2.5.
 """
 MAPPED = 32 << 20
 """Bytes from which glibc maps every block."""
+GRADIENTS = 2
+"""Copies of an output while its gradient is drawn."""
 PLANE = 2
 """The spatial axes of a convolution of images."""
 SURE = 1.2
@@ -93,6 +95,8 @@ def calibration_bytes(
     for settings in algorithms:
         if settings.kind.matrices:
             peak = max(peak, _algorithm_bytes(graph, layers, settings, data))
+        if getattr(settings.settings, "guidance", 0):
+            peak = max(peak, _backward_bytes(graph, data.size))
     if finetuned or plan.corrected:
         peak = max(peak, _layer_by_layer_bytes(graph, data, both=finetuned))
     if graph.is_deferred:
@@ -104,7 +108,7 @@ def calibration_bytes(
 
 def comparison_bytes(
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     size: int,
     batches: int = 1,
 ) -> int:
@@ -300,6 +304,21 @@ def _algorithm_bytes(
             last = max(last, graph.index[node.name])
     stored = data.stored_bytes(settings.kind.networks * stored)
     return stored + max(solving, _pass_bytes(graph, data.size, last))
+
+
+def _backward_bytes(graph: Graph, size: int) -> int:
+    """Return the bytes for a backward pass of one batch: what operators read, all weights that
+    are read from files, and the gradients of the last value. Layers keep no inputs, as the
+    gradients of their weights are not computed.
+    """
+    total = 0
+    values: set[str] = set()
+    for node in graph.nodes:
+        total += _read_bytes(graph, node)
+        if not node.params:
+            values.update(node.refs())
+    last = GRADIENTS * value_bytes(graph, graph.nodes[-1].name, size)
+    return total + last + sum(value_bytes(graph, name, size) for name in values)
 
 
 def _solving_values(graph: Graph, nodes: Sequence[Node], settings: Algorithm) -> int:

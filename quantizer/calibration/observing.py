@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.algorithms.sequential_runner import no_batches
+from quantizer.algorithms.shared_steps import shared_steps
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.tied_steps import tied_steps
 from quantizer.calibration.watches import (
     Watch,
     require_finite,
@@ -39,6 +39,7 @@ from quantizer.observers import (
 )
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.plan.saturation import useful_magnitude
+from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
 
@@ -352,8 +353,8 @@ def watchers(calibration: Calibration) -> Watchers:
     It shows the value to each observer once, and checks a value without an observer for NaN and
     Inf.
     """
-    # By node and observer, as several layers that read a value may share an observer
-    watched: dict[str, dict[int, tuple[TensorPlan, Watch]]] = {}
+    # By node, observer and channels, as several layers that read a value may share an observer
+    watched: dict[str, dict[object, tuple[TensorPlan, Watch]]] = {}
     for layer in calibration.means:
         watched[layer] = {}
     histograms = dict(calibration.histograms)
@@ -374,7 +375,7 @@ def watchers(calibration: Calibration) -> Watchers:
         if bound is not None:
             watch = partial(watch_useful, watch, bound)
         watches = watched.setdefault(tensor.source, {})
-        watches.setdefault(id(observer), (tensor, watch))
+        watches.setdefault((id(observer), tensor.channels), (tensor, watch))
     by_name = {}
     for name, watches in watched.items():
         mean = calibration.means.get(name)
@@ -413,14 +414,18 @@ def _located(tensor: TensorPlan, error_type: type[QuantizerError]) -> Iterator[N
 def observed_solution(calibration: Calibration) -> Solution:
     """Return scale and zero point of every planned tensor; 1 and 0 for those that have none."""
     plan = calibration.plan
-    steps = tied_steps(plan, calibration.observers)
+    observers = calibration.observers
+    groups = tied_layers(plan.graph, plan.specs)
+    steps = shared_steps(groups, lambda layer: observers[layer, "weights"])
     tensors = {}
     for key, planned in plan.tensors.items():
         tensor = QuantizedTensor(planned.spec)
-        observer = calibration.observers.get(key)
+        layer, role = key
+        step = steps.get(layer) if role == "weights" else None
+        observer = observers.get(key)
         if observer is not None:
-            tensor = tensor.with_qparams(observer.qparams(steps.get(key)))
-        if is_parameter(key[1]) and planned.spec.has_groups:
+            tensor = tensor.with_qparams(observer.qparams(step))
+        if is_parameter(role) and planned.spec.has_groups:
             # The scales of groups are large: those of a parameter on disk go to disk, too
             parameter = plan.parameter(key)
             tensor = tensor.mapped(partial(deferred_like, parameter))

@@ -1,7 +1,5 @@
 """The request of a calibration, and the state that its steps have reached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,9 +73,9 @@ class CalibrationState:
     is_finetuned: bool = False
 
 
-Confirm = Callable[["CalibrationRequest", CalibrationState], CalibrationState]
-"""Called when the plan is made and nothing is changed yet. It returns the state, perhaps with
-another plan, or raises.
+Confirm = Callable[["CalibrationRequest", CalibrationState], CalibrationState | None]
+"""Called when the plan is made and nothing is changed yet. It raises if the plan cannot be
+used, and may return a state with another plan.
 """
 
 
@@ -115,7 +113,7 @@ class CalibrationRequest:
     dpu_accuracy: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     findings: tuple[Diagnostic, ...] = ()
-    confirm: Confirm = lambda request, state: state
+    confirm: Confirm = lambda request, state: None
     ranks: Ranks = ALONE
     memory: int | None = None
     statistics: tuple[StoredStatistics, ...] = ()

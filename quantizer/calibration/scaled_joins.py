@@ -6,8 +6,6 @@ and their weights are divided by 512. Then boxes and scores both have 8 bits on 
 Multiplying by powers of two is exact, so that the float network's outputs stay the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace

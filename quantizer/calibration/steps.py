@@ -84,7 +84,7 @@ def plan_tensors(request: CalibrationRequest, state: CalibrationState) -> Calibr
     for level, text in state.target.remarks(request.config, plan):
         events.message(level, text)
     state = replace(state, plan=plan)
-    return request.confirm(request, state)
+    return request.confirm(request, state) or state
 
 
 def check_high_biases(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:

@@ -5,7 +5,7 @@ in place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,13 +13,13 @@ from typing import Protocol
 from quantizer.algorithms.adjustment import Adjustment, apply_adjustment
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution, encode_parameters
-from quantizer.config.model import Algorithm, Config, QuantizationSpec
+from quantizer.config.model import Algorithm, Config
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import Structure
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Plan, TensorSpecs
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
@@ -38,7 +38,7 @@ class AlgorithmScope:
 
     target: Target
     graph: Graph
-    specs: Mapping[Key, QuantizationSpec]
+    specs: TensorSpecs
     fitting: Callable[[Algorithm, Structure], Structure]
 
 
@@ -133,13 +133,10 @@ class TracedTarget(Target):
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """Return the planned graph, with all structures that algorithms find in it."""
-        specs = {}
-        for key, tensor in plan.tensors.items():
-            specs[key] = tensor.spec
         return AlgorithmScope(
             target=self,
             graph=plan.graph,
-            specs=specs,
+            specs=plan.specs,
             fitting=lambda algorithm, structure: structure,
         )
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
 from quantizer.cli.analyzed_data import on_device
@@ -84,11 +85,6 @@ class Subject:
             OutOfMemoryError: there is not enough memory.
             ConfigError, ModelError, DataError: as `run_calibration`.
         """
-
-        def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-            require_calibration_room(self.options, request, state.plan)
-            return state
-
         request = CalibrationRequest(
             target=TracedTarget(self.original),
             config=config,
@@ -97,7 +93,7 @@ class Subject:
             seed=self.options.seed,
             memory=self.options.memory,
             fast_finetune=fast_finetune,
-            confirm=confirm,
+            confirm=partial(require_calibration_room, self.options),
         )
         state = steps.run_calibration(request)
         calibrated = Calibrated(self.original, config.settings, state.solution)

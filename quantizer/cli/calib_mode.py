@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from quantizer.errors import UntraceableError
 from quantizer.export import checked_target, planned_refusals, refuse
 from quantizer.export.without_codes import values_remarks
 from quantizer.graph.ir import Graph
-from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import REPORT_INPUTS, write_report
@@ -65,10 +65,6 @@ def run_calib(
             check_owner(folder, original.model, overwrite=options.overwrite)
         checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
 
-        def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-            _confirm(options, request, state.plan, checkpoints)
-            return state
-
         followers: list[Events] = [run_display(read.sources, quiet=options.quiet)]
         if checkpoints:
             followers.append(checkpoints)
@@ -86,7 +82,7 @@ def run_calib(
                 "subset_len": options.subset_len,
             },
             findings=read.diagnostics,
-            confirm=confirm,
+            confirm=partial(_confirm, options, checkpoints),
             ranks=ranks,
             memory=options.memory,
             dpu_accuracy=options.dpu_accuracy,
@@ -149,9 +145,9 @@ def _locked_folder(folder: Path, options: Options, ranks: Ranks) -> Iterator[dic
 
 def _confirm(
     options: Options,
-    request: CalibrationRequest,
-    plan: Plan,
     checkpoints: Checkpoints | None,
+    request: CalibrationRequest,
+    state: CalibrationState,
 ) -> None:
     """Check and show the plan before calibration starts.
 
@@ -161,6 +157,7 @@ def _confirm(
         OutOfMemoryError: there is not enough memory.
         ResultError: the checkpoint has another mode of finetuning.
     """
+    plan = state.plan
     if options.inspect:
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     for target in options.for_:
@@ -170,7 +167,7 @@ def _confirm(
             say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()
-    require_calibration_room(options, request, plan)
+    require_calibration_room(options, request, state)
     if options.resume and checkpoints:
         check_checkpoint(checkpoints, request.fast_finetune)
         if not request.needs_data(plan):
@@ -185,10 +182,13 @@ def _confirm(
             )
 
 
-def require_calibration_room(options: Options, request: CalibrationRequest, plan: Plan) -> None:
+def require_calibration_room(
+    options: Options, request: CalibrationRequest, state: CalibrationState
+) -> None:
     """Raise `OutOfMemoryError` if there is not enough memory for a calibration."""
     size = session.batch_size(options, request.batches)
     data = memory_prediction.BatchSizes(size, request.batches.total or 1, options.memory)
+    plan = state.plan
     needed = memory_prediction.calibration_bytes(
         plan, request.config, data, finetuned=bool(request.fast_finetune)
     )

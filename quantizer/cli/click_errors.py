@@ -2,8 +2,6 @@
 and what to do.
 """
 
-from __future__ import annotations
-
 import re
 
 import click
@@ -79,6 +77,7 @@ def _misused_option(
 
 
 def _refused_value(error: click.BadParameter, context: click.Context | None) -> tuple[str, str]:
+    """Return the sentence and the remedy for a value that an option or argument refuses."""
     parameter = error.param
     reason = error.message.rstrip(".")
     if parameter is None:

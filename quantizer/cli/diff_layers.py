@@ -80,6 +80,7 @@ def of_configs(first: str, second: str, options: Options) -> Difference:
 
 
 def _show(first: Side, second: Side, options: Options) -> Difference:
+    """Print how the layers of two results differ, and return the difference."""
     if first.model != second.model:
         raise UsageError(
             f"the first is of {first.model}, the second of {second.model}",

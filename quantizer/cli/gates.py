@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quantizer.cli.options import Options
 from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
-from quantizer.config.wording import closest_word
+from quantizer.config.wording import did_you_mean
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import DROP, metrics_of_both
 from quantizer.export.targets import EXPORTERS
@@ -154,10 +154,8 @@ def require_known(gates: Iterable[Gate], known: Collection[str]) -> None:
                 "not known",
                 help=how_to_declare(base),
             )
-        remedy = f"known here: {', '.join(sorted(known))}"
-        near = closest_word(gate.metric, known)
-        if near is not None:
-            remedy = f'did you mean "{near}"?'
+        shown = f"known here: {', '.join(sorted(known))}"
+        remedy = did_you_mean(gate.metric, known, shown)
         raise UsageError(
             f"{gate.option} {gate.text!r}: there is no metric {gate.metric!r}", help=remedy
         )

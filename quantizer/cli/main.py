@@ -290,6 +290,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    """Run a command, print its error, and return the exit code."""
     try:
         code = _call(arguments)
     except click.ClickException as error:

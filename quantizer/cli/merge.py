@@ -62,6 +62,7 @@ def merge(folders: tuple[str, ...], options: Options) -> None:
 
 
 def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
+    """Merge the statistics of calibrations, and write the results of all data to a folder."""
     infos = [read_info(place) for place in places]
     first = infos[0]
     config = stored_config(first)

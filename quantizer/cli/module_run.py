@@ -2,8 +2,6 @@
 quantized, and only files that need no graph are written.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from torch import nn
 
 from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget, evaluating
-from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.cli import runlog, session
 from quantizer.cli.float_mode import evaluator_of, metric_lines
 from quantizer.cli.follow import progress, run_display
@@ -191,18 +189,13 @@ class RunOnModules:
 
     def _quantized(self, target: ModuleTarget, config: Config, sources: dict[str, str]) -> Plan:
         """Quantize the modules of the target, and return their plan."""
-
-        def confirm(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-            target.check(state.plan)
-            return state
-
         request = CalibrationRequest(
             target=target,
             config=config,
             batches=self.opened.batches,
             events=run_display(sources, quiet=self.options.quiet),
             seed=self.options.seed,
-            confirm=confirm,
+            confirm=lambda _, state: target.check(state.plan),
         )
         return steps.run_calibration(request).plan
 

@@ -15,7 +15,7 @@ from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbo
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config import dynamic_sizes
 from quantizer.config.algorithms import MAX_SEED
-from quantizer.config.dpu_accuracy import LEVELS
+from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS
 from quantizer.export.choices import CHOICES
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from click.types import OptionHelpExtra
 
 QUANT_MODES = ("float", "calib", "test")
-FINETUNE_MODES = ("adaround", "adaquant")
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode accepts too: they must match the results."""
 _GROUPS = ("", "Model", "Data", "Algorithm", "Output", "Debugging")
@@ -427,6 +426,8 @@ def takes(
     by_name: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        """Add the options to a command, which gets them as one object."""
+
         @functools.wraps(command)
         def with_options(*args: Any, **values: Any) -> Any:
             settings = {}

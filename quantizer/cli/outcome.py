@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
-from quantizer.config.json_types import JsonMapping
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.export.agreement import Verification
 from quantizer.plan.model import Plan
 
@@ -28,10 +27,10 @@ class Outcome:
     """
 
     metrics: Mapping[str, float]
-    content: Mapping[str, Any]
+    content: JsonMapping
     shown: Sequence[RenderableType] = field(default=())
     error: Exception | None = None
-    report: dict[str, Any] = field(default_factory=dict)
+    report: JsonObject = field(default_factory=dict)
     plan: Plan | None = None
     deployed: Mapping[Path, Verification] = field(default_factory=dict)
     exports: Sequence[JsonMapping] = ()

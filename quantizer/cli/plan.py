@@ -121,10 +121,9 @@ def peaks_of(
     finetuned: bool,
 ) -> dict[str, int | None]:
     """Return the predicted peak of memory of each mode, in bytes."""
-    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     tested = data.size if traced.tested is None else traced.tested
     calib = memory_prediction.calibration_bytes(plan, config, data, finetuned=finetuned)
-    test = memory_prediction.comparison_bytes(plan.graph, specs, tested, data.batches)
+    test = memory_prediction.comparison_bytes(plan.graph, plan.specs, tested, data.batches)
     return {
         "calib": memory_prediction.peak_with(calib, traced.base),
         "test": memory_prediction.peak_with(test, traced.base),

@@ -4,8 +4,6 @@ They belong to one calibration, identified by the checksum of quant_info.json, a
 own checksum. Commands of another calibration, or edited ones, are dropped.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields

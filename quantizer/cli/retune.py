@@ -12,7 +12,7 @@ from quantizer.cli.options import TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.reproduction import remember, with_config
 from quantizer.cli.table_view import view_of
-from quantizer.config.wording import closest_word, counted
+from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
 from quantizer.observers import BATCH_STATISTICS, RANGE_METHODS
 from quantizer.printable import json_text
@@ -155,10 +155,8 @@ def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
             if word in (name, path) or fnmatchcase(path, word):
                 matching.add(name)
         if not matching:
-            near = closest_word(word, path_of.values())
             remedy = "`quantizer plan` shows all layers"
-            if near is not None:
-                remedy = f"did you mean {near}?"
+            remedy = did_you_mean(word, path_of.values(), remedy)
             raise UsageError(
                 f"--layer {word!r} matches no activation with a scale",
                 help=remedy,

@@ -44,7 +44,6 @@ from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import data_words
-from quantizer.cli.run_words import in_words_of_run
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.untraceable import with_remedy
@@ -62,6 +61,7 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import require_sized
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.modules import module_graph

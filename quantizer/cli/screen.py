@@ -3,8 +3,6 @@
 It imports no torch.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

@@ -323,8 +323,7 @@ def _report(
     show.
     """
     compared = scores.comparison
-    specs = {key: tensor.spec for key, tensor in info.solution.tensors.items()}
-    rows = tables.layer_rows(compared, specs)
+    rows = tables.layer_rows(compared, info.solution.specs)
     calibration_stamp = info.header.get("stamp")
     report = tables.report_values(scores, rows, stamp, calibration_stamp)
     if gates:

@@ -4,8 +4,6 @@ an order that depends on values.
 A place is an index into the flattened output.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

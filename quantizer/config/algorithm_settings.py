@@ -141,6 +141,7 @@ def algorithm(
     """
 
     def enter(kind: type[_AlgoConfigT]) -> type[_AlgoConfigT]:
+        """Write the facts of the algorithm into its settings class, and register it."""
         kind.run = run
         kind.stage = stage
         kind.needs_data = needs_data

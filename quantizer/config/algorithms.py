@@ -257,11 +257,29 @@ class GPTQConfig(ColumnRounding):
     guidance: float = 0.0
 
 
+@dataclass
+class DriftRounding(ColumnRounding):
+    """Settings of algorithms that also read what the float network computes."""
+
+    name: str = ""
+    alpha: float = 0.0
+    desc_act: bool = True
+    static_groups: bool = True
+    true_sequential: bool = True
+    inside_layer_modules: list[str] | None = None
+    model_decoder_layers: str | None = None
+    embedding_layers: list[str] | None = None
+    block_size: int = 128
+    scale_search: bool = False
+    sweeps: int = 0
+    guidance: float = 0.0
+
+
 @algorithm(
     run="quantizer.algorithms.gptq.algorithms:gptaq", stage="round", matrices=7, networks=2
 )
 @dataclass
-class GPTAQConfig(ColumnRounding):
+class GPTAQConfig(DriftRounding):
     """GPTAQ (arXiv 2504.02692): GPTQ that also makes up for the error of a layer's inputs. Not
     part of the documented format.
     """
@@ -274,23 +292,13 @@ class GPTAQConfig(ColumnRounding):
         maximum=1,
     )
     damp_percent: float = 0.01
-    desc_act: bool = True
-    static_groups: bool = True
-    true_sequential: bool = True
-    inside_layer_modules: list[str] | None = None
-    model_decoder_layers: str | None = None
-    embedding_layers: list[str] | None = None
-    block_size: int = 128
-    scale_search: bool = False
-    sweeps: int = 0
-    guidance: float = 0.0
 
 
 @algorithm(
     run="quantizer.algorithms.gptq.algorithms:qronos", stage="round", matrices=7, networks=2
 )
 @dataclass
-class QronosConfig(ColumnRounding):
+class QronosConfig(DriftRounding):
     """Qronos (arXiv 2505.11695): GPTQ on columns that are first fitted to what the float
     network computes. Not part of the documented format.
     """
@@ -302,16 +310,6 @@ class QronosConfig(ColumnRounding):
         exclusiveMinimum=0,
         maximum=1,
     )
-    desc_act: bool = True
-    static_groups: bool = True
-    true_sequential: bool = True
-    inside_layer_modules: list[str] | None = None
-    model_decoder_layers: str | None = None
-    embedding_layers: list[str] | None = None
-    block_size: int = 128
-    scale_search: bool = False
-    sweeps: int = 0
-    guidance: float = 0.0
 
 
 @algorithm(run="quantizer.algorithms.imatrix:imatrix", stage="round", needs_groups=True)

@@ -1,11 +1,12 @@
 """Findings about a config file as values: a code, a sentence, a place."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantizer.errors import UsageError
+from quantizer.printable import one_line
 
 Severity = Literal["error", "warning", "note"]
 
@@ -90,16 +91,37 @@ class ConfigError(UsageError):
         diagnostics: Sequence[Diagnostic],
         sources: Mapping[str, str] | None = None,
     ) -> None:
-        errors = [finding for finding in diagnostics if finding.severity == "error"]
-        *others, last = errors or diagnostics[:1]
-        text = ""
-        for finding in others:
-            text += f"{_with_place(finding)}\n"
-            if finding.help:
-                text += f"help: {finding.help}\n"
-        super().__init__(text + _with_place(last), help=last.help)
         self.diagnostics = tuple(diagnostics)
         self.sources = dict(sources or {})
+        first = self._errors[0]
+        super().__init__(_with_place(first), help=first.help)
+
+    @property
+    def _errors(self) -> list[Diagnostic]:
+        """Return the findings that are errors; if none is, the first finding."""
+        errors = [finding for finding in self.diagnostics if finding.severity == "error"]
+        return errors or [self.diagnostics[0]]
+
+    def __str__(self) -> str:
+        """Return all errors with their helps, each on a line, for callers from Python."""
+        lines = []
+        for finding in self._errors:
+            lines.append(_with_place(finding))
+            if finding.help:
+                lines.append(f"help: {finding.help}")
+        return "\n".join(map(one_line, lines))
+
+    def reworded(self, change: Callable[[str], str]) -> None:
+        """Replace the texts, also those of the findings, by what `change` makes of them."""
+        super().reworded(change)
+        findings = []
+        for finding in self.diagnostics:
+            message = change(finding.message)
+            remedy = finding.help
+            if remedy is not None:
+                remedy = change(remedy)
+            findings.append(replace(finding, message=message, help=remedy))
+        self.diagnostics = tuple(findings)
 
 
 def _with_place(finding: Diagnostic) -> str:

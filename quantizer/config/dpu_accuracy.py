@@ -13,8 +13,9 @@ from quantizer.config.model import Config
 from quantizer.errors import UsageError
 
 LEVELS = ("high",)
+FINETUNE_MODES = ("adaround", "adaquant")
+"""The values of `--fast_finetune`, that of the level first."""
 _SWITCHES = ("include_cle", "include_bias_corr")
-_FINETUNING = "adaround"
 
 
 def with_dpu_accuracy(config: Config, level: str | None) -> Config:
@@ -44,7 +45,16 @@ def with_dpu_accuracy(config: Config, level: str | None) -> Config:
 
 
 def finetuning(level: str | None, requested: str | None) -> str | None:
-    """Return how weights are finetuned: as requested, or else as the level of accuracy asks."""
-    if requested:
-        return requested
-    return _FINETUNING if level else None
+    """Return how weights are finetuned: as requested, or else as the level of accuracy asks.
+
+    Raises:
+        UsageError: an unknown mode.
+    """
+    if requested is None:
+        return FINETUNE_MODES[0] if level else None
+    if requested not in FINETUNE_MODES:
+        raise UsageError(
+            f"fast_finetune={requested!r} is not a mode",
+            help=f"it is {', '.join(FINETUNE_MODES)}, or None",
+        )
+    return requested

@@ -124,6 +124,7 @@ def _example_name(key: str, form: Form) -> str:
 
 
 def _key_sections(key: str, form: Form) -> Iterator[str]:
+    """Yield the sections of the page of a key: meaning, options, example and rules."""
     entry, place = _keys(form)[key]
     for part in ("description", "examples"):
         if part not in entry:
@@ -172,6 +173,7 @@ def _example(key: str, entry: JsonMapping) -> str:
 
 
 def _algorithm_sections(name: str) -> Iterator[str]:
+    """Yield the sections of the page of an algorithm: meaning, settings and an example."""
     kind = entry_kinds("hierarchical")[name]
     settings = _settings(name)
     yield algorithm_schema(kind)["description"]

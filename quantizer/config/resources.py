@@ -25,7 +25,7 @@ def resource(folder: str, name: str) -> Path:
             return path
     raise QuantizerError(
         f"the file {folder}/{name} is missing from this installation",
-        help="pip install --force-reinstall quantizer-torch",
+        help="`pip install --force-reinstall quantizer-torch` repairs it",
     )
 
 

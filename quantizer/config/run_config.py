@@ -149,7 +149,7 @@ def _require_same(path: Path, made_for: MadeFor, new_text: Callable[[], str]) ->
         message += _differences(source, new_text())
     raise UsageError(
         message,
-        help=f"choose another folder with -o, write a new config with --overwrite, or keep "
+        help=f"choose another --output_dir, write a new config with --overwrite, or keep "
         f"this one with --config_file {path}",
     )
 

@@ -1,14 +1,13 @@
 """Check the fields of dataclasses against their annotations, with errors that are sentences."""
 
 import dataclasses
-import difflib
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from quantizer.config.wording import a_kind, with_article
+from quantizer.config.wording import a_kind, closest_word, did_you_mean, with_article
 from quantizer.errors import UsageError
 
 _MAX_SHOWN = 60
@@ -43,9 +42,8 @@ def _check_name(instance: Any, name: str) -> None:
     names = [field.name for field in dataclasses.fields(instance)]
     if name in names:
         return
-    near = _nearest(name, names)
-    help_ = f"did you mean {near!r}?" if near else f"its fields are {', '.join(names)}"
-    raise UsageError(f"{type(instance).__name__} has no field {name!r}", help=help_)
+    remedy = did_you_mean(name, names, f"its fields are {', '.join(names)}")
+    raise UsageError(f"{type(instance).__name__} has no field {name!r}", help=remedy)
 
 
 def check_field_types(instance: Any) -> None:
@@ -180,12 +178,6 @@ def _help(value: Any, hint: Any) -> str | None:
     for wanted in (hint, *get_args(hint)):
         if isinstance(wanted, type) and issubclass(wanted, Enum):
             members = list(wanted.__members__)
-            near = _nearest(str(value), members)
+            near = closest_word(str(value), members)
             return f"write {wanted.__name__}.{near}" if near else f"one of {', '.join(members)}"
     return None
-
-
-def _nearest(word: str, known: list[str]) -> str | None:
-    """Return the known word nearest to a misspelt one, if one is near."""
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return matches[0] if matches else None

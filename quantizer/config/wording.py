@@ -119,6 +119,17 @@ def closest_word(
     return by_lower[matches[0]]
 
 
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a question with the known word nearest to a misspelt one; `otherwise` if none is
+    near.
+
+    >>> did_you_mean("fold", ["folder"], "known are folders")
+    'did you mean folder?'
+    """
+    near = closest_word(word, known)
+    return otherwise if near is None else f"did you mean {near}?"
+
+
 def misspelt(word: str, known: Iterable[str]) -> str | None:
     """Return the one known word that differs from `word` in case and punctuation, or in a slip
     of typing; None if none does.

@@ -2,8 +2,6 @@
 or is lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
@@ -20,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from quantizer.distributed.ranks import Ranks
 from quantizer.distributed.tensor_pickle import pickled, unpickled
-from quantizer.errors import DataError, QuantizerError, RankError
+from quantizer.errors import DataError, QuantizerError, RankError, first_line
 
 _T = TypeVar("_T")
 _MAX_SUMMED = 1 << 24
@@ -71,7 +69,7 @@ class ProcessGroup(Ranks):
                 timeout=_COLLECTIVE_TIMEOUT,
             )
         except (RuntimeError, ValueError) as error:
-            reason = _first_line(error)
+            reason = first_line(error)
             raise RankError(
                 f"the ranks did not find each other within {timeout:g} s: {reason}"
             ) from error
@@ -217,7 +215,7 @@ class ProcessGroup(Ranks):
             who = f"rank {silent[0]} has"
         elif silent:
             who = f"ranks {' and '.join(silent)} have"
-        message = f"{who} ended or cannot be reached: {_first_line(error)}"
+        message = f"{who} ended or cannot be reached: {first_line(error)}"
         raise RankError(message, help=_LOST_HELP) from error
 
     def _watch(self) -> None:
@@ -295,8 +293,3 @@ def _reported_error(report: dict[str, Any]) -> QuantizerError:
     error = classes.get(code, QuantizerError)(report["message"], help=help_)
     error.exit_code = code
     return error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -2,8 +2,6 @@
 is slow for small tensors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import pickle

@@ -2,8 +2,6 @@
 everything quantized except it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

@@ -2,8 +2,6 @@
 file is read once for all batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

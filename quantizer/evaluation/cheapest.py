@@ -1,12 +1,9 @@
 """Finds the layers that have to stay in float for a metric to hold, at the least bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.evaluation.ablation import Ablation
 from quantizer.graph.fused import fused_layers
@@ -158,18 +155,13 @@ def needed_layers(
     """
     needed = list(layers)
     plan = plan_of(needed)
-    specs = _specs(plan)
     for rule in plan.rules:
         if not rule.leaves_float or rule.took_effect:
             continue
         fewer = [name for name in needed if name not in rule.layers]
-        if _specs(plan_of(fewer)) == specs:
+        if plan_of(fewer).specs == plan.specs:
             needed = fewer
     return needed
-
-
-def _specs(plan: Plan) -> dict[Key, QuantizationSpec]:
-    return {key: tensor.spec for key, tensor in plan.tensors.items()}
 
 
 def _extra_bytes(plan: Plan, key: Key) -> int:

@@ -1,7 +1,5 @@
 """Checks machine, data, plan and memory before a run: each check has a level and a remedy."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter

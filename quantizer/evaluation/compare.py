@@ -1,7 +1,5 @@
 """Compares a float and a quantized network on the same batches, tensor by tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -110,6 +108,7 @@ def compare(
     total = pair.empty()
 
     def exchange(count: int) -> None:
+        """Merge the results of all ranks into the total, in the order of the batches."""
         runs.finish()
         gathered = ranks.gather(runs.results, f"the comparison of {count} batches")
         for result in merge_in_batch_order(gathered):

@@ -121,6 +121,7 @@ def compare_exact(
             compare_codes(batch)
 
     def compare_codes(batch: Batch) -> None:
+        """Run a batch in both networks, and add the codes of each layer to its row."""
         inputs = network.simulation.inputs(batch.args, batch.kwargs)
         integer_run = Execution(network, inputs)
         simulated_run = Execution(network.simulation, inputs)

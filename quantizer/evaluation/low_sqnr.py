@@ -1,7 +1,5 @@
 """Explains a low output SQNR: where the loss begins, and which tensor to leave in float."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -75,7 +73,7 @@ def remark(compared: NetworkComparison, networks: Networks) -> str | None:
     )
     sentences += _most_helpful(candidates[:_MAX_TRIED], networks)
     sentences.append(
-        "`quantizer analyze --tensors` measures all tensors; with --metric it finds the layers "
+        "`quantizer analyze --tensors` measures all tensors; `--metric` finds the layers "
         "that have to stay in float"
     )
     return ". ".join(sentences)

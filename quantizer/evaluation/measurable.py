@@ -1,7 +1,5 @@
 """Finds the metrics that a test cannot measure, before any network runs."""
 
-from __future__ import annotations
-
 from quantizer.comparison.perplexity import next_tokens
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.sources.batches import Batch

@@ -2,8 +2,6 @@
 model, and measures the user's metrics of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

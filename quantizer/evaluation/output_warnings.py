@@ -2,8 +2,6 @@
 that causes the loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass

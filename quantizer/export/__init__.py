@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantizer.calibration.solution import Solution
-    from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
-    from quantizer.plan.model import Key, Plan
+    from quantizer.plan.model import Plan, TensorSpecs
 
 FOLDER = "export"
 _MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
@@ -86,15 +85,14 @@ def planned_refusals(checked: CheckedTarget, plan: Plan) -> list[Refusal]:
 
     What algorithms will insert is not known yet.
     """
-    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     opset = plan.settings.onnx_opset_version
-    return list(_refusals(checked, plan.graph, specs, opset))
+    return list(_refusals(checked, plan.graph, plan.specs, opset))
 
 
 def require_expressible(
     checked: CheckedTarget,
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     opset: int,
 ) -> None:
     """Check that a target can express a network.
@@ -108,7 +106,7 @@ def require_expressible(
 def _refusals(
     checked: CheckedTarget,
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     opset: int,
 ) -> Iterator[Refusal]:
     """Yield what a target cannot hold: negative scales, and the refusals of its exporter."""

@@ -1,10 +1,11 @@
 """The options of the targets of `--deploy`, by name. Imports no torch."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from inspect import signature
 from typing import Any
 
-from quantizer.config.wording import a_kind, listed
+from quantizer.config.wording import a_kind, did_you_mean, listed
 from quantizer.errors import UsageError
 from quantizer.export.targets import EXPORTERS, TargetOption
 
@@ -13,15 +14,32 @@ for _target in EXPORTERS.values():
     CHOICES |= {option.name: option for option in _target.options}
 
 
-def checked_choices(options: Mapping[str, Any], target: str) -> dict[str, str]:
+def checked_choices(
+    options: Mapping[str, Any],
+    target: str,
+    function: Callable[..., Any],
+) -> dict[str, str]:
     """Return the options of a target, which are texts or paths, as texts.
 
+    Args:
+        options: by name.
+        target: the target.
+        function: the function that they were given to. The name of one of its own arguments
+            may be misspelt.
+
     Raises:
-        UsageError: one is something else, or is refused by `require_choices`.
+        UsageError: there is no such option, one is something else, or is refused by
+            `require_choices`.
     """
     texts: dict[str, str] = {}
     for name, value in options.items():
-        _require_known(name)
+        if name not in CHOICES:
+            arguments = signature(function).parameters
+            known = ", ".join(CHOICES)
+            names = (*arguments, *CHOICES)
+            remedy = f"known are {known}"
+            remedy = did_you_mean(name, names, remedy)
+            raise UsageError(f"no target has the option {name}", help=remedy)
         if not isinstance(value, (str, os.PathLike)):
             raise UsageError(f"{name} is {a_kind(value)}, not a text")
         texts[name] = os.fspath(value)
@@ -29,27 +47,20 @@ def checked_choices(options: Mapping[str, Any], target: str) -> dict[str, str]:
     return texts
 
 
-def _require_known(name: str) -> None:
-    if name not in CHOICES:
-        raise UsageError(
-            f"no target has the option {name}", help=f"known are {', '.join(CHOICES)}"
-        )
-
-
 def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> None:
     """Check the names and values of options, and that their targets are written.
 
     Raises:
-        UsageError: there is no such option, its value is unknown, its target is not written, or
-            it does not go with the others.
+        UsageError: a value is unknown, its target is not written, or it does not go with the
+            others.
     """
     for name, value in choices.items():
-        _require_known(name)
         option = CHOICES[name]
-        if value not in option.values and not (option.is_file or option.is_text):
-            raise UsageError(
-                f"{name} is {value!r}", help=f"known are {', '.join(option.values)}"
-            )
+        is_free = option.is_file or option.is_text
+        if value not in option.values and not is_free:
+            known = ", ".join(option.values)
+            remedy = f"known are {known}"
+            raise UsageError(f"{name} is {value!r}", help=remedy)
         if value != option.default and option.target not in targets:
             raise UsageError(f"--{name} is only for --deploy {option.target}")
         if value in option.alone and set(targets) != {option.target}:
@@ -61,7 +72,8 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
         if value == option.default or option.goes_with is None:
             continue
         other, needed = option.goes_with
-        if choices.get(other, CHOICES[other].default) not in needed:
+        default = CHOICES[other].default
+        if choices.get(other, default) not in needed:
             raise UsageError(f"--{name} is only for --{other} {listed(needed)}")
 
 

@@ -1,7 +1,5 @@
 """Chooses which layers of a file stay in float, before test mode runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 

@@ -25,7 +25,7 @@ from quantizer.export.value_names import (
     output_names,
     require_apart,
 )
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Call, Graph
 from quantizer.graph.lengths import Length
 from quantizer.graph.output_names import unused_names
 from quantizer.graph.output_parts import Output, output_parts, parts_named_as
@@ -246,13 +246,11 @@ class Deployment:
         return self.figures.get(f"sqnr_db[{name}]", self.sqnr_db)
 
     @cached_property
-    def blank(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def blank(self) -> Call:
         """Return the call with zeros for values, and two samples where the batch may vary."""
         return self.blank_call()
 
-    def blank_call(
-        self, most_samples: int | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def blank_call(self, most_samples: int | None = None) -> Call:
         """Return the call with zeros for values, and two samples where the batch may vary.
 
         torch takes a batch of one for a constant. A length other than the traced one may become

@@ -45,8 +45,8 @@ class Destination:
         classes = {type(module).__name__ for module in model.modules()}
         if _TRANSPOSED_LINEAR in classes:
             _logger.warning(
-                "%s has layers of the class %s, for which %s has no place: --deploy %s is "
-                "written instead",
+                "%s has layers of the class %s, for which %s has no place: the target %s "
+                "is written instead",
                 type(model).__name__,
                 _TRANSPOSED_LINEAR,
                 self.transformers_target,
@@ -175,7 +175,7 @@ def preset_for(name: str, *, has_data: bool) -> str:
     ]
     raise UsageError(
         f"--to {name} needs calibration data, and there is none",
-        help="give --data, or add calibration_data() to the model's file (in Python the "
-        "argument `data`); --data synthetic makes data from the model itself; these need no "
-        f"data: {', '.join(others)}",
+        help="give --data, or add calibration_data() to the model's file; "
+        "--data synthetic makes data from the model itself; these need no data: "
+        f"{', '.join(others)}",
     )

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantizer.calibration.solution import Solution
-    from quantizer.config.model import QuantizationSpec
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.export.layer_choice import LayerChoice
     from quantizer.graph.ir import Graph
-    from quantizer.plan.model import Key
+    from quantizer.plan.model import TensorSpecs
 
 Written = TypeVar("Written")
 """What `Exporter.write` hands to `Exporter.verify`."""
@@ -64,7 +63,10 @@ class Exporter(ABC, Generic[Written]):
         return self.choices.get(name, CHOICES[name].default)
 
     def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+        self,
+        graph: Graph,
+        specs: TensorSpecs,
+        opset: int,
     ) -> Iterable[Refusal]:
         """Return what the target cannot hold.
 
@@ -76,7 +78,9 @@ class Exporter(ABC, Generic[Written]):
         return ()
 
     def value_layers(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
+        self,
+        graph: Graph,
+        specs: TensorSpecs,
     ) -> tuple[str, ...]:
         """Return the layers whose rounded weights files have no codes for: rounding costs
         accuracy, and saves nothing.

@@ -1,8 +1,6 @@
 """Holds which layers of a file stay in float, as deploy.json has it, to repeat the choice."""
 
-from __future__ import annotations
-
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ class LayerChoice:
     @property
     def float_layers(self) -> Collection[str]:
         """Return the layers that stay in float."""
-        layers: Mapping[str, Any] = self.content["float_layers"]
+        layers: JsonMapping = self.content["float_layers"]
         return layers.keys()
 
     @property

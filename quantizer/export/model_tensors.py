@@ -1,16 +1,19 @@
 """The tensors of a transformers model by name, with the values of the quantized network."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from quantizer.calibration.solution import Solution, encode_parameters
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
 from quantizer.export.hugging_face_folder import model_config
-from quantizer.graph.ir import Node
+from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
+from quantizer.nn.quantized_tensor import QuantizedTensor
 
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
 CHANGE_REMEDY = "leave out the algorithm or the setting that makes it, or use --deploy pt2"
@@ -28,6 +31,29 @@ def model_of(deployment: Deployment, target: str) -> nn.Module:
         )
     model_config(deployment.model)
     return deployment.model
+
+
+def with_scales_of_file(
+    graph: Graph,
+    solution: Solution,
+    layers: Iterable[str],
+    change: Callable[[QuantizedTensor], QuantizedTensor],
+) -> Solution:
+    """Return the solution with the scales that a file has; codes stay.
+
+    Args:
+        graph: the graph of the solution.
+        solution: of the calibration.
+        layers: whose weights are codes in the file.
+        change: gives a weight its scales in the file.
+    """
+    solution = encode_parameters(graph, solution)
+    tensors = dict(solution.tensors)
+    for layer in layers:
+        weight = tensors[layer, "weights"]
+        if weight.codes is not None:
+            tensors[layer, "weights"] = change(weight)
+    return replace(solution, tensors=tensors)
 
 
 def family_of(node: Node) -> str:

@@ -1,7 +1,5 @@
 """States in exported files what made them: the package, the config, the metrics of the test."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

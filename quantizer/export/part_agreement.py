@@ -1,7 +1,5 @@
 """Measures how far one output of a file, or one part of it, is from test mode's."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """4 or 8 bits for each weight, within a size of the file: `--max_mb` of `quantizer run`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Returns what the report says about a written file: size, kernels, speed and engines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Imports no torch, so that the command line can list them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

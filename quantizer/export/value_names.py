@@ -1,7 +1,5 @@
 """The names of the inputs and outputs of exported files: those of the user's model."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,7 +8,7 @@ from torch import nn
 
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Call, Graph
 from quantizer.graph.output_names import output_leaves, unused_names
 
 _Path = tuple[Any, ...]
@@ -51,7 +49,7 @@ def in_traced_order(
     graph: Graph,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Call:
     """Return a call with the keys of its dicts in the order of the call that was traced, as
     exports take tensors by their numbers.
     """

@@ -1,7 +1,5 @@
 """Names the layers of a plan whose rounded weights a target has no codes for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 from quantizer.config.wording import first_names
@@ -15,9 +13,8 @@ _COMPUTED = "the model computes the weight, and has no place for a rounded one"
 
 def planned_values(checked: CheckedTarget, plan: Plan) -> tuple[str, ...]:
     """Return the layers whose rounded weights a target stores as floats."""
-    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     exporter = exporter_of(checked.target, checked.choices)
-    return exporter.value_layers(plan.graph, specs)
+    return exporter.value_layers(plan.graph, plan.specs)
 
 
 def values_remarks(checked: CheckedTarget, plan: Plan) -> Iterator[str]:
@@ -42,6 +39,7 @@ def layers_to_leave(name: str, choices: Mapping[str, str]) -> Callable[[Plan], d
     as_values = f"{checked.target} stores the weight as floats, so rounding saves nothing"
 
     def to_leave(plan: Plan) -> dict[str, str]:
+        """Return the layers of a plan to leave in float, with the reasons."""
         reasons: dict[str, str] = {}
         for refusal in planned_refusals(checked, plan):
             if refusal.role != "weights":

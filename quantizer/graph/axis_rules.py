@@ -100,6 +100,7 @@ def over_last(dims: int | None = None) -> AxisRule:
     """
 
     def rule(call: LabelledCall) -> Tensor | None:
+        """Return the labels of the output, mixed over the last axes."""
         count = dims or len(call.shape) - 2
         return _over(
             call.first,

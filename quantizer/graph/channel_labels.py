@@ -118,6 +118,7 @@ class ChannelLabels:
         """Run the operator on labels, with `NONE` for values without labels."""
 
         def stand_in(name: str) -> Any:
+            """Return the labels of an operand, or constants in its shape and dtype."""
             value = self.values[name]
             if name in labels or not isinstance(value, Tensor):
                 return labels.get(name, value)

@@ -5,8 +5,6 @@ Part numbers are followed through operators that keep channels apart. This file 
 and no scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.config.model import ScalingLayer, StructureNames
-from quantizer.config.wording import closest_word, listed
+from quantizer.config.wording import did_you_mean, listed
 from quantizer.graph.edits import channels_of
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
@@ -336,11 +336,10 @@ class _NameResolver:
         owner: str,
     ) -> None:
         known = sorted(path for path in known if path)
-        near = closest_word(name, known)
         shown = listed(known[:_MAX_SHOWN])
         if len(known) > _MAX_SHOWN:
             shown += ", …"
-        remedy = f"did you mean {near!r}?" if near else f"{owner} {shown}"
+        remedy = did_you_mean(name, known, f"{owner} {shown}")
         self._report("QZ501", f"there is no module {name!r}", remedy)
 
     def _report(

@@ -18,6 +18,8 @@ from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, unknown
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and keyword arguments of `forward`."""
 _Arguments = Mapping[str, Any]
 _ChangeRef = Callable[[str], Any]
 """Returns what replaces the reference to the node of this name."""

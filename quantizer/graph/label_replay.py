@@ -5,8 +5,6 @@ Values that only steer a move (sizes, indices, masks) are taken from a real run.
 one, the sizes follow from the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache

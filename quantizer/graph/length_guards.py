@@ -4,8 +4,6 @@ Models that read a text in chunks divide its length. Their traces hold for one n
 and take many times as long with a dynamic length as with a fixed one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

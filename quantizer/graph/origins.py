@@ -4,8 +4,6 @@ Moves and joins are followed on labels that are where the values do. This file k
 and no scale.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

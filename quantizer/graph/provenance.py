@@ -1,7 +1,5 @@
 """Trace the values that a network returns back to the layers that make them."""
 
-from __future__ import annotations
-
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.label_replay import is_pointwise, moved_operands
 

@@ -4,8 +4,6 @@ torch adds a guard for each property of a size that a trace relies on. The trace
 sizes for which all guards are true.
 """
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import math
@@ -119,6 +117,7 @@ class GuardedTrace:
 
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            """Record the open sizes of the arguments, then call the model."""
             for leaf, value in enumerate(pytree.tree_leaves((args, kwargs))):
                 for axis, size in enumerate(getattr(value, "shape", ())):
                     if isinstance(size, torch.SymInt):

@@ -221,6 +221,7 @@ def _node_to_json(node: Node) -> dict[str, Any]:
 
 
 def _node_from_json(value: Mapping[str, Any]) -> Node:
+    """Return a node of a stored graph."""
     shape = value["shape"]
     dtype = value["dtype"]
     if shape is not None:

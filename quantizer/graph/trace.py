@@ -21,7 +21,7 @@ from quantizer.config.wording import listed, with_article
 from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Call, Graph
 from quantizer.graph.length_guards import LengthTrace
 from quantizer.graph.lengths import (
     Length,
@@ -42,8 +42,6 @@ from quantizer.storage.process_memory import pause_garbage_collection
 
 logger = logging.getLogger(__name__)
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and keyword arguments of `forward`."""
 _EXAMPLE_BATCH = 2
 """Samples in the example: torch takes a batch of one for a constant."""
 _UNUSUAL_BATCH = 7
@@ -92,7 +90,7 @@ def trace(
     return graph.replaced(tensors=tensors)
 
 
-def _trace(module: nn.Module, call: _Call, sizes: Sequence[str]) -> Graph:
+def _trace(module: nn.Module, call: Call, sizes: Sequence[str]) -> Graph:
     size = _batch_size(call)
     lengths: Sequence[Length] = ()
     if sizes:
@@ -113,7 +111,7 @@ def _trace(module: nn.Module, call: _Call, sizes: Sequence[str]) -> Graph:
     return graph
 
 
-def _batch_size(call: _Call) -> int | None:
+def _batch_size(call: Call) -> int | None:
     """Return the first dimension that all tensors share, None if they share none."""
     sizes: set[int] = set()
     for leaf in pytree.tree_leaves(call):
@@ -131,8 +129,8 @@ def _step(key: Any) -> Any:
 
 
 def _export_sizes(
-    module: nn.Module, call: _Call, size: int | None, names: Sequence[str]
-) -> tuple[_Call, ExportedProgram, Sequence[Length]]:
+    module: nn.Module, call: Call, size: int | None, names: Sequence[str]
+) -> tuple[Call, ExportedProgram, Sequence[Length]]:
     """Export with open sizes, and a dynamic batch if the model allows it.
 
     Returns:
@@ -146,7 +144,7 @@ def _export_sizes(
     for token_axes, asked_axes in zip(length_axes(call), asked, strict=True):
         axes.append((*token_axes, *asked_axes))
     _require_inputs(module, asked, names)
-    attempts: list[tuple[_Call, Any]] = [(call, None)]
+    attempts: list[tuple[Call, Any]] = [(call, None)]
     if size is not None:
         example = _with_batch(call, size, _EXAMPLE_BATCH)
         attempts = [(example, batch) for batch in _batch_dimensions(example)] + attempts
@@ -185,7 +183,7 @@ def _require_inputs(
     )
 
 
-def _export_batches(module: nn.Module, call: _Call, size: int) -> tuple[_Call, ExportedProgram]:
+def _export_batches(module: nn.Module, call: Call, size: int) -> tuple[Call, ExportedProgram]:
     """Export with a dynamic batch if the model allows it, else with the batch of `call`.
 
     Returns:
@@ -229,7 +227,7 @@ def _missing_axis(program: ExportedProgram) -> str:
     return ""
 
 
-def _with_batch(call: _Call, size: int, count: int) -> _Call:
+def _with_batch(call: Call, size: int, count: int) -> Call:
     """Return the call with its batch of `size` samples cut or repeated to `count`."""
     repeats = -(-count // size)
 
@@ -242,7 +240,7 @@ def _with_batch(call: _Call, size: int, count: int) -> _Call:
     return pytree.tree_map(resized, call)  # type: ignore[no-any-return]
 
 
-def _undeclared_arguments(module: nn.Module, call: _Call) -> str:
+def _undeclared_arguments(module: nn.Module, call: Call) -> str:
     """Return the remedy for keyword arguments that `forward` does not declare, "" without."""
     parameters = inspect.signature(module.forward).parameters
     catch_all = [name for name, value in parameters.items() if value.kind == value.VAR_KEYWORD]
@@ -251,7 +249,7 @@ def _undeclared_arguments(module: nn.Module, call: _Call) -> str:
     return f"; name the arguments in forward() instead of taking **{catch_all[0]}"
 
 
-def _batch_dimensions(call: _Call) -> list[Dim]:
+def _batch_dimensions(call: Call) -> list[Dim]:
     """Return the dynamic batch dimensions to try, the wider one first."""
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
     if all(tensor.device.type == "cpu" for tensor in tensors):
@@ -260,7 +258,7 @@ def _batch_dimensions(call: _Call) -> list[Dim]:
 
 
 def _export_with_lengths(
-    module: nn.Module, example: _Call, batch: Dim | None
+    module: nn.Module, example: Call, batch: Dim | None
 ) -> ExportedProgram | None:
     """Export with those lengths dynamic that the model allows; return None if the example has
     no lengths, or if torch fails.
@@ -288,7 +286,7 @@ def _export_with_lengths(
     return shorter_program if expected <= open_leaves else program
 
 
-def _are_weight_sizes(module: nn.Module, example: _Call, axes: Sequence[Sequence[int]]) -> bool:
+def _are_weight_sizes(module: nn.Module, example: Call, axes: Sequence[Sequence[int]]) -> bool:
     """Return whether each length of the example is also a size of a parameter or buffer."""
     sizes: set[int] = set()
     for tensor in (*module.parameters(), *module.buffers()):
@@ -299,7 +297,7 @@ def _are_weight_sizes(module: nn.Module, example: _Call, axes: Sequence[Sequence
     return True
 
 
-def _try_export(module: nn.Module, call: _Call, **options: Any) -> ExportedProgram | None:
+def _try_export(module: nn.Module, call: Call, **options: Any) -> ExportedProgram | None:
     """Return what `_export` returns, None if it fails."""
     try:
         return _export(module, *call, **options)
@@ -367,7 +365,7 @@ def _export(
 
 
 def _dynamic_shapes(
-    module: nn.Module, call: _Call, batch: Any, lengths: Sequence[Sequence[int]]
+    module: nn.Module, call: Call, batch: Any, lengths: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Return the `dynamic_shapes` of `torch.export`, by the parameters of `forward`.
 

@@ -5,8 +5,6 @@ made again from this tensor. torch's own decomposition does the same, and takes 
 time of a trace.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Container, Mapping
 from typing import Any

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, ModelError, QuantizerError
-from quantizer.graph.ir import Graph
+from quantizer.errors import DataError, ModelError, QuantizerError, first_line
+from quantizer.graph.ir import Call, Graph
 from quantizer.nn.layer import Layer
 from quantizer.observers import ObservationError
 
@@ -208,7 +208,7 @@ def on_first(
     function: Callable[[Tensor], Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Call:
     """Apply `function` to the first argument of a call if that is a floating-point tensor or a
     packed sequence, and return all arguments.
     """
@@ -289,7 +289,7 @@ class ModuleTree:
             except (QuantizerError, ObservationError, MemoryError, KeyboardInterrupt):
                 raise
             except Exception as error:
-                reason = str(error).strip().partition("\n")[0]
+                reason = first_line(error)
                 raise DataError(
                     f"the model cannot run on this batch: {type(error).__name__}: {reason}",
                     help="check shapes, dtypes and devices of the data; a dict gives keyword "

@@ -5,6 +5,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.graph.ir import Call
 from quantizer.graph.parameters import set_parameter
 from quantizer.nn.quantizer import TensorQuantizer
 
@@ -65,7 +66,7 @@ class Layer(nn.Module):
         self,
         args: tuple[Any, ...],
         inputs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> Call:
         """Return the inputs, those quantized that have a quantizer."""
         values = [*args, *inputs.values()]
         for index, value in enumerate(values):

@@ -44,8 +44,8 @@ _FILES_OF_TENSORS = (WEIGHTS_FILE, CORRECTIONS, GROUP_SCALES)
 _KIND = FileSetKind(
     INFO_FILE,
     changed="was changed after calibration",
-    missing="run --quant_mode calib first",
-    again="run --quant_mode calib again",
+    missing="calibrate first",
+    again="calibrate again",
 )
 
 

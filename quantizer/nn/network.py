@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer.nn as layers
-from quantizer.errors import BatchError, DataError
+from quantizer.errors import BatchError, DataError, first_line
 from quantizer.graph.describe import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
@@ -101,7 +101,7 @@ class Network(nn.Module):
         try:
             return self.layers[node.name](**layer_arguments(node, values))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             raise DataError(
                 f"{node.name} cannot run on this input: {reason}",
                 help="check shapes, dtypes and values of the data",
@@ -239,7 +239,7 @@ def _check_input(
     if not fits:
         remedy = "all batches need the shape and dtype of the first one; b is their size"
         if node.is_float and node.rank == _IMAGE_RANK and value.dim() == _IMAGE_RANK:
-            remedy += "; --dynamic leaves height and width open, if the model does"
+            remedy += "; the option dynamic leaves height and width open, if the model does"
         raise BatchError(
             f"{node.name}: expected [{', '.join(expected)}] {node.dtype}, got "
             f"{list(value.shape)} {value.dtype}",

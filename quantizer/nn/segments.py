@@ -2,8 +2,6 @@
 weight in a file is read once for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ Source: the idea of fitting scales to codes, and super-blocks, are ggml's (quant
 and its kin).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The codes of a tensor and the scales that it may have: of integers, and of other formats."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from quantizer.numerics.formats import FloatFormat, format_named

@@ -171,6 +171,7 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
     mode = lookup(ROUND_MODES, round_mode, "rounding mode")
 
     def kernel(zero_point: int | Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the function for one zero point, an integer or a tensor that broadcasts."""
         if isinstance(zero_point, int):
             least = quant_min - zero_point
             greatest = quant_max - zero_point

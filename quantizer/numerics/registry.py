@@ -24,6 +24,7 @@ def register_in(registry: dict[str, _Entry], name: str) -> Callable[[_Entry], _E
     """
 
     def enter(entry: _Entry) -> _Entry:
+        """Put an entry under its name, and return it."""
         if name in registry:
             raise ValueError(
                 f'"{name}" is registered already, by {registry[name]!r}; choose another name.'

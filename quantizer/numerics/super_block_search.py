@@ -4,8 +4,6 @@ Two steps are done in turn. Each group tries the neighbours of its codes. Then t
 super-block are fitted to all of its codes.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

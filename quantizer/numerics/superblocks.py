@@ -3,8 +3,6 @@
 Source: ggml's block_q4_K, block_q5_K and block_q6_K.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.block_search import searched_scales
-from quantizer.numerics.blocks import fill
 from quantizer.numerics.code_range import (
     SMALLEST_SCALE,
     CodeRange,
@@ -19,7 +18,7 @@ from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.weighted_groups import SearchedFormat
 from quantizer.observers.methods import (
     code_range_of,
-    kernel_of,
+    round_rows,
 )
 from quantizer.observers.observed_batch import (
     LowHigh,
@@ -115,15 +114,8 @@ def _tried(
     code_range = code_range_of(spec)
     qparams = qparams_from_range(low, high, code_range)
     qparams = qparams.to(sample.device)
-    rounded = torch.empty_like(sample)
-    fill(
-        rounded,
-        sample,
-        kernel_of(spec),
-        scale=qparams.scale,
-        zero_point=qparams.zero_point,
-        ch_axis=0,
-    )
+    rounded = sample.clone()
+    round_rows(rounded, qparams.scale, qparams.zero_point, spec)
     products = sample * rounded
     product = products.sum(1).double()
     squares = rounded.square()

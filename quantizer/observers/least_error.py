@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import AUTO_METHOD, QuantizationSpec
-from quantizer.numerics.blocks import fill
 from quantizer.numerics.code_range import (
     POWERS_OF_TWO,
     SHARED_EXPONENTS,
@@ -25,7 +24,7 @@ from quantizer.observers.methods import (
     CENTRES,
     RANGE_METHODS,
     code_range_of,
-    kernel_of,
+    round_rows,
     searched_format,
 )
 from quantizer.observers.observed_batch import (
@@ -72,7 +71,8 @@ def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
         symmetric_scale=spec.symmetric_scale,
         round_mode=round_mode,
     )
-    clip = _clips(codes)[_errors(values, codes).argmin(1)]
+    best = _errors(values, codes).argmin(1)
+    clip = _clips(codes)[best]
     low, high = values.clipped(values.amax * clip / BINS)
     widening = (clip / BINS).clamp(min=1)
     return low * widening, high * widening
@@ -155,9 +155,13 @@ def _best_ends(
         candidates = _pairs(octaves[:, 0], steps, extremes, alike=spec.symmetric)
         errors = []
         for part in torch.split(candidates, _AUTO_RANGES_AT_ONCE, dim=1):
-            errors.append(_error_of(extremes * 0.5**part, centres, counts, spec))
-        error_beyond = _error_beyond(extremes * 0.5**candidates, extremes, excess)
-        best = int((torch.cat(errors) + error_beyond).argmin())
+            ends = extremes * 0.5**part
+            error = _error_of(ends, centres, counts, spec)
+            errors.append(error)
+        ends = extremes * 0.5**candidates
+        error_beyond = _error_beyond(ends, extremes, excess)
+        error = torch.cat(errors) + error_beyond
+        best = int(error.argmin())
         octaves = candidates[:, best : best + 1]
     return (extremes * 0.5**octaves)[:, 0]
 
@@ -177,10 +181,12 @@ def _pairs(
         extremes: the least and the greatest value, (2, 1).
         alike: whether both ends are cut by the same octaves.
     """
-    low = torch.unique((octaves[0] + steps).clamp(min=-_MOST_WIDENING))
+    low = octaves[0] + steps
+    low = torch.unique(low.clamp(min=-_MOST_WIDENING))
     if alike:
         return torch.stack([low, low])
-    high = torch.unique((octaves[1] + steps).clamp(min=-_MOST_WIDENING))
+    high = octaves[1] + steps
+    high = torch.unique(high.clamp(min=-_MOST_WIDENING))
     # An end at zero stays there
     if extremes[0] == 0:
         low = low[:1]
@@ -201,7 +207,9 @@ def _excesses(
     if symmetric:
         excess = _mean_excess(centres.abs(), counts)
         return torch.stack([excess, torch.zeros_like(excess)])
-    return torch.stack([_mean_excess(-centres, counts), _mean_excess(centres, counts)])
+    below = _mean_excess(-centres, counts)
+    above = _mean_excess(centres, counts)
+    return torch.stack([below, above])
 
 
 def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
@@ -217,7 +225,9 @@ def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
     # A bin may hold several of the greatest values
     ranks = torch.arange(1, _OUTERMOST + 1).to(counts)
     index = torch.searchsorted(counts[order].cumsum(0), ranks)
-    outermost = values[order][index.clamp(max=len(values) - 1)].clamp(min=0)
+    index = index.clamp(max=len(values) - 1)
+    outermost = values[order][index]
+    outermost = outermost.clamp(min=0)
     return (outermost[:-1] - outermost[-1]).mean()
 
 
@@ -248,15 +258,9 @@ def _error_of(
     """Return the sum of errors (N,) of `counts` values at `centres`, for N ranges (2, N)."""
     qparams = qparams_from_range(ends[0], ends[1], code_range_of(spec))
     rounded = centres.repeat(ends.shape[1], 1)
-    fill(
-        rounded,
-        rounded,
-        kernel_of(spec),
-        scale=qparams.scale,
-        zero_point=qparams.zero_point,
-        ch_axis=0,
-    )
-    return rounded.sub_(centres).abs_().pow_(_AUTO_POWER) @ counts
+    round_rows(rounded, qparams.scale, qparams.zero_point, spec)
+    errors = rounded.sub_(centres).abs_()
+    return errors.pow_(_AUTO_POWER) @ counts
 
 
 def _clips(spec: QuantizationSpec) -> Tensor:
@@ -287,20 +291,14 @@ def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     low = values.low * factors[:, None]
     high = values.high * factors[:, None]
     qparams = qparams_from_range(low, high, code_range_of(spec))
-    kernel = kernel_of(spec)
     centres = values.width[:, None] * CENTRES
     errors = []
     for scale, zero_point in zip(qparams.scale, qparams.zero_point, strict=True):
-        rounded = torch.empty_like(centres)
-        fill(
-            rounded,
-            centres,
-            kernel,
-            scale=scale,
-            zero_point=zero_point,
-            ch_axis=0,
-        )
-        errors.append(rounded.sub_(centres).square_().mul_(values.histogram).sum(1))
+        rounded = centres.clone()
+        round_rows(rounded, scale, zero_point, spec)
+        squares = rounded.sub_(centres).square_()
+        weighted = squares.mul_(values.histogram)
+        errors.append(weighted.sum(1))
     best = factors[torch.stack(errors).argmin(0)]
     return values.low * best, values.high * best
 
@@ -338,7 +336,9 @@ def _errors(
     errors = []
     for counts, stretch in zip(values.histogram, stretches, strict=True):
         occupied = counts.nonzero().squeeze(1)
-        errors.append(_errors_at(CENTRES[occupied] * stretch, codes) @ counts[occupied])
+        centres = CENTRES[occupied] * stretch
+        by_clip = _errors_at(centres, codes)
+        errors.append(by_clip @ counts[occupied])
     return torch.stack(errors)
 
 
@@ -362,12 +362,5 @@ def _errors_at(
     scale = symmetric_step(_clips(spec), code_range_of(spec)).float()
     zero_point = torch.zeros_like(scale)
     values = centres.repeat(len(scale), 1)
-    fill(
-        values,
-        values,
-        kernel_of(spec),
-        scale=scale,
-        zero_point=zero_point,
-        ch_axis=0,
-    )
+    round_rows(values, scale, zero_point, spec)
     return (values - centres).square_()

@@ -89,6 +89,24 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
     return float_kernel(spec.dtype)
 
 
+def round_rows(
+    rows: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    spec: QuantizationSpec,
+) -> None:
+    """Round each row in place, with a scale and a zero point of its own."""
+    kernel = kernel_of(spec)
+    fill(
+        rows,
+        rows,
+        kernel,
+        scale=scale,
+        zero_point=zero_point,
+        ch_axis=0,
+    )
+
+
 def searched_format(spec: QuantizationSpec) -> SearchedFormat | None:
     """Return the levels of a spec whose scales can be searched by a weighted squared error.
 
@@ -179,14 +197,7 @@ def diffs(
     qparams = qparams_from_range(low, high, code_range_of(spec)).to(sample.device)
     quantized = sample.new_empty(_DIFFS_CANDIDATES, *sample.shape).copy_(sample)
     rows = quantized.view(-1, sample.shape[1])
-    fill(
-        rows,
-        rows,
-        kernel_of(spec),
-        scale=qparams.scale.to(sample.dtype),
-        zero_point=qparams.zero_point,
-        ch_axis=0,
-    )
+    round_rows(rows, qparams.scale.to(sample.dtype), qparams.zero_point, spec)
     errors = quantized.sub_(sample).square_().sum(2)
     best = factors[errors.argmin(0).cpu()]
     return values.low * best, values.high * best

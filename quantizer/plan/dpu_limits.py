@@ -57,6 +57,7 @@ def _pads(most: Callable[[int], int], *, dilated: bool = True) -> Callable[[Geom
     """
 
     def fits(g: Geometry) -> bool:
+        """Return whether no side is padded by more."""
         for pad, kernel, dilation in zip(g.padding, g.kernel, g.dilation, strict=True):
             factor = dilation if dilated else 1
             if pad > most(kernel) * factor:

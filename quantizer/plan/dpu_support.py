@@ -158,6 +158,7 @@ def _fused(
 
 
 def _convolution(graph: Graph, node: Node) -> Verdict:
+    """Return whether the DPU can run a convolution of images."""
     attrs = node.attrs
     shape = graph.by_name[next(node.refs())].shape
     if shape is None or len(shape) != 4 or "weight" not in node.params:

@@ -118,15 +118,30 @@ def _can_rescale(group: InputGroup) -> bool:
 
 
 def leave_out_idle_algorithms(fitting: Fitting) -> None:
-    """Leave out algorithms without a layer to change, or with names that are not in the
-    model.
+    """Leave out algorithms without a layer to change, with names that are not in the model, or
+    that would round one weight several times.
     """
     # From the last, as an index counts those before it
     for algorithm in reversed(fitting.config.algorithms):
         reason = why_algorithm_is_idle(algorithm, fitting.plan)
+        shared = _shared_layers(fitting.plan)
+        if reason is None and shared and algorithm.stage == "round":
+            names = first_names(fitting.names(shared), 2)
+            reason = f"it would round the weights of {names} for each call on its own"
         if reason is not None:
             sentence = f"{algorithm.name} left out of {algorithm.path[0]}: {reason}"
             fitting.remove(algorithm.path, sentence)
+
+
+def _shared_layers(plan: Plan) -> list[str]:
+    """Return the layers with a quantized weight that another call has, too."""
+    layers: list[str] = []
+    for group in find_structure(plan.graph).groups:
+        for layer in group.tied:
+            node = plan.graph.by_name[layer]
+            if node.is_multiplying and (layer, "weights") in plan.tensors:
+                layers.append(layer)
+    return layers
 
 
 def why_algorithm_is_idle(algorithm: Algorithm, plan: Plan) -> str | None:

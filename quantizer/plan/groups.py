@@ -2,8 +2,6 @@
 none. This depends on operators, not on the config.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 
 from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, pads_zeros

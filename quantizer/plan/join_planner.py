@@ -2,8 +2,6 @@
 make.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from itertools import groupby

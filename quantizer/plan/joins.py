@@ -2,8 +2,6 @@
 which calibration decides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace

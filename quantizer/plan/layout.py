@@ -1,7 +1,5 @@
 """The layout of a graph: which values share one quantization, and where."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass, field
 

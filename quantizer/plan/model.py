@@ -18,6 +18,8 @@ from quantizer.graph.ir import Graph, Node
 
 Key = tuple[str, str]
 """A layer and a role, which together name one tensor."""
+TensorSpecs = Mapping[Key, QuantizationSpec]
+"""How tensors are quantized."""
 _Value = TypeVar("_Value")
 _ENTRIES = ("input", "quant_stub")
 """Operators whose output is the network's input in the words of a config."""
@@ -212,6 +214,11 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({len(self.tensors)} tensors of {self.graph.model})"
+
+    @property
+    def specs(self) -> TensorSpecs:
+        """Return the spec of each tensor."""
+        return {key: tensor.spec for key, tensor in self.tensors.items()}
 
     def without(self, dropped: Mapping[Key, str]) -> Plan:
         """Return the plan without the tensors `dropped`, whose values are the reasons why."""

@@ -153,7 +153,7 @@ class _Resolver:
         for key in sorted(node.params, key=lambda name: name.startswith("bias")):
             role = parameter_role(key)
             view = axes.parameter_view(self.graph, node, role)
-            self._add(node.name, role, Group(node.name, (node.name,)), view)
+            self._decide(node.name, role, Group(node.name, (node.name,)), view)
 
     def _plan_activation(self, node: Node) -> None:
         """Plan the layer's output if its group is quantized there, or note why it is not."""
@@ -166,7 +166,7 @@ class _Resolver:
             reason = self._why_group_stays_float(node, group)
             if reason:
                 self.floats[node.name] = reason
-            elif not self._add(node.name, output_role(node), group, self._view(group)):
+            elif not self._decide(node.name, output_role(node), group, self._view(group)):
                 self.floats[node.name] = LEFT_FLOAT
                 for rule in self._rules_for(group.members):
                     if RANKS[rule.match.rank] == "exclude":
@@ -290,7 +290,7 @@ class _Resolver:
             if spec and self._is_quantized(name, axes.fit_spec(spec, view, role)):
                 count_effects(rules, "input")
             else:
-                self._add(node.name, role, Group(name, (node.name,)), view)
+                self._decide(node.name, role, Group(name, (node.name,)), view)
 
     def _plan_cached_values(self, node: Node) -> None:
         """Plan the keys and values that a node reads, if a rule is about them."""
@@ -299,7 +299,7 @@ class _Resolver:
             if key in self.cached:
                 planned = self.cached[key]
                 self.stated.add(key)
-                self._add(*key, planned.group, planned.view, rules=[planned.rule])
+                self._decide(*key, planned.group, planned.view, rules=[planned.rule])
 
     def _plan_joined_inputs(self, node: Node) -> None:
         """Plan a quantizer at the layer's input for each join that it multiplies.
@@ -361,7 +361,7 @@ class _Resolver:
             return False
         return point == name or (spec.qscheme == "per_tensor" and not spec.is_dynamic)
 
-    def _add(
+    def _decide(
         self,
         layer: str,
         role: str,

@@ -1,16 +1,14 @@
 """Which layers share a scale, or the factor of their scales, because engines fuse them."""
 
-from collections.abc import Mapping
-
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.fused import fused_layers
 from quantizer.graph.ir import Graph
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 
 def tied_layers(
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the groups of layers whose weights share a scale or a factor.
 

@@ -1,7 +1,5 @@
 """Find what reads a node's values, directly or through moves and joins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from quantizer.graph.ir import Graph

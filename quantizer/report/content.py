@@ -1,7 +1,5 @@
 """Collect the content of report.json from the files of a result folder. No network is run."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -2,8 +2,6 @@
 share of used codes, the SQNR.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Lists the metrics with unit, direction and meaning, for the page and for docs/metrics.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

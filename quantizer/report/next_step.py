@@ -1,7 +1,5 @@
 """Says what to do after a test, with the command for it."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Write the drawings of a report to files, and its figures for TensorBoard."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -107,6 +105,7 @@ def _add_report(writer: Any, content: JsonMapping) -> None:
 
 
 def _add_histogram(writer: Any, name: str, histogram: JsonMapping) -> None:
+    """Write a histogram of a tensor for TensorBoard."""
     counts = histogram["counts"]
     low = histogram["low"]
     high = histogram["high"]

@@ -18,7 +18,7 @@ from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
 from quantizer.numerics.block_search import SEARCHED
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 
 _BAR_WIDTH = 20
@@ -31,7 +31,7 @@ damaged.
 
 def layer_rows(
     comparison: NetworkComparison,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
 ) -> list[JsonObject]:
     """Return a row for each quantized tensor, sorted by local SQNR, the lowest first."""
     rows = []

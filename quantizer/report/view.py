@@ -118,9 +118,10 @@ class Listing:
             if title in self.numbers:
                 justify = "right"
             table.add_column(title, justify=justify, width=width, overflow="fold")
-        for row in rows:
+        for name, *values in rows:
+            lines = _lines_of_name(name, next(iter(widths.values())))
             # Brackets in layer names are not markup.
-            table.add_row(*map(Text, row))
+            table.add_row(*map(Text, (lines, *values)))
         return table
 
 
@@ -219,6 +220,24 @@ class TableView:
                 ranked.append((rank, position))
         lowest = sorted(ranked)[: self.top]
         return sorted(position for _, position in lowest)
+
+
+def _lines_of_name(name: str, width: int) -> str:
+    """Return a name in lines of at most `width` characters, which end behind dots or slashes
+    where that is possible.
+
+    >>> print(_lines_of_name("model.layers.0.self_attn.q_proj", 24))
+    model.layers.0.
+    self_attn.q_proj
+    """
+    lines = [""]
+    for part in re.split(r"(?<=[./])", name):
+        joined = lines[-1] + part
+        if lines[-1] and len(joined) > width:
+            lines.append(part)
+        else:
+            lines[-1] = joined
+    return "\n".join(lines)
 
 
 def _table_width(widths: Mapping[str, int]) -> int:

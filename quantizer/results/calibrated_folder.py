@@ -1,7 +1,5 @@
 """Give the activations of a result folder other scales, without the model and without data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterator, Mapping
 from functools import cached_property

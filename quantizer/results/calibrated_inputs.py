@@ -1,7 +1,5 @@
 """Describe and rebuild the inputs that a model was calibrated with, from quant_info.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ResultError
+from quantizer.graph.ir import Call
 from quantizer.sources.batches import Batch
 
 InputShapes = Sequence[Sequence[int | None] | None]
@@ -17,7 +16,6 @@ InputShapes = Sequence[Sequence[int | None] | None]
 """
 _SAMPLES_OF_EXAMPLE = 2
 """More than one: a trace would take a batch size of 1 for fixed."""
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def window_length(shapes: InputShapes) -> int | None:
@@ -90,7 +88,7 @@ def call_with_shapes(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     shapes: InputShapes,
-) -> _Call | None:
+) -> Call | None:
     """Return a call with zeros of other shapes instead of its tensors.
 
     Return None if there are not as many shapes as inputs.
@@ -105,7 +103,7 @@ def call_with_shapes(
             resized.append(leaf.new_zeros(sizes))
         else:
             resized.append(leaf)
-    call: _Call = pytree.tree_unflatten(resized, structure)
+    call: Call = pytree.tree_unflatten(resized, structure)
     return call
 
 

@@ -1,7 +1,5 @@
 """Read a result folder: the files that calibration and tests write, opened and checked."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping

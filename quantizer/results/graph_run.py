@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from quantizer.graph.ir import Graph, Node, map_refs, references
+from quantizer.graph.ir import Call, Graph, Node, map_refs, references
 from quantizer.graph.program_nodes import STUB_OPERATORS
 from quantizer.graph.targets import LINEAR_TARGET, argument_defaults, resolve_target
 from quantizer.graph.targets import call as call_operator
-from quantizer.results.small_calls import Call, DifferentError, are_nearly_equal, check_kind
+from quantizer.results.small_calls import DifferentError, are_nearly_equal, check_kind
 from quantizer.seeding import seed_everything
 
 _PRODUCTS = {

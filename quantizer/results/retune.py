@@ -26,7 +26,7 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import ResultError, UsageError
 from quantizer.observers import Observer
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 from quantizer.results.calibrated_folder import CalibratedFolder, ObserverStates
 from quantizer.results.write import scale_positions
 
@@ -265,7 +265,7 @@ class RetunedFolder:
 
 def _shared_observers(
     folder: CalibratedFolder,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
 ) -> dict[tuple[str, QuantizationSpec], list[Key]]:
     """Return the activations that share an observer, by the observed layer and the spec."""
     groups: dict[tuple[str, QuantizationSpec], list[Key]] = {}

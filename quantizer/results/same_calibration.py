@@ -42,7 +42,7 @@ def check_model(info: QuantInfo, original: Graph) -> None:
                 owner = node.name
         raise ResultError(
             f"the weights are not those that were calibrated: {path} of layer {owner} differs",
-            help="calibrate again, or pass the same --weights",
+            help="calibrate again, or give the weights that were calibrated",
         )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration.faithful import output_distance
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Call, Graph, Node
 from quantizer.graph.lengths import Length
 from quantizer.sources.batches import Batch
 
@@ -18,9 +18,6 @@ same numbers, perhaps in another order.
 """
 _SHORTER = 32
 """Sequences of another length than the batch are so many times shorter."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The positional and keyword arguments of `forward`."""
 
 
 class DifferentError(Exception):

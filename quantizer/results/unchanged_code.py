@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.ir import Call, Graph, Node, Ref
 from quantizer.graph.lengths import Length
 from quantizer.graph.parameters import without_values
 from quantizer.graph.stored import with_output
-from quantizer.results.small_calls import Call, DifferentError, SmallCalls, check_kind
+from quantizer.results.small_calls import DifferentError, SmallCalls, check_kind
 from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import DeferredTensor
 

@@ -264,7 +264,7 @@ def _remedy_for_item(item: Any) -> str:
     if hasattr(item, "__array_interface__"):
         return "torch.from_numpy(array) makes a tensor of an array"
     if isinstance(item, str | PurePath):
-        return "open the file, and give a tensor of what is in it"
+        return "give a tensor of what is in the file, or of the tokens of the text"
     return "a batch is a tensor whose dimension 0 counts the samples"
 
 
@@ -296,8 +296,9 @@ def _from_sequence(
     *args, target = item
     if isinstance(target, int | float):
         raise BatchError(
-            "is one sample and its label, not a batch of them",
-            help="wrap the samples: torch.utils.data.DataLoader(dataset, batch_size=32)",
+            "is one sample and its label, or a list of numbers, not a batch of tensors",
+            help="wrap samples: torch.utils.data.DataLoader(dataset, batch_size=32); "
+            "torch.tensor([numbers]) makes a batch of numbers",
         )
     if arguments.needed == 1 and len(args) == 1 and isinstance(args[0], Mapping):
         return _from_mapping(args[0], target, item, arguments)
@@ -341,7 +342,9 @@ def _check_samples(batch: Batch) -> None:
             )
     if not inputs:
         values = [value for value in (*batch.args, *batch.kwargs.values()) if value is not None]
-        raise BatchError("holds no tensor", help=_remedy_for_item(next(iter(values), None)))
+        raise BatchError(
+            "holds no tensor for an input", help=_remedy_for_item(next(iter(values), None))
+        )
     name, tensor = inputs[0]
     if tensor.dim() == 0:
         raise BatchError(

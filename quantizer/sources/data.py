@@ -321,8 +321,8 @@ def _image_data(
     images = find_images(paths)
     if preprocess is None:
         raise UsageError(
-            f"{label} holds images, but there is no --preprocess",
-            help=f"--preprocess '{PREPROCESS_EXAMPLE}'",
+            f"{label} holds images, and --preprocess is missing",
+            help=f"give --preprocess '{PREPROCESS_EXAMPLE}', or batches of tensors",
         )
     settings = parse_preprocess(preprocess)
     read = partial(image_batches, images, settings, size, seed)

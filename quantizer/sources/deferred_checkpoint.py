@@ -1,14 +1,15 @@
 """Build a Hugging Face model whose weights stay in their files until they are computed with."""
 
 import importlib
-import json
 from pathlib import Path, PurePath
 from typing import Any
 
 from torch import nn
 
+from quantizer.config.typed_fields import fits
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
+from quantizer.sources.json_files import read_object
 from quantizer.sources.tensor_files import read_deferred
 from quantizer.storage.allocator import tune_for_large_tensors
 from quantizer.storage.deferred_tensor import DeferredTensor
@@ -85,7 +86,7 @@ def stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
         ModelError: a file is missing or damaged, or a file of another folder is named.
     """
     files: list[str] = []
-    if (folder / CHECKPOINT_INDEX).is_file():
+    if (folder / CHECKPOINT_INDEX).exists():
         files = indexed_files(folder / CHECKPOINT_INDEX)
     elif (folder / CHECKPOINT_FILE).is_file():
         files = [CHECKPOINT_FILE]
@@ -101,12 +102,8 @@ def indexed_files(index: Path) -> list[str]:
     Raises:
         ModelError: a file is elsewhere, or the index is damaged.
     """
-    content = json.loads(index.read_text("utf-8"))
-    weight_map: Any = None
-    if isinstance(content, dict):
-        weight_map = content.get("weight_map")
-    is_valid = isinstance(weight_map, dict)
-    if not is_valid or not all(isinstance(name, str) for name in weight_map.values()):
+    weight_map: Any = read_object(index, ModelError).get("weight_map")
+    if not fits(weight_map, dict[str, str]):
         raise ModelError(f"{index} is damaged: its weight_map does not name files")
     files = set(weight_map.values())
     for name in files:

@@ -3,11 +3,8 @@ row is one, with its text or its messages. Rows may name images, and those of `.
 may have them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
 from quantizer.sources.images import StoredImage
+from quantizer.sources.json_files import parse_object, read_text
 from quantizer.storage.plain_files import require_file_or_folder
 
 TEXT = "text"
@@ -72,16 +70,9 @@ def _read_json_lines(path: Path) -> Iterator[Document]:
         if not line.strip():
             continue
         is_empty = False
-        place = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as cause:
-            raise DataError(
-                f"{place} is not JSON: {cause}", help=f"each line must be {_ROWS}"
-            ) from cause
-        if not isinstance(row, dict):
-            raise DataError(f"{place} is {a_kind(row)}", help=f"each line must be {_ROWS}")
-        yield _with_images(_document(place, row), row, path.parent)
+        remedy = f"each line must be {_ROWS}"
+        row = parse_object(line, path, DataError, remedy=remedy, first_line=number)
+        yield _with_images(_document(f"{path}:{number}", row), row, path.parent)
     if is_empty:
         raise DataError(f"{path} is empty")
 
@@ -125,14 +116,7 @@ READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
 
 
 def _decoded(path: Path) -> str:
-    try:
-        return path.read_text("utf-8-sig")
-    except UnicodeDecodeError as cause:
-        byte = cause.object[cause.start]
-        raise DataError(
-            f"{path} is not UTF-8 text: byte {byte:#04x} at offset {cause.start}",
-            help="save it as UTF-8",
-        ) from cause
+    return read_text(path, DataError).removeprefix("\ufeff")
 
 
 def _document(place: str, row: Mapping[str, Any]) -> Document:

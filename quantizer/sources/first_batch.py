@@ -1,7 +1,5 @@
 """Explains why a model cannot run on its first batch: what a layer got, and what it takes."""
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Iterator
@@ -71,6 +69,11 @@ def _remedies(
     unfilled = _unfilled(module, batch)
     if "NoneType" in str(cause) and unfilled:
         yield f"the batch leaves these arguments of forward() at None: {first_names(unfilled)}"
+    yield from layer_remedies(module, cause)
+
+
+def layer_remedies(module: nn.Module, cause: BaseException) -> Iterator[str]:
+    """Yield sentences on the layer in which a call of the model failed, if it was in one."""
     failed = _failed_layer(module, cause)
     if failed is None:
         return
@@ -94,7 +97,7 @@ def _unfilled(module: nn.Module, batch: Batch) -> list[str]:
 
 def _failed_layer(
     module: nn.Module,
-    cause: Exception,
+    cause: BaseException,
 ) -> tuple[str, nn.Module, Tensor | None] | None:
     """Return the innermost layer of the model in an exception's frames, with its input."""
     paths = {id(layer): path for path, layer in module.named_modules()}

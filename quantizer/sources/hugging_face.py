@@ -4,7 +4,6 @@ of the folder unless it is trusted.
 
 import importlib
 import importlib.util
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from quantizer.sources.deferred_checkpoint import (
     require_inside,
     stored_tensors,
 )
+from quantizer.sources.json_files import read_object, require_readable
 from quantizer.sources.quantized_folders.dequantized_folder import (
     QUANTIZATION_KEY,
     dequantized_folder,
@@ -59,7 +59,8 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
     if importlib.util.find_spec("transformers") is None:
         message = f"{folder} is a Hugging Face model, and transformers is missing"
         raise ModelError(message, help=pip_line("llm"))
-    config = _read_config(folder / HUGGING_FACE_CONFIG)
+    require_readable(folder, ModelError)
+    config = read_object(folder / HUGGING_FACE_CONFIG, ModelError)
     remedy = f"transformers.AutoModel.from_pretrained('{folder}') shows where it fails"
     with user_errors(f"transformers, loading {folder},", ModelError, remedy=remedy):
         _require_own_files(folder, config)
@@ -175,26 +176,6 @@ def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> Non
         )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the object in a config.json.
-
-    Raises:
-        ModelError: it cannot be read, or is something else.
-    """
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(
-            f"{path}:{error.lineno}:{error.colno}: {error.msg}",
-            help="copy or download the file again",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return config
-
-
 def _require_weights(folder: Path, config: dict[str, Any], architecture: str) -> None:
     """Check that the folder has safetensors files, and that they are whole.
 
@@ -204,8 +185,13 @@ def _require_weights(folder: Path, config: dict[str, Any], architecture: str) ->
     is_explicit = bool(config.get("transformers_weights"))
     if is_explicit or stored_tensors(folder):
         return
-    if any(folder.glob("*.safetensors")):
-        return
+    shards = sorted(folder.glob("*.safetensors"))
+    if shards:
+        raise ModelError(
+            f"{folder} has {shards[0].name}, but no {CHECKPOINT_FILE}, and no "
+            f"{CHECKPOINT_INDEX}, which names the files of a model",
+            help="copy or download the whole model",
+        )
     pickles = sorted(folder.glob("*.bin"))
     if pickles:
         raise ModelError(
@@ -250,7 +236,7 @@ def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
     explicit = str(config.get("transformers_weights") or "")
     require_inside(folder / HUGGING_FACE_CONFIG, explicit)
     for name in (CHECKPOINT_INDEX, explicit):
-        if name.endswith(".index.json") and (folder / name).is_file():
+        if name.endswith(".index.json") and (folder / name).exists():
             indexed_files(folder / name)
 
 
@@ -361,7 +347,7 @@ def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
     Raises:
         DataError: the model takes neither tokens nor pixels.
     """
-    config: Any = module.config
+    config: Any = getattr(module, "config", None)
     name = getattr(module, "main_input_name", "input_ids")
     if name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
         length = min(seq_len, longest_window(module) or seq_len)
@@ -377,6 +363,6 @@ def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
         dtype = next(module.parameters()).dtype
         return {name: torch.zeros(1, channels, height, width, dtype=dtype)}
     raise DataError(
-        f"{type(module).__name__} does not state the shape of its input {name}",
+        f"{type(module).__name__} does not state the shape of its input",
         help="give --data",
     )

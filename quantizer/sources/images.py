@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from quantizer.config.typed_fields import fits
-from quantizer.config.wording import closest_word, listed
+from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors
+from quantizer.sources.json_files import parse_object
 from quantizer.storage.plain_files import read_start, require_file_or_folder
 
 IMAGE_SUFFIXES = (
@@ -117,12 +118,7 @@ def parse_preprocess(text: str) -> Preprocess:
                 help=f"give a file or: {PREPROCESS_EXAMPLE}",
             ) from cause
     remedy = f"for example: {PREPROCESS_EXAMPLE}"
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as cause:
-        raise UsageError(f"{place} is not JSON: {cause}", help=remedy) from cause
-    if not isinstance(fields, dict):
-        raise UsageError(f"{place} is not a JSON object", help=remedy)
+    fields = parse_object(text, Path(place), UsageError, remedy=remedy)
     _check_fields(fields, place)
     for name in ("mean", "std"):
         fields[name] = tuple(map(float, fields[name]))
@@ -316,8 +312,7 @@ def _check_fields(fields: Mapping[str, Any], place: str) -> None:
     """
     for name, value in fields.items():
         if name not in _FIELDS:
-            close = closest_word(name, _FIELDS)
-            remedy = f"did you mean {close!r}?" if close else f"known are {listed(_FIELDS)}"
+            remedy = did_you_mean(name, _FIELDS, f"known are {listed(_FIELDS)}")
             raise UsageError(f"{place}: unknown key {name!r}", help=remedy)
         is_valid, expected = _FIELDS[name]
         if not is_valid(value):

@@ -55,7 +55,7 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     ".json": ("{path} is not a model", "a config is given as --config_file {path}"),
     ".ipynb": (
         "{path} is a notebook, not a Python file",
-        "jupyter nbconvert --to script {path} writes one",
+        "`jupyter nbconvert --to script {path}` writes one",
     ),
     **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
 }
@@ -203,6 +203,7 @@ def load_evaluate(spec: str, fallback: Directions = BY_NAME) -> Evaluate:
 
 
 def _from_python(spec: str) -> LoadedModel:
+    """Return the model that a file or a module of the user builds."""
     location, name = split_spec(spec)
     if name is None:
         name = "model"
@@ -350,6 +351,7 @@ def checked_measure(
     called = call or function
 
     def evaluate(model: Callable[..., Any], data: Iterable[Any]) -> dict[str, float]:
+        """Return the metrics of a model on data, by name."""
         metrics = called(model, data)
         try:
             return {str(name): float(value) for name, value in metrics.items()}
@@ -383,6 +385,7 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
 
 
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
+    """Return the model of a Hugging Face folder."""
     if not (folder / HUGGING_FACE_CONFIG).is_file() and (folder / _ADAPTER).is_file():
         raise ModelError(
             f"{folder} holds an adapter of PEFT, not a whole model",

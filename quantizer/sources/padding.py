@@ -7,8 +7,6 @@ algorithm has to know of masks. An excluded position between two tokens stays.
 A call may have several texts, such as those of an encoder and a decoder, with a mask each.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -139,6 +139,7 @@ def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
             yield example.with_inputs(draw)
 
     def make() -> list[Batch]:
+        """Return the batches, matched to the batch norms."""
         _logger.info("making %s", way)
         noise = next(starts())
         scaling = best_scaling(module, noise)

@@ -88,8 +88,8 @@ def read_file(path: Path, error: type[QuantizerError], max_unpacked: int | None 
         error: it cannot be read, or is too large.
     """
     limit = DEFAULT_MAX_UNPACKED if max_unpacked is None else max_unpacked
-    with _reading(path, error):
-        _require_data(path)
+    with reading(path, error):
+        require_data(path)
         _check_archive(path, limit)
         content = READERS[path.suffix.lower()](path)
         _check_tensors(path, content, limit)
@@ -102,8 +102,8 @@ def read_deferred(path: Path, error: type[QuantizerError]) -> dict[str, Deferred
     Raises:
         error: the file is missing, damaged or something else.
     """
-    with _reading(path, error):
-        _require_data(path)
+    with reading(path, error):
+        require_data(path)
         try:
             return deferred_file(path)
         except (SafetensorError, KeyError) as cause:
@@ -112,7 +112,7 @@ def read_deferred(path: Path, error: type[QuantizerError]) -> dict[str, Deferred
 
 
 @contextmanager
-def _reading(path: Path, error: type[QuantizerError]) -> Iterator[None]:
+def reading(path: Path, error: type[QuantizerError]) -> Iterator[None]:
     """Raise `error` if the file cannot be read inside the `with` block."""
     try:
         yield
@@ -123,7 +123,7 @@ def _reading(path: Path, error: type[QuantizerError]) -> Iterator[None]:
         raise error(f"{path} cannot be read: {cause.strerror or cause}") from cause
 
 
-def _require_data(path: Path) -> None:
+def require_data(path: Path) -> None:
     """Check that a file is not empty and does not begin like one that is not data.
 
     Raises:
@@ -424,6 +424,7 @@ def _count_samples(named: NamedTensors) -> int:
 
 
 def _as_batch(named: NamedTensors, arguments: Arguments) -> Batch:
+    """Return the batch of named tensors: the input, its labels, and keyword arguments."""
     target = None
     others = dict(named)
     for label in arguments.labels:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
@@ -158,8 +159,8 @@ class TextData:
         if self.windows.tokenizer is None:
             raise UsageError(
                 f"{self.label} is text, and there is no tokenizer",
-                help="give --tokenizer, a tokenizer.json or a folder, or add tokenizer() to "
-                "the model's file",
+                help="give --tokenizer, a tokenizer.json or a folder, or batches of tokens, "
+                "or add tokenizer() to the model's file",
             )
         ids = self._token_ids(self.windows.tokenizer())
         count = len(ids)
@@ -169,7 +170,7 @@ class TextData:
             if count > 1:
                 remedy += f", or --seq_len {count}"
             raise DataError(
-                f"{self.label} has {count} tokens, fewer than a window of {seq_len}",
+                f"{self.label} has {counted(count, 'token')}, fewer than a window of {seq_len}",
                 help=remedy,
             )
         dropped = (count - seq_len) % self.windows.step

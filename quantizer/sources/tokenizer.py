@@ -14,6 +14,7 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
+from quantizer.sources.json_files import require_readable
 from quantizer.sources.user_code import user_errors
 
 _FILE = "tokenizer.json"
@@ -55,6 +56,7 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> TextTokenizer:
 def _load_from_folder(folder: Path, trust: bool) -> Any:
     """Return the tokenizer of a folder, loaded by transformers."""
     transformers = _package("transformers", folder)
+    require_readable(folder, DataError)
     if not trust and _is_code(folder):
         raise DataError(
             f"the tokenizer of {folder} is code in this folder",

@@ -4,7 +4,6 @@ Code that the user names by `FILE.py:NAME` or `package.module:NAME` runs only he
 is restored afterwards.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quantizer.config.wording import counted
+from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import GateError, QuantizerError
 from quantizer.storage import process_memory
 
@@ -85,10 +84,8 @@ class UserModule:
         if hasattr(self.module, name):
             return getattr(self.module, name)
         public = [known for known in vars(self.module) if not known.startswith("_")]
-        close = difflib.get_close_matches(name, public, n=3)
-        remedy = f"it defines: {', '.join(public) or 'nothing'}"
-        if close:
-            remedy = f"did you mean {' or '.join(close)}?"
+        defined = f"it defines: {', '.join(public) or 'nothing'}"
+        remedy = did_you_mean(name, public, defined)
         raise self.error(f"{self.label} has no {name!r}", help=remedy)
 
     def call(
@@ -284,6 +281,7 @@ def was_called(model: Any, cause: BaseException) -> bool:
 
 
 def _import_file(path: Path, error: type[QuantizerError]) -> UserModule:
+    """Import a file of the user, once for each command."""
     if not path.is_file():
         raise error(f"there is no file {path}", help=_FORMS)
     place = path.resolve()

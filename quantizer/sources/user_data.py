@@ -43,6 +43,7 @@ def call_once_if_list(function: Callable[[], Any]) -> Callable[[], Any]:
     lists: list[Any] = []
 
     def call() -> Any:
+        """Return the batches, from memory after the first call."""
         if lists:
             return lists[0]
         items = function()
@@ -76,7 +77,12 @@ def user_batches(
     """
     seed_everything(seed)
     with user_errors(label, DataError):
-        items = _iterable(source, label)
+        if isinstance(source, Iterator):
+            raise DataError(
+                f"{label} is an iterator, which can be read only once",
+                help="give the function that returns the iterator",
+            )
+        items = iterable_of(source, label)
         note_length(items)
         iterator = iter(items)
     yield from batches_of(iterator, label, arguments)
@@ -106,12 +112,12 @@ def batches_of(items: Iterator[Any], label: str, arguments: Arguments) -> Iterat
         yield replace(batch, is_stable=are_stable)
 
 
-def _iterable(source: Any, label: str) -> Iterable[Any]:
-    if isinstance(source, Iterator):
-        raise DataError(
-            f"{label} is an iterator, which can be read only once",
-            help="give the function that returns the iterator",
-        )
+def iterable_of(source: Any, label: str) -> Iterable[Any]:
+    """Return the list, the loader or the iterator that `source` is, or gives when it is called.
+
+    Raises:
+        DataError: it gives no batches.
+    """
     if callable(source) and not isinstance(source, Iterable):
         source = source()
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):

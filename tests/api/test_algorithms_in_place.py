@@ -436,8 +436,8 @@ def test_names_are_checked_before_data_are_read(algorithm: Any) -> None:
         "there is no module 'embd'",
     }
     assert {found.help for found in refused.value.diagnostics} == {
-        "did you mean 'blocks'?",
-        "did you mean 'embed'?",
+        "did you mean blocks?",
+        "did you mean embed?",
     }
     assert equal(state(model), before)
 

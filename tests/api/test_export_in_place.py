@@ -94,7 +94,7 @@ def test_what_a_checkpoint_cannot_say_is_refused(tmp_path: Path) -> None:
     plain = ModelQuantizer(Config(CONFIGS["int4"])).quantize_model(
         nn.Sequential(nn.Linear(32, 4))
     )
-    with pytest.raises(UsageError, match="without a config of transformers"):
+    with pytest.raises(UsageError, match="not a model of transformers"):
         ModelQuantizer.export(plain, tmp_path / "out")
     changed = quantized(CONFIGS["int4"], FLOAT)
     with torch.no_grad():

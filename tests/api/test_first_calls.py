@@ -73,3 +73,60 @@ def test_places_that_are_no_paths_are_named(call: Callable[[Any], None]) -> None
     result = quantizer.calibrate(Net(), None, DATA)
     with pytest.raises(UsageError, match="not a path"):
         call(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"events": []}, "events is a list, not a quantizer.calibration.events.Events"),
+        ({"batch_size": 2}, "batch_size is for data that a text names"),
+        ({"resume": True}, "resume=True needs `folder`"),
+        ({"fast_finetune": "ada"}, "fast_finetune='ada' is not a mode"),
+        ({"data": torch.ones(2, 4)}, "data is a Tensor, not an iterable of batches"),
+    ],
+)
+def test_arguments_that_calibrate_cannot_use_are_named(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(QuantizerError) as caught:
+        quantizer.calibrate(**{"model": Net(), "config": None, "data": DATA, **arguments})
+    assert caught.value.message.startswith(message)
+
+
+def test_a_network_without_an_example_input_needs_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not state the shape of its input"):
+        quantize(tmp_path, data=None)
+
+
+def test_an_engine_that_is_no_target_of_its_own_is_explained() -> None:
+    result = quantizer.calibrate(Net(), None, DATA)
+    with pytest.raises(UsageError) as caught:
+        result.export("tensorrt", "net.onnx")
+    assert caught.value.help == 'give target="onnx" onnx_profile="tensorrt"'
+
+
+def test_a_preset_that_is_no_file_is_named() -> None:
+    with pytest.raises(UsageError) as caught:
+        quantizer.calibrate(Net(), "cpu_int8", DATA)
+    assert "init --preset cpu_int8 -o cpu_int8.json" in str(caught.value.help)
+
+
+def test_all_findings_of_a_config_stand_on_lines_of_their_own() -> None:
+    weight = {"dtype": "int7", "round_method": "up"}
+    with pytest.raises(UsageError) as caught:
+        quantizer.calibrate(Net(), {"global_quant_config": {"weight": weight}}, DATA)
+    places = [line.partition(" ")[0] for line in str(caught.value).splitlines()]
+    weights = "config.global_quant_config.weight"
+    assert [place for place in places if place != "help:"] == [
+        f"{weights}.dtype:",
+        f"{weights}.round_method:",
+    ]
+
+
+def test_the_layer_that_a_batch_does_not_fit_is_named_in_place() -> None:
+    tensor = {"dtype": "int8", "is_dynamic": False}
+    config = {"global_quant_config": {"weight": tensor, "input_tensors": tensor}}
+    with pytest.raises(DataError, match="cannot run on this batch") as caught:
+        quantizer.ModelQuantizer(config).quantize_model(Net(), [torch.ones(2, 5)])
+    assert "the layer fc, a Linear(" in str(caught.value.help)
+    assert "it takes 4 values in the last axis" in str(caught.value.help)

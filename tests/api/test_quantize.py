@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,12 +69,12 @@ def test_the_text_of_the_result_is_the_verdict(tmp_path: Path) -> None:
 def test_a_destination_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no destination 'onx'") as error:
         quantizer.quantize(network(), batches(), "onx", folder=tmp_path)
-    assert error.value.help == 'did you mean "onnx"?'
+    assert error.value.help == "did you mean onnx?"
 
 
 def test_missing_data_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    with pytest.raises(UsageError, match="--to onnx needs calibration data"):
+    with pytest.raises(UsageError, match='to="onnx" needs calibration data'):
         quantizer.quantize(network(), to="onnx", folder=folder)
     assert not folder.exists()
 
@@ -82,6 +83,10 @@ def test_options_and_targets_are_checked_before_calibration(tmp_path: Path) -> N
     folder = tmp_path / "results"
     with pytest.raises(UsageError, match="no target has the option onnx_profil"):
         quantizer.quantize(network(), batches(), "onnx", folder=folder, onnx_profil="fast")
+    misspelt: Any = {"evaluation_dat": batches()}
+    with pytest.raises(UsageError) as refused:
+        quantizer.quantize(network(), batches(), "onnx", folder=folder, **misspelt)
+    assert refused.value.help == "did you mean evaluation_data?"
     assert not folder.exists()
     with pytest.raises(UsageError, match="gguf"):
         quantizer.quantize(network(), batches(), "gguf", folder=folder)
@@ -126,7 +131,7 @@ def test_python_chooses_widths_within_a_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "settings", "message"),
     [
-        ("big", {}, "--max_mb big is not a size"),
+        ("big", {}, "`max_mb` big is not a size"),
         (1e-3, {}, "with 4 bits everywhere the file takes"),
         (LIMIT, {"config": "mine.json"}, "this run has one already"),
     ],

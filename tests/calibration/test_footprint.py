@@ -70,6 +70,16 @@ def test_an_algorithm_adds_matrices_and_values_of_all_batches_within_the_budget(
     assert calibration_bytes(plan, config, BatchSizes(8, 3, 99)) == least + 99
 
 
+def test_guidance_keeps_what_the_operators_of_one_batch_read() -> None:
+    network = nn.Sequential(nn.Linear(100, 40), *(nn.Sigmoid() for _ in range(8)))
+    graph = trace(network, (torch.zeros(2, 100),))
+    config = configured(algo_config={"name": "gptq", "guidance": 0.5})
+    plan, size = resolve_plan(config, graph, graph), 5000
+    read, gradients = 8 * 40, 2 * 40
+    expected = 4 * size * (read + gradients) + 5 * (WEIGHT + BIAS)
+    assert calibration_bytes(plan, config, BatchSizes(size, 3, 0)) == expected
+
+
 def test_layer_by_layer_what_a_layer_reads_and_makes_is_kept_of_all_batches() -> None:
     graph = trace(
         nn.Sequential(nn.Linear(100, 40), nn.ReLU(), nn.Linear(40, 7)), (torch.zeros(2, 100),)

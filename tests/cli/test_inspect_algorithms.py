@@ -224,7 +224,7 @@ def test_a_name_that_the_model_does_not_have_is_told_where_it_stands(
     )
     told = capsys.readouterr().err
     assert "error QZ501: there is no module 'upp'" in told
-    assert "did you mean 'up'?" in told
+    assert "did you mean up?" in told
     assert f"{path}:12:" in told
 
 

@@ -171,7 +171,7 @@ def test_a_declared_name_that_no_metric_has_is_a_warning(
             "ripple_drop<=0.1",
             'write LOWER_IS_BETTER = {"ripple"} or HIGHER_IS_BETTER = {"ripple"}',
         ),
-        ("riple<=0.1", 'did you mean "ripple"?'),
+        ("riple<=0.1", "did you mean ripple?"),
         ("top1>=0.5", "there is no metric 'top1'"),
         ("equal_outputs>=0.5", "is not measured: the model returns only"),
     ],

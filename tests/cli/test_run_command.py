@@ -212,7 +212,7 @@ def evaluate(model, data):
 """
     run = ["run", write(MODEL + evaluate), "-q", "--to", "w8", "--gate"]
     assert run_command([*run, "acuracy>=0.4"]) == 2
-    assert 'did you mean "accuracy"?' in capsys.readouterr().err
+    assert "did you mean accuracy?" in capsys.readouterr().err
     assert not Path("quantize_result").exists()
     Path("calls").unlink()
     assert run_command([*run, "accuracy>=0.4"]) == 0

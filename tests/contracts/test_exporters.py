@@ -17,7 +17,7 @@ from support.toys import built
 from quantizer.cli.options import Options
 from quantizer.errors import UsageError
 from quantizer.export import EXPORTERS, Exporter, export, exporter_of, require_extras
-from quantizer.export.choices import require_choices
+from quantizer.export.choices import checked_choices, require_choices
 
 pytestmark = pytest.mark.usefixtures("quick_files")
 
@@ -154,8 +154,8 @@ def test_options_are_declared_once() -> None:
 
 def test_an_unknown_option_or_value_is_refused() -> None:
     with pytest.raises(UsageError, match="no target has the option onnx_weight") as refused:
-        require_choices({"onnx_weight": "int8"}, ["onnx"])
-    assert "onnx_weights" in str(refused.value.help)
+        checked_choices({"onnx_weight": "int8"}, "onnx", print)
+    assert refused.value.help == "did you mean onnx_weights?"
     with pytest.raises(UsageError, match="onnx_weights is 'int4'"):
         require_choices({"onnx_weights": "int4"}, ["onnx"])
     with pytest.raises(UsageError, match="--onnx_weights is only for --deploy onnx"):

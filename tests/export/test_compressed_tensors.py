@@ -501,6 +501,27 @@ def test_what_a_checkpoint_cannot_say_is_refused_by_layer_and_key(
     assert not list(tmp_path.iterdir())
 
 
+def test_static_inputs_of_a_module_that_is_called_twice_are_refused(tmp_path: Path) -> None:
+    """As in ALBERT, whose layers are one; dynamic inputs have no scale to store."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "embedding_size": 16, "intermediate_size": 32}
+    settings = transformers.AlbertConfig(
+        vocab_size=64, num_hidden_layers=2, num_attention_heads=2, **sizes
+    )
+    torch.manual_seed(0)
+    model = transformers.AlbertModel(settings).eval()
+    inputs = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+    weights = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+    why = r"ffn.* is of a module that is called several times, and a checkpoint has one static"
+    with pytest.raises(UsageError, match=why) as refused:
+        calibrated(config(weights, inputs), model).export(TARGET, tmp_path / "out")
+    assert "is_dynamic to true" in str(refused.value.help)
+    dynamic = inputs | {"qscheme": "per_token", "is_dynamic": True}
+    verified = calibrated(config(weights, dynamic), model).export(TARGET, tmp_path / "out")
+    assert verified.sqnr_db > 60
+
+
 def test_a_rounded_weight_that_the_model_computes_is_refused(tmp_path: Path) -> None:
     model = llama()
     weight_norm(model.model.layers[0].mlp.up_proj)

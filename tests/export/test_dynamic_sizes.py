@@ -150,7 +150,7 @@ def test_results_know_their_sizes_without_the_option(
 
 def test_the_dpu_and_scales_of_positions_need_fixed_sizes() -> None:
     with pytest.raises(
-        ConfigError, match="the DPU runs one size, and --dynamic leaves height open"
+        ConfigError, match="the DPU runs one size, and `dynamic` leaves height open"
     ):
         quantizer.calibrate(Pooled().eval(), None, [images()], dynamic="height")
     spec = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 2, "symmetric": True}

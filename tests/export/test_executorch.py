@@ -67,7 +67,7 @@ def test_a_small_network_is_equal_and_all_of_it_is_delegated(tmp_path: Path) -> 
         assert verified.kernels is not None
         assert (verified.kernels.share, verified.kernels.count) == (1.0, 2)
         assert verified.remarks == (
-            "a batch has 1 to 42 samples; --executorch_batch N sets the largest",
+            'a batch has 1 to 42 samples; executorch_batch="N" sets the largest',
             "XNNPACK computes all operators",
         )
     assert paths[0].read_bytes() == paths[1].read_bytes()
@@ -145,7 +145,7 @@ def test_a_batch_beyond_the_largest_is_refused(tmp_path: Path) -> None:
     result = result_of(small())
     with pytest.raises(VerificationError, match="takes at most 2 samples") as refused:
         result.export("executorch", tmp_path / "net.pte", [X], executorch_batch="2")
-    assert refused.value.help == "--executorch_batch 6, or smaller batches"
+    assert refused.value.help == 'executorch_batch="6", or smaller batches'
     assert not (tmp_path / "net.pte").exists()
     verified = result.export("executorch", tmp_path / "net.pte", [X[:1]])
     assert verified.remarks[0].startswith("a batch has one sample;")
@@ -194,4 +194,5 @@ def test_one_command_writes_it(
 
 
 def test_an_operator_that_the_engine_lacks_is_refused_by_its_layer(tmp_path: Path) -> None:
-    require_sort_is_refused("executorch", "ExecuTorch", tmp_path)
+    reason = "Failed to load method forward"
+    require_sort_is_refused("executorch", "ExecuTorch", reason, tmp_path)

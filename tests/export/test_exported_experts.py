@@ -51,7 +51,8 @@ def config(weight: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def result(family: str, settings: dict[str, Any]) -> Any:
     if family == "Wide":
-        model = mixture("Qwen3Moe", moe_intermediate_size=64, num_hidden_layers=1)
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
+        model = mixture("Qwen3Moe", num_hidden_layers=1, **sizes)
     elif family == "GptOss":
         model = mixture("GptOss", num_hidden_layers=1)
     else:
@@ -84,6 +85,16 @@ def test_transformers_reads_each_expert_bit_for_bit(
     written = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     assert [group["targets"] for group in written["config_groups"].values()] == [["Linear"]]
     assert f"{block}.gate" in written["ignore"]
+
+
+def test_groups_may_be_whole_rows_of_some_experts(tmp_path: Path) -> None:
+    model = mixture("Qwen3Moe", moe_intermediate_size=64, num_hidden_layers=1)
+    settings = config(INT4 | {"group_size": 32})
+    found = quantizer.calibrate(model, settings, calls(1))
+    assert found.export(TARGET, tmp_path / "made").max_difference == 0
+    written = json.loads((tmp_path / "made" / "config.json").read_text())
+    groups = written["quantization_config"]["config_groups"].values()
+    assert [group["weights"]["group_size"] for group in groups] == [32]
 
 
 def test_experts_may_be_in_other_bits_than_the_rest(tmp_path: Path) -> None:
@@ -158,7 +169,7 @@ def test_a_model_in_place_writes_the_same_file(tmp_path: Path) -> None:
         ),
         (
             "Wide",
-            config(INT4 | {"group_size": 32}),
+            config(INT4 | {"group_size": 256}) | {"exclude": [*FLOAT, "*o_proj"]},
             "have groups in some layers and whole rows in others",
         ),
     ],

@@ -441,7 +441,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         preset("gguf_q8_0"),
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}},
         "has rotations of the type yarn",
-        "--gguf_template",
+        "gguf_template",
     ),
 }
 
@@ -486,7 +486,7 @@ def test_models_that_are_not_known_are_refused(tmp_path: Path) -> None:
     result = quantizer.calibrate(plain, config(integer("int8")), [torch.ones(2, 32)])
     with pytest.raises(UsageError, match="this model has no embedding of tokens") as refused:
         result.export("gguf", tmp_path / "net.gguf")
-    assert "--deploy onnx" in str(refused.value.help)
+    assert 'target="onnx"' in str(refused.value.help)
     embedded = torch.nn.Sequential(torch.nn.Embedding(4, 32), torch.nn.Linear(32, 8))
     tokens = [torch.zeros(2, 3, dtype=torch.long)]
     result = quantizer.calibrate(embedded, config(integer("int8")), tokens)

@@ -17,6 +17,7 @@ from support.runs import ROOT
 
 import quantizer
 from quantizer.cli.main import run_command
+from quantizer.errors import DataError
 from quantizer.export import EXPORTERS
 
 for package in (*EXPORTERS["gguf"].needs, "tokenizers"):
@@ -178,6 +179,12 @@ def of_separate_words(**settings: Any) -> Tokenizer:
     return tokenizer
 
 
+def of_other_letters() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({"b": 0, "c": 1, "bc": 2}, [("b", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
 def without_spaces() -> Tokenizer:
     tokenizer = of_pieces()
     tokenizer.normalizer = None
@@ -210,6 +217,7 @@ UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
     "another letter for spaces": lambda: of_separate_words(replacement="_", split=False),
     "pieces within words": lambda: of_separate_words(split=True),
     "no bytes": without_bytes,
+    "no letters": of_other_letters,
     "no merges": lambda: Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [])),
 }
 
@@ -278,9 +286,17 @@ def test_tokenizer_json_says_what_is_added_to_a_text(has_bos: bool, tmp_path: Pa
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"model": 3}', '{"model": {"type": "BPE", "merges": 3}}', "[" * 9999]
 )
-def test_a_damaged_file_is_left_out(text: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_no_unknown_kind(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
-    assert vocabulary_keys(tmp_path, 8) is None
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        vocabulary_keys(tmp_path, 8)
+
+
+def test_settings_that_gguf_cannot_read_are_no_unknown_kind(tmp_path: Path) -> None:
+    of_bytes(by_words=True).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(DataError, match="the package gguf, reading the tokenizer of"):
+        vocabulary_keys(tmp_path, 8)
 
 
 def test_a_run_says_that_the_file_has_no_tokenizer(
@@ -288,7 +304,10 @@ def test_a_run_says_that_the_file_has_no_tokenizer(
 ) -> None:
     text_llama(tmp_path)
     folder, book = tmp_path / "my_llama", tmp_path / "book.txt"
-    (folder / "tokenizer_config.json").write_text("{")
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save(file)
     words = ["run", str(folder), "--to", "gguf", "--data", str(book)]
     assert run_command([*words, "-o", str(tmp_path / "q8")]) == 0
     assert "Note: it has no tokenizer" in capsys.readouterr().out

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Spec, Spec, str, str]] = {
         {"global_quant_config": {"weight": INT8, "input_tensors": {"dtype": "int8"}}},
         {},
         "have only weights",
-        "--deploy compressed-tensors",
+        'target="compressed-tensors"',
     ),
     "another width": (
         config(GROUPS | {"dtype": "int5"}),

@@ -87,6 +87,23 @@ def test_two_files_of_one_network_are_equal(tmp_path: Path) -> None:
     assert (tmp_path / "one.tflite").read_bytes() == (tmp_path / "two.tflite").read_bytes()
 
 
+class Derived(nn.Module):
+    """Returns its input, an image and what is computed of it without a layout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.conv(x)
+        return x, y, y * 0.5, y.flatten(1), y.mean((2, 3))
+
+
+def test_outputs_that_others_are_computed_of_keep_their_layout(tmp_path: Path) -> None:
+    verified = result_of(Derived()).export("litert", tmp_path / "net.tflite", [X])
+    assert (verified.equal, verified.max_difference) == (1.0, 0.0)
+
+
 class Shuffled(nn.Module):
     """Two inputs, and a reshape that a batch of one cannot be told from."""
 
@@ -337,4 +354,4 @@ def test_one_command_writes_it(
 
 
 def test_an_operator_that_the_engine_lacks_is_refused_by_its_layer(tmp_path: Path) -> None:
-    require_sort_is_refused("litert", "litert-torch", tmp_path)
+    require_sort_is_refused("litert", "litert-torch", "comparator block", tmp_path)

@@ -41,6 +41,8 @@ class Ranks(nn.Module):
             torch.searchsorted(self.bounds, y.mean()),
             torch.searchsorted(y[:, :, :3].sort().values, y[:, :, 3:]),
             torch.isin(y.round(), self.bounds),
+            torch.diagonal_scatter(y, y[:, 0, :5], 1, 1, 2),
+            torch.diagonal_scatter(y, y[:, :, 0], -1, 2, 1),
         )
 
 
@@ -126,16 +128,37 @@ def test_operators_without_a_form_are_written_by_others(
     assert result.verification.sqnr_db > 100
 
 
+class Extremes(nn.Module):
+    """Shifts by the largest of all values, which torch.onnx asks an axis of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y - torch.aminmax(y).max
+
+
+_MISSING = "No ONNX function found for <OpOverload"
+
+
 @pytest.mark.parametrize(
-    ("model", "operator"),
-    [(Inverse(), "linalg_inv"), (Number(), "kthvalue"), (Median(), "median")],
+    ("model", "operator", "reason"),
+    [
+        (Inverse(), "linalg_inv", _MISSING),
+        (Number(), "kthvalue", _MISSING),
+        (Median(), "median", _MISSING),
+        (Extremes(), "aminmax", "Required parameter 'dim' is not provided"),
+    ],
 )
 def test_an_operator_without_a_form_is_refused_before_calibration(
-    model: nn.Module, operator: str, tmp_path: Path
+    model: nn.Module, operator: str, reason: str, tmp_path: Path
 ) -> None:
     def batches() -> Iterator[Tensor]:
         yield torch.randn(4, 8, 8)
         raise AssertionError("a second batch was read")
 
-    with pytest.raises(UsageError, match=rf"/{operator} computes {operator}, for which"):
+    sentence = rf"/{operator} computes {operator}, for which torch.onnx has no form: {reason}"
+    with pytest.raises(UsageError, match=sentence):
         quantizer.quantize(model, batches, to="onnx", folder=tmp_path)

@@ -72,7 +72,7 @@ def test_products_that_could_overflow_have_unsigned_weights(
     assert weights_of(tmp_path / "net.onnx") == expected
     assert found.default_session is not None
     assert found.default_session.first_differing is None
-    assert any("--onnx_weights int8" in text for text in found.remarks) == (bits == 8)
+    assert any('onnx_weights="int8"' in text for text in found.remarks) == (bits == 8)
 
 
 class Pairs(nn.Module):
@@ -153,7 +153,7 @@ def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -
         found = result.export("onnx", path, [data], onnx_weights="int8")
     except VerificationError as refused:
         assert not torch.cpu._is_vnni_supported()
-        assert refused.help is not None and "--onnx_weights auto" in refused.help
+        assert refused.help is not None and 'onnx_weights="auto"' in refused.help
         assert not path.exists()
     else:
         assert weights_of(path) == {INT8}

@@ -243,7 +243,7 @@ def test_a_grouped_transposed_convolution_needs_one_scale(profile: str, tmp_path
     name = "npu_int8" if profile == "npu" else "tensorrt_int8"
     with pytest.raises(UsageError, match="transposed convolution with groups") as refused:
         written("transposed", preset(name), profile, tmp_path)
-    assert f"--onnx_profile {profile}" in str(refused.value)
+    assert f'onnx_profile="{profile}"' in str(refused.value)
     assert "set per_channel to false" in str(refused.value.help)
 
 
@@ -310,6 +310,6 @@ def test_one_call_writes_the_form_of_the_engine(to: str, tmp_path: Path) -> None
 
 
 def test_a_destination_keeps_to_its_profile() -> None:
-    with pytest.raises(UsageError, match="--to npu writes --onnx_profile npu") as refused:
+    with pytest.raises(UsageError, match='to="npu" writes onnx_profile="npu"') as refused:
         quantizer.quantize(nn.Linear(2, 2), [torch.ones(1, 2)], to="npu", onnx_profile="fast")
-    assert "--to onnx" in str(refused.value.help)
+    assert 'to="onnx"' in str(refused.value.help)

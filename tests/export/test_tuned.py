@@ -155,7 +155,7 @@ def test_what_integers_make_slower_stays_in_float(fake: type, tmp_path: Path) ->
     assert line.startswith(
         "1 layer in float, chosen for batches of 1 and 4 on 1 thread of none"
     )
-    assert "--onnx_weights int8 may be faster" in line
+    assert 'onnx_weights="int8" may be faster' in line
     reasons = verification.default_session.kernels.floating
     assert "left there for speed" in reasons[FIRST]
 
@@ -214,7 +214,7 @@ def test_a_busy_machine_is_refused(fake: Any, tmp_path: Path) -> None:
     fake.spread = 1.5
     with pytest.raises(UsageError, match="too busy to measure") as refused:
         export(calibrated(), tmp_path)
-    assert "--deploy_file" in str(refused.value.help)
+    assert "`deploy_file`" in str(refused.value.help)
     assert not (tmp_path / "deploy.json").exists()
 
 
@@ -245,7 +245,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[quantizer.Result,
         (with_value("float_activations", ["conv"]), "is not a deploy.json of format 1"),
         (with_value("measured", {}), "is not a deploy.json of format 1"),
         (with_value("network", "0" * 16), "was measured for another network"),
-        (with_value("weights", "int8"), "was measured with --onnx_weights int8"),
+        (with_value("weights", "int8"), 'was measured with onnx_weights="int8"'),
         (
             with_value("float_activations", [["Net::gone", "activation"]]),
             "leaves activation of Net::gone in float, which this network does not quantize",
@@ -353,7 +353,7 @@ def test_a_slow_file_says_what_is_not_slower(
     verification = result.export("onnx", file, onnx_profile=profile, **options)
     assert verification.default_session is not None
     line = verification.default_session.summary_lines[0]
-    assert ("slower: use --onnx_profile tuned" in line) == (profile == "exact")
+    assert ('slower: use onnx_profile="tuned"' in line) == (profile == "exact")
 
 
 A, B = "a", "b"

@@ -105,19 +105,19 @@ def test_a_prev_op_may_be_an_activation_that_takes_no_factors() -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ({"blocks": "block"}, [("QZ501", "there is no module 'block'", "did you mean 'blocks'?")]),
+        ({"blocks": "block"}, [("QZ501", "there is no module 'block'", "did you mean blocks?")]),
         ({"blocks": "head"}, [("QZ502", "head holds no modules with linear or convolution "
             "layers",
                                "the graph shows blocks in blocks")]),
         ({"embeddings": ("embed", "emb", "xyz")}, [
-            ("QZ501", "there is no module 'emb'", "did you mean 'embed'?"),
+            ("QZ501", "there is no module 'emb'", "did you mean embed?"),
             ("QZ501", "there is no module 'xyz'",
              "the model has blocks, blocks.0, blocks.0.act, blocks.0.down, blocks.0.gate, "
              "blocks.0.norm, …"),
         ]),
         ({"inside": ("gates", "ups")}, [
-            ("QZ501", "there is no module 'gates'", "did you mean 'gate'?"),
-            ("QZ501", "there is no module 'ups'", "did you mean 'up'?"),
+            ("QZ501", "there is no module 'gates'", "did you mean gate?"),
+            ("QZ501", "there is no module 'ups'", "did you mean up?"),
         ]),
         ({"inside": ("out", "gate")}, [
             ("QZ503", "the layers of blocks.0 run in another order", "list them as they run: gate, out"),
@@ -138,8 +138,8 @@ def test_a_prev_op_may_be_an_activation_that_takes_no_factors() -> None:
                 "reads", "it reads what blocks.0.up makes"),
         ]),
         ({"scaling": (ScalingLayer(("gate",), "nrm", "gat"),)}, [
-            ("QZ501", "there is no module 'nrm'", "did you mean 'norm'?"),
-            ("QZ501", "there is no module 'gat'", "did you mean 'gate'?"),
+            ("QZ501", "there is no module 'nrm'", "did you mean norm?"),
+            ("QZ501", "there is no module 'gat'", "did you mean gate?"),
         ]),
     ],
 )  # fmt: skip

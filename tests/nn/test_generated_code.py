@@ -289,7 +289,7 @@ def test_generated_code_without_results_says_what_to_do(tmp_path: Path) -> None:
     path.write_text(emit(traced("residual")), encoding="utf-8")
     with pytest.raises(ResultError, match="does not exist") as caught:
         imported(path)
-    assert caught.value.help == "run --quant_mode calib first"
+    assert caught.value.help == "calibrate first"
 
 
 def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:

@@ -350,6 +350,16 @@ def test_algorithms_that_find_nothing_are_left_out() -> None:
         )
 
 
+def test_gptq_is_left_out_where_a_layer_is_called_twice() -> None:
+    """Each call would round the weight to codes of its own."""
+    layer = nn.Linear(128, 128)
+    graph = trace(nn.Sequential(layer, nn.ReLU(), layer), (torch.zeros(2, 128),))
+    result = fitted_document(document_of("gptq_int4_group"), graph, name="config")
+    assert "algo_config" not in result.document
+    [change] = result.changes
+    assert change.startswith("gptq left out of algo_config: it would round the weights of 0")
+
+
 def test_algorithms_that_name_parts_which_the_model_lacks_are_left_out() -> None:
     document = document_of("smoothquant_int8")
     document["algo_config"] = [{"name": "awq", "model_decoder_layers": "model.layers"}]

@@ -127,7 +127,7 @@ def test_a_name_that_is_nearly_right_is_noted(
     ("item", "remedy"),
     [
         (torch.ones(2, 3).numpy(), "torch.from_numpy(array)"),
-        ("images/a.png", "open the file"),
+        ("images/a.png", "a tensor of what is in the file"),
         (1.0, "dimension 0 counts the samples"),
         ((torch.ones(2, 3).numpy(), torch.ones(2)), "torch.from_numpy(array)"),
         ((torch.ones(3), 1), "DataLoader(dataset, batch_size=32)"),

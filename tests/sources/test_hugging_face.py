@@ -131,9 +131,7 @@ def test_a_folder_names_its_own_files_only(
     assert name in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "index", ['{"weight_map": []}', '{"weight_map": {"a": 1}}', "[]", "{}"]
-)
+@pytest.mark.parametrize("index", ['{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}"])
 def test_an_index_that_names_no_files_is_a_sentence(index: str, tmp_path: Path) -> None:
     place = saved(tmp_path / "model", llama())
     (place / "model.safetensors").unlink()
@@ -201,6 +199,14 @@ def test_weights_that_are_missing_or_damaged_name_their_file(
     assert remedy in help_
 
 
+def test_shards_without_their_index_are_refused(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "model.safetensors").rename(place / "model-00001-of-00001.safetensors")
+    message, remedy = refusal(place)
+    assert "has model-00001-of-00001.safetensors, but no model.safetensors" in message
+    assert remedy == "copy or download the whole model"
+
+
 def test_pickled_weights_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> None:
     place = saved(tmp_path / "model", llama())
     (place / "model.safetensors").rename(place / "pytorch_model.bin")
@@ -235,4 +241,60 @@ def test_a_config_that_is_no_json_has_its_place(tmp_path: Path) -> None:
     place = saved(tmp_path / "model", llama())
     (place / "config.json").write_text('{\n  "model_type": "llama",\n}')
     message, _ = refusal(place)
-    assert message.startswith(f"{place / 'config.json'}:3:1: ")
+    assert message.startswith(f"{place / 'config.json'}:3:1 is not JSON: ")
+
+
+OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "preprocessor_config.json",
+    "model.safetensors.index.json",
+)
+DAMAGE = {
+    "empty": (b"", " cannot be read: it is empty"),
+    "cut": (b'{\n "a": [1,\n', ":3:1 is not JSON: Expecting value"),
+    "a mark": (b"\xef\xbb\xbf{}", ":1:1 is not JSON: it begins with a byte order mark"),
+    "16 bits": ("{}".encode("utf-16"), ":1 is not UTF-8 text: byte 0xff at offset 0"),
+    "Latin-1": (b'{\n"a": "\xe9"}', ":2 is not UTF-8 text: byte 0xe9 at offset 8"),
+    "a list": (b"[1]", ":1 is a list, not an object"),
+    "null": (b"null", ":1 is None, not an object"),
+    "deep": (b"[" * 100_000, ":1 is not JSON: maximum recursion depth exceeded"),
+    "a pointer": (
+        b"version https://git-lfs.github.com/spec/v1",
+        " cannot be read: it is a Git",
+    ),
+    "a folder": (None, " cannot be read: Is a directory"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_damaged_file_of_a_folder_is_named_with_its_line(name: str, tmp_path: Path) -> None:
+    """Also files that only engines read, from the copy in the written checkpoint."""
+    place = saved(tmp_path / "model", llama())
+    file = place / name
+    for content, reason in DAMAGE.values():
+        file.unlink(missing_ok=True)
+        if content is None:
+            file.mkdir()
+        else:
+            file.write_bytes(content)
+        if content is None and name == "config.json":
+            reason = "a folder without a config.json"
+        assert reason in refusal(place)[0]
+
+
+def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path: Path) -> None:
+    """Where the tokenizer is not in the model's folder."""
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{\n")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json:2:1 is not JSON: "):
+        load_tokenizer(tmp_path)
+
+
+def test_a_damaged_chat_template_is_named(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    (place / "chat_template.jinja").write_bytes("{{ messages }}".encode("utf-16"))
+    assert "chat_template.jinja:1 is not UTF-8 text" in refusal(place)[0]

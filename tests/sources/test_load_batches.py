@@ -145,7 +145,7 @@ def test_to_moves_every_tensor() -> None:
         ("text", "is a str, not a tensor"),
         ((), "has 0 elements, but the model takes 1 input ("),
         ((X, X, X), "has 3 elements, but the model takes 1 input ("),
-        ((X, 7), "is one sample and its label, not a batch"),
+        ((X, 7), "is one sample and its label, or a list of numbers"),
         (torch.tensor(1.0), "is not a batch: args[0] is a single number"),
         (torch.empty(0, 3), "is empty: args[0] has the shape [0, 3]"),
         (["a"], "holds no tensor"),

@@ -127,7 +127,7 @@ def test_texts_that_cannot_be_used() -> None:
     Path("empty.txt").write_text(" \n")
     assert "empty.txt is empty" in refusal("empty.txt")
     Path("latin.txt").write_bytes("abcd\xe9fgh".encode("latin-1"))
-    assert "latin.txt is not UTF-8 text: byte 0xe9 at offset 4 | save it as UTF-8" in refusal(
+    assert "latin.txt:1 is not UTF-8 text: byte 0xe9 at offset 4 | save it as UTF-8" in refusal(
         "latin.txt"
     )
     Path("a.npy").touch()
@@ -293,8 +293,9 @@ def test_equal_first_tokens_of_a_chat_are_kept() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("{", "rows.jsonl:3 is not JSON: Expecting property name"),
+        ("{", "rows.jsonl:3:2 is not JSON: Expecting property name"),
         ("[1]", "rows.jsonl:3 is a list"),
+        ('{"text": "\\ud83d"}', r"rows.jsonl:3 has '\ud83d', which is half of a character"),
         ('{"content": 1}', "rows.jsonl:3 has neither text nor messages, but content"),
         ("{}", "rows.jsonl:3 has neither text nor messages, but no value"),
         ('{"text": 1}', "text of rows.jsonl:3 is an int"),

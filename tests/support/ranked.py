@@ -23,9 +23,9 @@ class Ranked(nn.Module):
         return self.linear(x).topk(3).values.sort().values
 
 
-def require_sort_is_refused(target: str, compiler: str, folder: Path) -> None:
-    """The refusal names the layer that sorts, and not the one with `topk`."""
+def require_sort_is_refused(target: str, compiler: str, reason: str, folder: Path) -> None:
+    """The refusal names the layer that sorts, not the one with `topk`, and the compiler's reason."""
     data = [torch.randn(4, 8) for _ in range(2)]
-    sentence = f"Ranked/sort computes sort, which {compiler} does not know"
+    sentence = f"Ranked/sort computes sort, which {compiler} does not know: {reason}"
     with pytest.raises(UsageError, match=sentence):
         quantizer.quantize(Ranked(), data, to=target, folder=folder)

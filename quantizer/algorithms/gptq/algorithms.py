@@ -52,7 +52,7 @@ from quantizer.algorithms.gram import (
 )
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
-from quantizer.algorithms.shared_steps import shared_steps
+from quantizer.algorithms.shared_steps import steps_before_rounding
 from quantizer.algorithms.super_blocks import super_block_remarks
 from quantizer.config.algorithms import (
     GPTAQConfig,
@@ -282,6 +282,7 @@ class _SequentialRounding:
                 float_values = iter(self.float_runner.value(source))
 
         def watch(input: Tensor, **routing: Tensor) -> None:  # noqa: A002 - as layers name it
+            """Add the inputs of a batch, [samples, ..., channels], to the sums of the group."""
             roots = None
             if weights is not None:
                 roots = weights.next(input)
@@ -350,7 +351,7 @@ class _SequentialRounding:
                 tokens=gathered.gram.by_group,
                 target=self.target,
             )
-        steps = shared_steps(self.task, self.adjustment, layers)
+        steps = steps_before_rounding(self.task, self.adjustment, layers)
         members = []
         for name, layer in layers.items():
             step = steps.get(name)
@@ -366,7 +367,7 @@ class _SequentialRounding:
         weight = self.runner.network.layers[name].get_parameter("weight")
         qparams = self.adjustment.qparams.get(name)
         if qparams is None:
-            steps = shared_steps(self.task, self.adjustment, [name])
+            steps = steps_before_rounding(self.task, self.adjustment, [name])
             qparams = nearest_qparams(spec, weight, steps.get(name))
         return nearest(weight, spec, qparams)
 

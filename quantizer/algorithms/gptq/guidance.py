@@ -9,8 +9,6 @@ Source: Kim et al. 2025, "GuidedQuant: Large Language Model Quantization via Exp
 Guidance" (arXiv 2505.07004), with one group of output channels. The power is not the paper's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import defaultdict
@@ -23,7 +21,7 @@ from quantizer.algorithms.adjustment import Remark, Task
 from quantizer.algorithms.gram import quantized_layers
 from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
 from quantizer.distributed import Ranks
-from quantizer.errors import DataError
+from quantizer.errors import DataError, first_line
 from quantizer.graph.language_parts import language_head
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
@@ -120,16 +118,17 @@ def _means(weights: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
     sums = {}
     for value, weight in weights.items():
         total = float(weight.sum())
-        sums[value] = (total, len(weight))
+        tokens = len(weight)
+        sums[value] = (total, tokens)
     totals: defaultdict[str, float] = defaultdict(float)
-    tokens: defaultdict[str, int] = defaultdict(int)
+    counts: defaultdict[str, int] = defaultdict(int)
     for rank_sums in ranks.gather(sums, "weights of tokens"):
         for value, (rank_total, rank_tokens) in rank_sums.items():
             totals[value] += rank_total
-            tokens[value] += rank_tokens
+            counts[value] += rank_tokens
     means = {}
     for value, total in totals.items():
-        means[value] = total / tokens[value]
+        means[value] = total / counts[value]
     return means
 
 
@@ -173,7 +172,7 @@ def _energies(
                 gradients = _drawn_gradients(outputs, vocabulary, generator)
                 torch.autograd.backward(outputs, gradients, retain_graph=draw < _DRAWS)
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             raise DataError(f"{NO_GRADIENT}: {reason}", help=_REMEDY) from error
     return energies
 

@@ -83,7 +83,7 @@ class GptqSolution:
         is_better = other.errors < self.errors
         has_row_scales = spec.qscheme == "per_channel"
         # Groups that run along a row: the scale is [rows, groups]
-        if scale.dim() == 2 and spec.ch_axis in (1, -1):
+        if scale.dim() == 2 and spec.ch_axis == 1:
             has_row_scales = True
         if not has_row_scales or scale.shape[0] != is_better.numel():
             return other if other.error < self.error else self

@@ -136,6 +136,7 @@ class Parser:
         return match.end() if match else self._index
 
     def _value(self, path: JsonPath) -> Any:
+        """Parse a value of any kind, and note where it is."""
         start = self._index
         if len(path) > MAX_DEPTH:
             self._fail(

@@ -8,6 +8,7 @@ from pathlib import Path
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place, merged_by_cause
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.parse import Parser
+from quantizer.config.resources import presets
 from quantizer.config.wording import closest_word
 from quantizer.storage.plain_files import read_start
 
@@ -127,7 +128,9 @@ def _unreadable(
 
 
 def _help_for_missing(path: Path) -> str:
-    """Return the name of a neighbour that may be meant, or how to write a first config."""
+    """Return the name of a neighbour that may be meant, or how to write a preset."""
+    if path.stem in presets():
+        return f"`quantizer init --preset {path.stem} -o {path.stem}.json` writes this preset"
     try:
         neighbours = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".json"]
     except (OSError, ValueError):

@@ -81,6 +81,7 @@ def _read_entry(
     path: JsonPath,
     kind: type[AlgoConfig],
 ) -> Algorithm:
+    """Return the algorithm of an entry of the file, with the places of its settings."""
     hints = get_type_hints(kind)
     stated: dict[str, Sourced] = {}
     for key in settings_of(kind):

@@ -3,7 +3,7 @@ form. Documents have the words of `Config.document`, in which other spellings ar
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
@@ -221,7 +221,7 @@ def _stated_specs(
 
 def _hierarchical_levels(
     document: JsonMapping,
-) -> Iterator[Mapping[str, Any]]:
+) -> Iterator[JsonMapping]:
     yield document.get("global_quant_config") or {}
     for block in ("layer_type_quant_config", "layer_quant_config"):
         for level in (document.get(block) or {}).values():

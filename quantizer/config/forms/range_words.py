@@ -132,6 +132,7 @@ def _layered_entries(
     document: JsonMapping,
     layers: Mapping[str, Mapping[Role, QuantizationSpec]],
 ) -> tuple[JsonObject, Paths]:
+    """Return a document with entries for layers, and where the fields of their specs are."""
     paths: dict[_FieldKey, JsonPath | None] = {}
     entries = {name: specified(document, specs) for name, specs in layers.items()}
     value = with_entries(document, entries)

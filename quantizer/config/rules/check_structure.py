@@ -93,6 +93,7 @@ def _unique_items(
 
 
 def _explain(document: Document, error: ValidationError) -> Diagnostics:
+    """Yield the findings that an error of the schema stands for."""
     schema = error.schema if isinstance(error.schema, dict) else {}
     path = tuple(error.absolute_path)
     if "code" in schema:
@@ -115,6 +116,7 @@ def _explain(document: Document, error: ValidationError) -> Diagnostics:
 
 
 def _wrong_value(document: Document, error: ValidationError, schema: JsonObject) -> Diagnostic:
+    """Return the finding on a value of the wrong type or out of range."""
     path = tuple(error.absolute_path)
     key = last_key(path)
     keyword = str(error.validator)

@@ -94,8 +94,7 @@ def _effect(
     """Return all that a rung does to a model. Rungs with the same effect have the same
     results.
     """
-    specs = {key: tensor.spec for key, tensor in plan.tensors.items()}
     # If equalization changes something, the graph's changes have it. Places are lines of a file
     settings = replace(config.settings, include_cle=False, places={})
     algorithms = [algorithm.settings for algorithm in config.algorithms]
-    return specs, settings, algorithms, plan.graph.changes, rung.fast_finetune
+    return plan.specs, settings, algorithms, plan.graph.changes, rung.fast_finetune

@@ -5,8 +5,6 @@ Each step has some trials. The best of them is the next rung if it is better tha
 before. So no rung is worse than the one before.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

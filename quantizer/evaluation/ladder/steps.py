@@ -2,13 +2,12 @@
 `climb` measures them, and keeps the best one if it gains something.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from quantizer.config.dpu_accuracy import FINETUNE_MODES
 from quantizer.config.forms.level_edits import (
     group_sizes,
     with_algorithm,
@@ -115,7 +114,7 @@ def _smoothing(standing: Standing) -> Iterator[Trial]:
 
 
 def _finetuning(standing: Standing) -> Iterator[Trial]:
-    for mode in ("adaround", "adaquant"):
+    for mode in FINETUNE_MODES:
         yield Trial(f"--fast_finetune {mode}", partial(replace, fast_finetune=mode))
 
 

@@ -20,7 +20,7 @@ from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.attention import CachedValue, Part, cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 
 _PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
 """The layers by which readers recognize an attention."""
@@ -60,7 +60,7 @@ class CompressedCache:
         return (_INT8_REMARK,) if self.spec.dtype == "int" else ()
 
 
-def cached_keys(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> dict[Key, CachedValue]:
+def cached_keys(graph: Graph, specs: TensorSpecs) -> dict[Key, CachedValue]:
     """Return the keys and values of attentions that are quantized, by layer and role."""
     keys: dict[Key, CachedValue] = {}
     for cached in cached_values(graph):
@@ -70,7 +70,7 @@ def cached_keys(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> dict[Key
     return keys
 
 
-def cache_refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Iterator[Refusal]:
+def cache_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield a refusal for each quantized tensor of the cache that readers cannot quantize as
     test mode does, and for each other one that they would quantize.
     """

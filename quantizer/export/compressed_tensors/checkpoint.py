@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.cache import CompressedCache, compressed_cache
@@ -27,7 +26,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
@@ -276,7 +275,7 @@ def _without_codes(name: str, target: str) -> UsageError:
 
 
 def float_remarks(
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     placement: CodePlacement,
 ) -> tuple[str, ...]:
     """Return a sentence on layers whose quantized weights are not codes, if there are any."""
@@ -290,7 +289,7 @@ def float_remarks(
 
 
 def token_remarks(
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     placement: CodePlacement,
 ) -> tuple[str, ...]:
     """Return a sentence on layers for whose tokens transformers does not find separate scales.

@@ -1,14 +1,13 @@
 """Writes the compressed-tensors target, a Hugging Face folder for transformers and vLLM."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
@@ -27,7 +26,7 @@ from quantizer.export.hugging_face_folder import (
 from quantizer.export.model_tensors import model_of
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,11 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
     settings.
     """
 
-    def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-    ) -> tuple[Refusal, ...]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return the tensors and specs that checkpoints cannot express."""
         return place_codes(graph, specs).refusals
 
-    def value_layers(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
-    ) -> tuple[str, ...]:
+    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
         """Return the embeddings and other layers that have no place for codes."""
         return value_layers(specs, place_codes(graph, specs))
 

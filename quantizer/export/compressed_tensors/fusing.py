@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
 from quantizer.export.compressed_tensors.schemes import (
     NVFP4_FORMAT,
@@ -21,7 +20,7 @@ from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.fused import fused_layers
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.two_level import split_global
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 
 _ENGINE_NAMES = {
     frozenset({"q_proj", "k_proj", "v_proj"}): "qkv_proj",
@@ -38,7 +37,7 @@ _OTHER_FACTORS = "calibrate again: this version gives them one factor"
 
 def fused_refusals(
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     linears: Mapping[str, Node],
     inputs: Mapping[str, Key],
 ) -> Iterator[Refusal]:
@@ -136,7 +135,7 @@ def fused_names(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def _words(
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     inputs: Mapping[str, Key],
     layer: str,
 ) -> tuple[object, ...]:

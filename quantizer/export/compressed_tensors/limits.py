@@ -38,7 +38,8 @@ def _partial_groups(size: int, features: int, remedy: str) -> Reason:
 
 
 def _format_refusal(spec: QuantizationSpec) -> Reason | None:
-    is_along_inputs = spec.ch_axis in (1, -1)
+    """Return why the format lacks the spec of a weight, with a remedy; None if it has it."""
+    is_along_inputs = spec.ch_axis == 1
     if spec.dtype == "fp4":
         is_known = (spec.group_size, spec.scale_type) in FP4_FORMATS
         if spec.qscheme == "per_group" and is_along_inputs and is_known:
@@ -58,7 +59,7 @@ def _format_refusal(spec: QuantizationSpec) -> Reason | None:
             f"has {spec.bit_width} bits, and the format 2 to 8",
             "set its width to 8 bits or less",
         )
-    if spec.qscheme == "per_channel" and spec.ch_axis not in (0, -2):
+    if spec.qscheme == "per_channel" and spec.ch_axis != 0:
         return "has a scale for each input", "set its ch_axis to 0"
     if spec.qscheme == "per_group" and not is_along_inputs:
         return "has groups of outputs", "set its ch_axis to 1"

@@ -64,6 +64,7 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
     model_config(model)
 
     def calls() -> Iterator[ExpectedCall]:
+        """Yield each batch on the CPU, with the outputs of the model for it."""
         device = next(model.parameters()).device
         for batch in batches:
             on_device = batch.to(device)

@@ -6,7 +6,7 @@ Only the specs are read, so that this is known before calibration.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.config.model import CAST_ONLY
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.cache import cache_refusals, cached_keys
 from quantizer.export.compressed_tensors.experts import are_stored_as_one
@@ -18,7 +18,7 @@ from quantizer.export.model_tensors import family_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import is_operator_name
 from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 
 LINEAR_CLASS = "torch.nn.Linear"
 _LINEAR_NAME = "Linear"
@@ -59,7 +59,13 @@ class CodePlacement:
     refusals: tuple[Refusal, ...]
 
 
-def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlacement:
+_SEVERAL_CALLS = (
+    "is of a module that is called several times, and a checkpoint has one static scale for it",
+    "set its is_dynamic to true, or exclude the module",
+)
+
+
+def place_codes(graph: Graph, specs: TensorSpecs) -> CodePlacement:
     """Return the place of each quantized tensor."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
     linears: dict[str, Node] = {}
@@ -92,17 +98,20 @@ def place_codes(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> CodePlac
         if reason is not None:
             refusals.append(Refusal(*reason, layer, role))
     refusals += fused_refusals(graph, specs, linears, inputs)
+    static: dict[str, Key] = {}
     for layer, key in inputs.items():
         node = linears[layer]
         features = graph.weight(node).shape[-1]
         reason = input_refusal(specs[key], specs[layer, "weights"], node.rank, features)
+        if specs[key].is_dynamic is not True and static.setdefault(node.scope, key) != key:
+            reason = _SEVERAL_CALLS
         if reason is not None:
             refusals.append(Refusal(*reason, *key))
     return CodePlacement(linears, experts, inputs, tuple(refusals))
 
 
 def value_layers(
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     placement: CodePlacement,
 ) -> tuple[str, ...]:
     """Return the layers whose rounded weights are stored as values instead of codes.
@@ -117,7 +126,7 @@ def value_layers(
     return tuple(layers)
 
 
-def _without_layers(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Refusal:
+def _without_layers(graph: Graph, specs: TensorSpecs) -> Refusal:
     """Return the refusal of a network without a linear layer to store, with the class of those
     that readers take for none.
     """
@@ -155,7 +164,7 @@ def _place_activation(
 
 def _expert_refusal(
     experts: Mapping[str, Node],
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     layer: str,
     features: int,
 ) -> Reason | None:
@@ -204,9 +213,7 @@ def is_linear_class(node: Node) -> bool:
     return bool(node.classes) and node.classes[0].endswith(_LINEAR_NAME)
 
 
-def value_refusal(
-    graph: Graph, specs: Mapping[Key, QuantizationSpec], layer: str, role: str
-) -> Reason | None:
+def value_refusal(graph: Graph, specs: TensorSpecs, layer: str, role: str) -> Reason | None:
     """Return why a rounded weight cannot be stored as values: the model computes it from other
     tensors, or another layer quantizes it otherwise.
     """

@@ -30,6 +30,8 @@ _SCALE_DTYPES = {
     "poweroftwo": "torch.uint8",
     "e4m3": "torch.float8_e4m3fn",
 }
+_LARGEST_GROUP = 128
+"""The largest group that engines have kernels for. A larger one is a channel if it is a row."""
 _INPUT_STRATEGIES = {"per_tensor": "tensor", "per_token": "token", "per_group": "group"}
 
 Reason = tuple[str, str]
@@ -122,9 +124,9 @@ def is_symmetric(spec: QuantizationSpec) -> bool:
 
 
 def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
-    has_groups = spec.qscheme == "per_group" and scale.shape[-1] > 1
-    if spec.scale_type == "e8m0":
-        has_groups = True
+    """Return the entry of the config that says how a weight is quantized."""
+    is_usual = 0 < (spec.group_size or 0) <= _LARGEST_GROUP
+    has_groups = spec.qscheme == "per_group" and (is_usual or scale.shape[-1] > 1)
     scheme = _common_scheme(spec)
     scheme["dynamic"] = False
     scheme["strategy"] = "channel"

@@ -15,7 +15,7 @@ import compressed_tensors
 import transformers
 from torch import nn
 
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import CompressedCheckpoint
 from quantizer.export.compressed_tensors.schemes import (
@@ -88,7 +88,7 @@ def _loaded(
         raise
     except Exception as error:
         layer = _layer_without_weight(error)
-        why = str(error).strip().partition("\n")[0]
+        why = first_line(error)
         problem = f"cannot run it: {type(error).__name__}: {why}"
         remedy = _remedy(checkpoint)
         cause = _cause(checkpoint)

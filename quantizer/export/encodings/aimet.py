@@ -1,7 +1,5 @@
 """Checks whether aimet-onnx, if installed, computes what test mode does. It refuses nothing."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

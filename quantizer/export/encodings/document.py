@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import quantizer
-from quantizer.config.json_types import JsonMapping
+from quantizer.config.json_types import JsonMapping, JsonObject
 
 ENCODINGS_VERSIONS = ("1.0.0", "2.0.0")
 """What `--encodings_version` may be, the default first."""
@@ -66,7 +65,7 @@ class TensorEncoding:
         return same_range and same_scale and np.array_equal(self.zero_point, other.zero_point)
 
 
-def encodings_document(encodings: Sequence[TensorEncoding], version: str) -> dict[str, Any]:
+def encodings_document(encodings: Sequence[TensorEncoding], version: str) -> JsonObject:
     """Return the content of the file.
 
     Args:
@@ -74,12 +73,12 @@ def encodings_document(encodings: Sequence[TensorEncoding], version: str) -> dic
         version: one of `ENCODINGS_VERSIONS`.
     """
     producer = {"package": "quantizer", "version": quantizer.__version__}
-    document: dict[str, Any] = {"producer": producer, "version": version}
+    document: JsonObject = {"producer": producer, "version": version}
     if version == WITH_AXES:
         document["encodings"] = [_with_axis(encoding) for encoding in encodings]
         return document
-    activations: list[dict[str, Any]] = []
-    parameters: list[dict[str, Any]] = []
+    activations: list[JsonObject] = []
+    parameters: list[JsonObject] = []
     for encoding in encodings:
         section = parameters if encoding.is_parameter else activations
         section.append(_with_offset(encoding))
@@ -88,10 +87,10 @@ def encodings_document(encodings: Sequence[TensorEncoding], version: str) -> dic
     return document
 
 
-def _with_axis(encoding: TensorEncoding) -> dict[str, Any]:
+def _with_axis(encoding: TensorEncoding) -> JsonObject:
     """Return an entry of version 2.0.0."""
     word = "int" if encoding.is_signed else "uint"
-    entry: dict[str, Any] = {
+    entry: JsonObject = {
         "name": encoding.name,
         "output_dtype": f"{word}{encoding.bits}",
         "y_scale": encoding.scale.tolist(),
@@ -105,7 +104,7 @@ def _with_axis(encoding: TensorEncoding) -> dict[str, Any]:
     return entry
 
 
-def _with_offset(encoding: TensorEncoding) -> dict[str, Any]:
+def _with_offset(encoding: TensorEncoding) -> JsonObject:
     """Return an entry of version 1.0.0.
 
     Its offset is that of unsigned codes, with the opposite sign of a zero point. Channels and
@@ -122,7 +121,7 @@ def _with_offset(encoding: TensorEncoding) -> dict[str, Any]:
             offset = offset.T
     elif encoding.axis is not None:
         kind = _PER_CHANNEL
-    entry: dict[str, Any] = {
+    entry: JsonObject = {
         "name": encoding.name,
         "dtype": "INT",
         "bw": encoding.bits,
@@ -183,6 +182,14 @@ def _read_with_offset(
     *,
     is_parameter: bool,
 ) -> TensorEncoding:
+    """Read an entry of a version with an offset for each scale.
+
+    Args:
+        entry: of one tensor.
+        shape: of the tensor.
+        axis: that of the channels.
+        is_parameter: whether it is a weight or a bias.
+    """
     scale = np.array(entry["scale"], np.float64)
     offset = np.array(entry["offset"], np.int64)
     block_size = entry.get("block_size")

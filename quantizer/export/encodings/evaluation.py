@@ -1,7 +1,5 @@
 """Computes what an ONNX file and its encodings mean, with operators on floats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

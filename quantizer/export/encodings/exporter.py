@@ -1,7 +1,7 @@
 """Writes the encodings target: a float ONNX file, and encodings for AIMET and QNN."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,6 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
 from quantizer.export.agreement import EngineCheck, Verification
 from quantizer.export.deployment import Deployment
@@ -29,7 +28,7 @@ from quantizer.export.onnx.passes.product_names import name_products
 from quantizer.export.onnx.specs import quantized_apart
 from quantizer.export.onnx.translation import translate_network
 from quantizer.graph.ir import Graph
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_bytes
 
 VERSION_OPTION = "encodings_version"
@@ -45,7 +44,7 @@ class EncodingsExporter(Exporter[EncodedFile]):
     def refusals(
         self,
         graph: Graph,
-        specs: Mapping[Key, QuantizationSpec],
+        specs: TensorSpecs,
         opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX or encodings cannot hold."""

@@ -1,7 +1,5 @@
 """Turns a translated network with marks into a float network and encodings by tensor names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

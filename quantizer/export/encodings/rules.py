@@ -1,6 +1,6 @@
 """What encodings cannot hold of a plan, and what to change."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from onnx import ModelProto
 
@@ -16,7 +16,7 @@ from quantizer.export.encodings.document import (
 from quantizer.export.exporter import Refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.rounding import NEAREST
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 ENCODED_BITS = (4, 8, 16)
 """The widths of codes that encodings have."""
@@ -25,7 +25,7 @@ _TARGET_HELP = "or use --deploy onnx or pt2"
 _LINEAR_DIMENSIONS = 2
 
 
-def encoding_refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Iterator[Refusal]:
+def encoding_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield what encodings cannot hold. Biases stay floats and always fit."""
     for (layer, role), spec in specs.items():
         node = graph.by_name[layer]
@@ -48,6 +48,7 @@ def encoded_bits(spec: QuantizationSpec) -> int:
 
 
 def _activation_reason(spec: QuantizationSpec) -> Reason | None:
+    """Return why encodings lack the spec of an activation, with a remedy; None if not."""
     if spec.is_dynamic:
         return (
             "has a dynamic range, and encodings have fixed ones",

@@ -1,7 +1,5 @@
 """Reads an ONNX file with its encodings back and compares what they mean with test mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

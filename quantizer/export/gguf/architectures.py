@@ -37,7 +37,7 @@ NO_TOKENIZER = (
 )
 _LANGUAGE_ALONE = (
     "it has the language model alone: llama.cpp reads the part for images from another file, "
-    "which convert_hf_to_gguf.py --mmproj writes"
+    "which `convert_hf_to_gguf.py --mmproj` writes"
 )
 _GATE_AND_UP = "gate_up_proj"
 _HALVES = ("gate_proj", "up_proj")

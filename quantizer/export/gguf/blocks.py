@@ -88,14 +88,14 @@ def block_refusal(
             "exclude the layer, which keeps it in float",
         )
     if spec.dtype in _TYPES_OF_FORMATS:
-        if spec.ch_axis in (1, -1):
+        if spec.ch_axis == 1:
             return None
         return "has groups of outputs", "set its ch_axis to 1"
     if spec.dtype != "int":
         return (
             f"is {spec.dtype}, which blocks do not hold",
-            "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (quantizer init --strategy "
-            "gguf_q8_0)",
+            "use int4, int5, int8, q4_k, q5_k, q6_k or iq4_nl (`quantizer init "
+            "--strategy gguf_q8_0`)",
         )
     if block_type(spec) is None and is_symmetric(spec):
         return (
@@ -105,14 +105,14 @@ def block_refusal(
     if block_type(spec) is None:
         return (
             f"has {spec.bit_width} bits and a zero point, and blocks with a minimum 4 or 5",
-            "set its symmetric to true, or its dtype to uint4 or uint5 (quantizer init "
-            "--strategy gguf_q4_1)",
+            "set its symmetric to true, or its dtype to uint4 or uint5 (`quantizer init "
+            "--strategy gguf_q4_1`)",
         )
-    if spec.qscheme == "per_channel" and spec.ch_axis not in (0, -2):
+    if spec.qscheme == "per_channel" and spec.ch_axis != 0:
         return "has a scale for each input", "set its ch_axis to 0"
     if spec.qscheme != "per_group":
         return None
-    if spec.ch_axis not in (1, -1):
+    if spec.ch_axis != 1:
         return "has groups of outputs", "set its ch_axis to 1"
     group_size = spec.group_size or -1
     if group_size > 0 and group_size % GGUF_BLOCK:

@@ -3,7 +3,7 @@
 Weights are blocks of codes, activations are float.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quantizer.calibration.solution import Solution, encode_parameters
-from quantizer.config.model import QuantizationSpec
+from quantizer.calibration.solution import Solution
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
@@ -30,11 +29,12 @@ from quantizer.export.model_tensors import (
     model_of,
     parameter_values,
     state_of,
+    with_scales_of_file,
 )
 from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.atomic_write import replaced_file
 from quantizer.storage.files import cannot_write
 
@@ -54,7 +54,10 @@ class GgufExporter(Exporter[GgufFile]):
     """
 
     def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
+        self,
+        graph: Graph,
+        specs: TensorSpecs,
+        opset: int,
     ) -> tuple[Refusal, ...]:
         """Return what blocks cannot hold."""
         if not any(node.row.looks_up for node in graph.nodes):
@@ -70,13 +73,7 @@ class GgufExporter(Exporter[GgufFile]):
         placement = place_blocks(graph, solution.specs)
         if placement.refusals:
             return solution
-        solution = encode_parameters(graph, solution)
-        tensors = dict(solution.tensors)
-        for layer in placement.layers:
-            tensor = tensors[layer, "weights"]
-            if tensor.codes is not None:
-                tensors[layer, "weights"] = with_float16_scale(tensor)
-        return replace(solution, tensors=tensors)
+        return with_scales_of_file(graph, solution, placement.layers, with_float16_scale)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GgufFile]:

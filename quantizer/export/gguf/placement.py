@@ -6,7 +6,7 @@ Only the specs are read, so that this is known before calibration.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.config.model import CAST_ONLY
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export.compressed_tensors.placement import (
     insertion_refusals,
@@ -16,15 +16,15 @@ from quantizer.export.compressed_tensors.schemes import Reason
 from quantizer.export.exporter import Refusal
 from quantizer.export.gguf.blocks import block_refusal
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 _ACTIVATION = (
     "is quantized at run time, and a .gguf has only weights",
-    "quantize only weights (quantizer init --strategy gguf_q4_0); llama.cpp rounds inputs to "
+    "quantize only weights (`quantizer init --strategy gguf_q4_0`); llama.cpp rounds inputs to "
     "int8 by itself",
 )
 _NO_WEIGHT = Refusal(
-    "finds no quantized weight", "quantize weights (quantizer init --strategy gguf_q4_0)"
+    "finds no quantized weight", "quantize weights (`quantizer init --strategy gguf_q4_0`)"
 )
 
 
@@ -39,7 +39,7 @@ class BlockPlacement:
     refusals: tuple[Refusal, ...]
 
 
-def place_blocks(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> BlockPlacement:
+def place_blocks(graph: Graph, specs: TensorSpecs) -> BlockPlacement:
     """Return the place of each quantized tensor."""
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
     layers: dict[str, Node] = {}
@@ -55,7 +55,7 @@ def place_blocks(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> BlockPl
 
 
 def _tensor_refusals(
-    graph: Graph, specs: Mapping[Key, QuantizationSpec], layers: Mapping[str, Node]
+    graph: Graph, specs: TensorSpecs, layers: Mapping[str, Node]
 ) -> Iterator[Refusal]:
     for (layer, role), spec in specs.items():
         reason: Reason | None

@@ -112,7 +112,7 @@ def _keys(reader: Any, path: Path) -> tuple[dict[str, GgufValue], str]:
     parts = keys[_SPLIT_KEY].value if _SPLIT_KEY in keys else 1
     if not isinstance(parts, int) or parts > 1:
         raise UsageError(
-            f"{path} is one part of several", help="merge them: llama-gguf-split --merge"
+            f"{path} is one part of several", help="merge them: `llama-gguf-split --merge`"
         )
     return keys, architecture
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.agreement import Verification, verify
 from quantizer.export.gguf.file import Outline
 from quantizer.export.transformers_verify import (
@@ -67,6 +67,7 @@ def verify_gguf(
         settings["config"] = outline.config
 
     def load(call: ExpectedCall) -> nn.Module:
+        """Return the network that transformers reads from the file, after a first call."""
         module, report = read_checkpoint(file.parent, _AUTO, **settings)
         require_all_keys(report, _reader(), file.name)
         module(*call.args, **call.kwargs)
@@ -77,8 +78,8 @@ def verify_gguf(
     except VerificationError:
         raise
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        why = f"{_reader()} cannot run it: {type(error).__name__}: {first_line}"
+        reason = first_line(error).rstrip(".")
+        why = f"{_reader()} cannot run it: {type(error).__name__}: {reason}"
         if not by_template and outline.config is None:
             raise VerificationError(
                 f"{file.name} is not written: {why}", help=READER_HELP

@@ -19,6 +19,7 @@ from quantizer.errors import DataError
 from quantizer.export.gguf.file import GgufValue
 from quantizer.export.gguf.settings import typed
 from quantizer.sources.tokenizer import load_tokenizer
+from quantizer.sources.user_code import user_errors
 
 _FILE = "tokenizer.json"
 _SPACE = "▁"
@@ -41,16 +42,6 @@ _SPLITTERS = {
 _WHOLE_WORDS = {"dbrx": "llama-bpe"}
 """The name where a word of the vocabulary is taken whole, without merges."""
 _TOKEN_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
-_DAMAGE_ERRORS = (
-    DataError,
-    OSError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RecursionError,
-)
-"""What a missing or damaged file raises."""
 _PREFIX = {"type": "Prepend", "prepend": _SPACE}
 _REPLACED_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _STRIPPING_NAME = "phi3"
@@ -69,24 +60,31 @@ def vocabulary_keys(
         folder: of the model.
         size: the number of tokens that the model has.
         name: of the model in the file.
+
+    Raises:
+        DataError: the file is damaged.
     """
-    try:
-        text = (folder / _FILE).read_text("utf-8")
-        content = json.loads(text)
-        keys = _keys(folder, content, size)
-        if keys is None:
-            return None
-        return keys, tuple(_differences(content, name))
-    except _DAMAGE_ERRORS:
+    file = folder / _FILE
+    if not file.exists():
         return None
+    tokenizer = load_tokenizer(file).tokenizer
+    # The file itself may leave out what its reader adds
+    content = json.loads(tokenizer.to_str())
+    with user_errors(f"the package gguf, reading the tokenizer of {folder},", DataError):
+        keys = _keys(folder, content, tokenizer, size)
+    if keys is None:
+        return None
+    return keys, tuple(_differences(content, name))
 
 
-def _keys(folder: Path, content: Mapping[str, Any], size: int) -> dict[str, GgufValue] | None:
+def _keys(
+    folder: Path, content: Mapping[str, Any], tokenizer: Any, size: int
+) -> dict[str, GgufValue] | None:
+    """Return the values of tokenizer keys; None if llama.cpp would split texts otherwise."""
     model = content["model"]
     # The package gguf writes no empty lists
     if model["type"] != "BPE" or not model["merges"]:
         return None
-    tokenizer = load_tokenizer(folder / _FILE).tokenizer
     has_pieces = bool(model.get("byte_fallback"))
     if has_pieces and _splits_words(tokenizer):
         return None
@@ -133,12 +131,15 @@ def _splits_words(tokenizer: Any) -> bool:
 
 
 def _added_around(tokenizer: Any, numbers: Mapping[str, int]) -> dict[str, bool] | None:
-    """Return which tokens are added to a text, as keys; None if not only BOS and EOS are.
+    """Return which tokens are added to a text, as keys; None if not only BOS and EOS are,
+    or if letters have no tokens.
 
     transformers does as this file says, whatever the folder's other files say.
     """
     encoding = tokenizer.encode("a")
     are_added = encoding.special_tokens_mask
+    if not are_added:
+        return None
     has_bos = are_added[0] == 1 and encoding.ids[0] == numbers.get("bos")
     has_eos = are_added[-1] == 1 and encoding.ids[-1] == numbers.get("eos")
     if sum(are_added) != has_bos + has_eos:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.calibration.solution import Solution, encode_parameters
-from quantizer.config.model import QuantizationSpec
+from quantizer.calibration.solution import Solution
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     CompressedCheckpoint,
@@ -33,11 +32,11 @@ from quantizer.export.hugging_face_folder import (
     replaced_checkpoint,
     write_folder,
 )
-from quantizer.export.model_tensors import model_of
+from quantizer.export.model_tensors import model_of, with_scales_of_file
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.sources import hugging_face
 from quantizer.sources.hugging_face import load_hugging_face
 from quantizer.sources.quantized_folders.dequantized_folder import GPTQ_FILE
@@ -67,15 +66,11 @@ class GptqExporter(Exporter[GptqFolder]):
     It has config.json with `quantization_config`, and quantize_config.json for older readers.
     """
 
-    def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-    ) -> tuple[Refusal, ...]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return the tensors and specs that the form cannot express."""
         return tuple(gptq_refusals(graph, specs))
 
-    def value_layers(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
-    ) -> tuple[str, ...]:
+    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
         """Return the embeddings and other layers that have no place for codes."""
         return value_layers(specs, place_codes(graph, specs))
 
@@ -83,13 +78,8 @@ class GptqExporter(Exporter[GptqFolder]):
         """Return the solution with the file's scales, which are in the model's dtype."""
         if self.refusals(graph, solution.specs, -1):
             return solution
-        solution = encode_parameters(graph, solution)
-        tensors = dict(solution.tensors)
-        for layer in place_codes(graph, solution.specs).linears:
-            tensor = tensors[layer, "weights"]
-            if tensor.codes is not None:
-                tensors[layer, "weights"] = with_stored_scales(tensor)
-        return replace(solution, tensors=tensors)
+        layers = place_codes(graph, solution.specs).linears
+        return with_scales_of_file(graph, solution, layers, with_stored_scales)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GptqFolder]:
@@ -122,6 +112,7 @@ class GptqExporter(Exporter[GptqFolder]):
         """Compare the outputs of the folder, read and dequantized, with those of test mode."""
 
         def load(call: ExpectedCall) -> nn.Module:
+            """Return the network that transformers reads from the folder."""
             with _without_remarks():
                 return load_hugging_face(written.path)
 

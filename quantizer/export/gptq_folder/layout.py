@@ -23,7 +23,7 @@ from quantizer.export.exporter import Refusal
 from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 
 TARGET_NAME = "gptq"
 WHOLE_ROWS = -1
@@ -66,7 +66,7 @@ class GptqScheme:
         return cls(spec.bit_width, group_size, is_symmetric(spec))
 
 
-def gptq_refusals(graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Iterator[Refusal]:
+def gptq_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield what a checkpoint of GPTQ has no place for."""
     placement = place_codes(graph, specs)
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
@@ -105,7 +105,7 @@ def _weight_refusal(graph: Graph, node: Node, spec: QuantizationSpec) -> Reason 
 
 def _other_schemes(
     linears: Mapping[str, Node],
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
 ) -> Iterator[Refusal]:
     """Yield a refusal for each layer that has another scheme than the first."""
     first: GptqScheme | None = None

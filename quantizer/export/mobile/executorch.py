@@ -31,7 +31,6 @@ from quantizer.export.mobile.rewrites import (
     slice_parts,
 )
 from quantizer.export.torch_export.coded import ProgramForm
-from quantizer.graph.trace import quiet
 
 ORIGIN_METHOD = "quantizer"
 """The method of a .pte that returns how it was made, as text."""
@@ -65,26 +64,17 @@ class ExecutorchExporter(MobileExporter):
         has_stable_sort=False,
     )
 
-    def knows(self, program: ExportedProgram) -> bool:
-        """Return whether ExecuTorch compiles and loads a program, or is not installed."""
-        try:
-            from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
-                XnnpackPartitioner,
-            )
-            from executorch.exir import to_edge_transform_and_lower
-            from executorch.runtime import Runtime
-        except ImportError:
-            return True
-        partitioner = XnnpackPartitioner()
-        try:
-            with quiet():
-                lowered = to_edge_transform_and_lower(program, partitioner=[partitioner])
-                content = lowered.to_executorch().buffer
-                Runtime.get().load_program(content).load_method("forward")
-        # Each stage has its own errors for an operator that it does not know
-        except Exception:  # noqa: BLE001
-            return False
-        return True
+    def load(self, program: ExportedProgram) -> None:
+        """Convert a program of one operator for XNNPACK, and load it."""
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
+            XnnpackPartitioner,
+        )
+        from executorch.exir import to_edge_transform_and_lower
+        from executorch.runtime import Runtime
+
+        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+        content = lowered.to_executorch().buffer
+        Runtime.get().load_program(content).load_method("forward")
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return the largest batch: that of the option, else that of the first call."""
@@ -134,6 +124,7 @@ class ExecutorchExporter(MobileExporter):
         assert method is not None
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            """Return the outputs of a call, as copies."""
             _require_small(written, (args, kwargs))
             inputs: list[Any] = []
             for leaf in pytree.tree_leaves((args, dict(kwargs))):

@@ -15,9 +15,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.errors import ModelError, VerificationError
+from quantizer.errors import ModelError, VerificationError, first_line
 from quantizer.export.acceptance import Outputs, verified_calls
 from quantizer.export.agreement import Kernels, Verification
 from quantizer.export.deployment import Deployment
@@ -31,7 +30,7 @@ from quantizer.export.torch_export.coded import ProgramForm, coded_program
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_bytes
 
 _UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
@@ -90,19 +89,30 @@ class MobileExporter(Exporter[MobileFile]):
     engine: ClassVar[MobileEngine]
     form: ClassVar[ProgramForm]
 
-    def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-    ) -> Iterator[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what the engine's kernels cannot hold, and operators that it does not know."""
         yield from self.engine.refusals(graph, specs)
         for node, program in lone_programs(graph, DOUBTFUL):
-            if not self.knows(program):
-                why = f"computes {node.op}, which {self.engine.compiler} does not know"
+            try:
+                with quiet():
+                    self.load(program)
+            except ImportError:
+                return
+            # Each stage has its own errors for an operator that it does not know
+            except Exception as error:  # noqa: BLE001
+                reason = first_line(error).rpartition(": error: ")[2]
+                compiler = self.engine.compiler
+                why = f"computes {node.op}, which {compiler} does not know: {reason}"
                 yield Refusal(why, _UNKNOWN_HELP, node.name)
 
     @abstractmethod
-    def knows(self, program: ExportedProgram) -> bool:
-        """Return whether a program of one operator in float can be compiled and loaded."""
+    def load(self, program: ExportedProgram) -> None:
+        """Convert a program of one operator in float, and load the result.
+
+        Raises:
+            ImportError: the compiler is not installed.
+            Exception: any other one, if the operator is not known.
+        """
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with biases rounded to int32, as the engine does."""
@@ -176,10 +186,9 @@ class MobileExporter(Exporter[MobileFile]):
             with quiet():
                 written = self.compile(source, path.name)
         except Exception as error:
-            why = str(error).strip().partition("\n")[0]
             raise ModelError(
                 f"{self.engine.compiler} cannot compile {deployment.graph.model}: "
-                f"{type(error).__name__}: {why}",
+                f"{type(error).__name__}: {first_line(error)}",
                 help="--deploy onnx or pt2 may hold this network",
             ) from error
         yield written
@@ -194,6 +203,7 @@ class MobileExporter(Exporter[MobileFile]):
         runners: list[Outputs] = []
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            """Return the outputs of a call in the engine, which the first call starts."""
             try:
                 if not runners:
                     with quiet():
@@ -202,7 +212,7 @@ class MobileExporter(Exporter[MobileFile]):
             except VerificationError:
                 raise
             except Exception as error:
-                why = str(error).strip().partition("\n")[0]
+                why = first_line(error)
                 raise VerificationError(
                     f"{written.name} is not written: {self.engine.name} cannot run it: {why}",
                     help="--deploy pt2 needs no such engine",

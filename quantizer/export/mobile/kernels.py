@@ -5,7 +5,7 @@ one scale and any zero point. Weights are int8 with a scale for each output chan
 are int32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from quantizer.export.exporter import Refusal
 from quantizer.export.onnx.specs import layer_input_spec, output_spec
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.groups import Layout, layout
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 PRESET = "mobile_int8"
 """The preset whose plans these kernels hold."""
@@ -61,9 +61,7 @@ class MobileEngine:
     has_least_code: bool
     float_axes: tuple[int, ...] = ()
 
-    def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
-    ) -> Iterator[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
         """Yield the tensors that no kernel holds, and the network if no layer has a kernel."""
         are_held = True
         for (layer, role), spec in specs.items():
@@ -86,7 +84,7 @@ class MobileEngine:
                 f"start from configs/{PRESET}.json, or use --deploy pt2_float",
             )
 
-    def kernels(self, graph: Graph, specs: Mapping[Key, QuantizationSpec]) -> Kernels:
+    def kernels(self, graph: Graph, specs: TensorSpecs) -> Kernels:
         """Return the layers that are multiplied in int8, and the reason for each other one."""
         where = layout(graph)
         integer: list[str] = []
@@ -102,6 +100,7 @@ class MobileEngine:
         return Kernels(tuple(integer), floating)
 
     def _activation_reason(self, spec: QuantizationSpec, node: Node) -> _Reason | None:
+        """Return why the engine cannot run an activation, with a remedy; None if it can."""
         if node.is_float and node.dtype != torch.float32:
             dtype = str(node.dtype).removeprefix("torch.")
             return f"is computed in {dtype}", "convert the model to float32"
@@ -124,6 +123,7 @@ class MobileEngine:
         return None
 
     def _weight_reason(self, spec: QuantizationSpec, axis: int) -> _Reason | None:
+        """Return why the engine cannot hold a weight, with a remedy; None if it can."""
         if spec.dtype != "int" or spec.bit_width > 8:
             return (
                 f"is {_format_of(spec)}, and {self.name} multiplies int8",
@@ -145,7 +145,7 @@ class MobileEngine:
         return None
 
     def _float_reason(
-        self, node: Node, graph: Graph, specs: Mapping[Key, QuantizationSpec], where: Layout
+        self, node: Node, graph: Graph, specs: TensorSpecs, where: Layout
     ) -> str | None:
         """Return why a layer is multiplied in float; None if there is an int8 kernel."""
         if not node.is_multiplying:
@@ -166,9 +166,7 @@ class MobileEngine:
         has_kernel = not node.row.transposed and node.attrs.get("groups", 1) == 1
         return has_kernel and (node.row.spatial or 0) in self.float_axes
 
-    def with_float_outputs(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec]
-    ) -> frozenset[str]:
+    def with_float_outputs(self, graph: Graph, specs: TensorSpecs) -> frozenset[str]:
         """Return the layers that are multiplied in int8, and whose outputs stay in float."""
         where = layout(graph)
         layers: set[str] = set()
@@ -188,9 +186,7 @@ def _is_grouped_transpose(node: Node) -> bool:
     return node.row.transposed and node.attrs.get("groups", 1) != 1
 
 
-def _output_reason(
-    node: Node, graph: Graph, specs: Mapping[Key, QuantizationSpec], where: Layout
-) -> str | None:
+def _output_reason(node: Node, graph: Graph, specs: TensorSpecs, where: Layout) -> str | None:
     """Return why the output of a layer is not quantized next; None if it is."""
     if output_spec(node.name, graph, specs, where) is None:
         return "its output is not quantized"

@@ -14,7 +14,6 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import listed
 from quantizer.export.acceptance import Outputs
 from quantizer.export.agreement import Kernels
@@ -40,8 +39,7 @@ from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
 from quantizer.export.torch_export.coded import ProgramForm
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import quiet
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 _PAD = torch.ops.aten.constant_pad_nd.default
 _IMAGE_SIZES = 8
@@ -69,25 +67,16 @@ class LitertExporter(MobileExporter):
         has_stable_sort=False,
     )
 
-    def knows(self, program: ExportedProgram) -> bool:
-        """Return whether LiteRT loads a converted program, or litert-torch is missing."""
-        try:
-            import litert_torch
-        except ImportError:
-            return True
-        args, _ = program.example_inputs
-        try:
-            with quiet(), contextlib.redirect_stdout(io.StringIO()):
-                model = litert_torch.convert(program.module(), args)
-                _signature(model.model_content())
-        # Each stage has its own errors for an operator that it does not know
-        except Exception:  # noqa: BLE001
-            return False
-        return True
+    def load(self, program: ExportedProgram) -> None:
+        """Convert a program of one operator, and load it."""
+        import litert_torch
 
-    def refusals(
-        self, graph: Graph, specs: Mapping[Key, QuantizationSpec], opset: int
-    ) -> Iterator[Refusal]:
+        args, _ = program.example_inputs
+        with contextlib.redirect_stdout(io.StringIO()):
+            model = litert_torch.convert(program.module(), args)
+        _signature(model.model_content())
+
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what the file or the engine's kernels cannot hold."""
         names = [length.name for length in graph.lengths if length.is_asked_for]
         if names:
@@ -151,6 +140,7 @@ class LitertExporter(MobileExporter):
             args: tuple[Any, ...],
             kwargs: Mapping[str, Any],
         ) -> list[Tensor]:
+            """Return the outputs of a call; of each sample alone, if the file holds one."""
             call = (args, dict(kwargs))
             if written.most_samples is None:
                 return _run(run, names, call)

@@ -1,6 +1,6 @@
 """Builds the network of an .onnx: what is written, and the model with its nodes and codes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import onnx
@@ -38,7 +38,7 @@ from quantizer.export.onnx.translation import translate_network
 from quantizer.export.onnx.weights import BLOCK_SIZE_OPSET
 from quantizer.export.targets import checked_target
 from quantizer.nn.network import Network
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 
 OPSETS = range(MIN_OPSET, 24)
 """The operator sets that torch.onnx writes."""
@@ -189,7 +189,7 @@ def build_onnx(
 
 
 def operator_set(
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
     conventions: Conventions = EXACT,
 ) -> int:
     """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""

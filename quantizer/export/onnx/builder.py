@@ -1,7 +1,5 @@
 """Adds nodes and initializers to an ONNX graph, and replaces values of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -50,7 +48,9 @@ class NodeBuilder:
             name=node_name or label,
         )
         for index, value in enumerate(node.outputs):
-            value.name = f"{label}.{index}" if index else label
+            value.name = label
+            if index:
+                value.name = f"{label}.{index}"
         if self._is_after:
             self.graph.insert_after(self._anchor, node)
             self._anchor = node

@@ -2,8 +2,6 @@
 and no pass asks which profile it is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """Quantizes an activation with the range of each call, for floats or integer products."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -150,6 +148,7 @@ def _rounded(
     spec: QuantizationSpec,
     x: ir.Value,
 ) -> _Rounded:
+    """Add nodes that round a value with a scale that they compute from it."""
     low, high = _range(builder, spec, x)
     scale = _scale(builder, spec, low, high)
     units = builder.add("Div", x, scale)

@@ -4,13 +4,12 @@ torch.onnx translates the network with a mark where each tensor is quantized. Pa
 replace marks by nodes and weights by codes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
@@ -35,7 +34,7 @@ from quantizer.export.onnx.tuned.tuner import choose_layers
 from quantizer.export.onnx.unknown_operators import untranslatable_operators
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_json
 
 _SLOWER_IN_INTEGERS = f"left there for speed, see {DEPLOY_FILE}"
@@ -66,7 +65,7 @@ class OnnxExporter(Exporter[OnnxModel]):
     def refusals(
         self,
         graph: Graph,
-        specs: Mapping[Key, QuantizationSpec],
+        specs: TensorSpecs,
         opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express, and what ONNX Runtime cannot run."""
@@ -77,7 +76,7 @@ class OnnxExporter(Exporter[OnnxModel]):
     def format_refusals(
         self,
         graph: Graph,
-        specs: Mapping[Key, QuantizationSpec],
+        specs: TensorSpecs,
         opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express, for any engine."""

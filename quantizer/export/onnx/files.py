@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import onnx
 from onnx import ModelProto
 
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.storage.files import cannot_write, write_bytes
 
 _INVALID_HELP = "the pt2 target writes the same network for torch"
@@ -48,7 +48,7 @@ def _check(model: ModelProto | str, name: str) -> None:
     try:
         onnx.checker.check_model(model)
     except onnx.checker.ValidationError as error:
-        why = str(error).strip().partition("\n")[0]
+        why = first_line(error)
         raise VerificationError(
             f"{name} is not written: it would be no valid ONNX: {why}", help=_INVALID_HELP
         ) from error

@@ -1,7 +1,5 @@
 """Writes the same model with int8 weights, to measure how fast it would be."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -11,8 +11,6 @@ amd64/QgemmU8S8KernelAvx2.asm, intrinsics/avx2/qdwconv_avx2.cpp, and the order o
 core/providers/cpu/quantization/qlinearconv.cc.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

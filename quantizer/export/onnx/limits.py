@@ -1,6 +1,6 @@
 """Lists what an engine's `Limits` have against a plan, tensor by tensor."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
@@ -11,15 +11,13 @@ from quantizer.export.onnx.conventions import Conventions, Limits
 from quantizer.export.onnx.specs import is_multiplied, layer_input_spec
 from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 
 _WEIGHT_BITS = 8
 _FLOAT_HELP = "leave it float"
 
 
-def limit_refusals(
-    limits: Limits, graph: Graph, specs: Mapping[Key, QuantizationSpec]
-) -> Iterator[Refusal]:
+def limit_refusals(limits: Limits, graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield everything that an engine does not take, so that one reading is enough.
 
     Weights that no product multiplies are written as floats, and so are biases of other
@@ -40,7 +38,7 @@ def limit_refusals(
 
 def float8_key_refusals(
     graph: Graph,
-    specs: Mapping[Key, QuantizationSpec],
+    specs: TensorSpecs,
 ) -> Iterator[Refusal]:
     """Yield the fp8 keys of attentions that are one operator in the graph.
 
@@ -62,6 +60,7 @@ def float8_key_refusals(
 
 
 def _activation_reasons(limits: Limits, spec: QuantizationSpec) -> Iterator[Reason]:
+    """Yield why an engine cannot hold the spec of an activation, each with a remedy."""
     if spec.dtype == "float32":
         return
     if spec.dtype != "int":
@@ -115,6 +114,7 @@ def _weight_reasons(
     spec: QuantizationSpec,
     input_spec: QuantizationSpec | None,
 ) -> Iterator[Reason]:
+    """Yield why an engine cannot hold the spec of a weight, each with a remedy."""
     if spec.dtype != "int" or spec.bit_width > _WEIGHT_BITS:
         kind = f"has {spec.bit_width} bits" if spec.dtype == "int" else f"is {spec.dtype}"
         yield f"{kind}; {limits.engine} takes int8", f"set it to int8, or {_FLOAT_HELP}"
@@ -156,9 +156,7 @@ def wide_bias_refusals(layers: Iterable[str]) -> Iterator[Refusal]:
         )
 
 
-def profile_remarks(
-    conventions: Conventions, specs: Mapping[Key, QuantizationSpec]
-) -> tuple[str, ...]:
+def profile_remarks(conventions: Conventions, specs: TensorSpecs) -> tuple[str, ...]:
     """Return what the file of an engine leaves out of the config, and how it was checked."""
     if conventions.limits is None:
         return ()

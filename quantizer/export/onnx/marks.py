@@ -1,7 +1,5 @@
 """Marks: the places in a translated network where a quantization belongs, and what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

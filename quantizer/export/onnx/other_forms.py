@@ -161,6 +161,23 @@ def _is_member(
     return is_member
 
 
+def _with_diagonal(
+    x: Tensor,
+    values: Tensor,
+    offset: int = 0,
+    *dims: int,
+) -> Tensor:
+    """Take the values of a diagonal where a mask of rows and columns says so."""
+    axes = (*dims, *(0, 1)[len(dims) :])
+    matrices = x.movedim(axes, (-2, -1))
+    rows, columns = map(torch.arange, matrices.shape[-2:])
+    is_diagonal = rows.unsqueeze(-1) + offset == columns
+    places = (columns - max(offset, 0)).clamp(0, values.shape[-1] - 1)
+    by_column = values.index_select(-1, places).unsqueeze(-2)
+    replaced = torch.where(is_diagonal, by_column, matrices)
+    return replaced.movedim((-2, -1), axes)
+
+
 _LARGEST = (
     _ATEN.adaptive_max_pool1d.default,
     _ATEN.adaptive_max_pool2d.default,
@@ -169,6 +186,7 @@ _LARGEST = (
 _FORMS: Mapping[Any, _Form] = {
     _ATEN.adaptive_avg_pool3d.default: _average_of_regions,
     _ATEN.cdist.default: _distances,
+    _ATEN.diagonal_scatter.default: _with_diagonal,
     _ATEN.hypot.default: _hypotenuse,
     _ATEN.isin.Tensor_Tensor: _is_member,
     _ATEN.kthvalue.default: _kth_value,

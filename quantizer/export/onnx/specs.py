@@ -3,7 +3,7 @@
 Also finds how the inputs and outputs of layers are quantized.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -22,11 +22,11 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.origins import maker
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.groups import PART_SCALE, Join, Layout, layout
-from quantizer.plan.model import Key
+from quantizer.plan.model import Key, TensorSpecs
 from quantizer.plan.value_readers import values_readers
 from quantizer.storage.deferred_tensor import loaded
 
-SpecsByKey = Mapping[Key, QuantizationSpec]
+SpecsByKey = TensorSpecs
 PACKED_BLOCK_SIZES = (256, 128, 64, 32, 16)
 """The sizes of groups that MatMulNBits has."""
 # Its fastest, for weights that have no groups of their own.

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from quantizer.config.roles import base_role, is_parameter, parameter_name
-from quantizer.errors import ModelError
+from quantizer.errors import ModelError, first_line
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
 from quantizer.export.onnx.written_out import decompositions_for
@@ -144,11 +144,11 @@ def translate_program(
 
 
 def reason_of(error: torch.onnx.OnnxExporterError) -> str:
-    """Return the line of torch's message that says what has no translation, "" without one."""
+    """Return what torch's message says of the first operator without a translation."""
     for line in str(error).splitlines():
         if line.startswith("<class"):
-            return line.partition(": ")[2]
-    return ""
+            return line.partition(": ")[2].partition(". Failure message")[0]
+    return first_line(error)
 
 
 def _numbered(word: str, count: int) -> list[str]:

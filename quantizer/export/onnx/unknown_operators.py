@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from torch.export import ExportedProgram
 
 from quantizer.export.exporter import Refusal
 from quantizer.export.lone_layers import lone_programs
@@ -21,19 +20,10 @@ def untranslatable_operators(graph: Graph, opset: int) -> Iterator[Refusal]:
     Each rare operator is translated alone, which takes a tenth of a second.
     """
     for node, program in lone_programs(graph, _DOUBTFUL):
-        if _is_translated(program, opset):
-            continue
-        why = f"computes {node.op}, for which torch.onnx has no form"
-        yield Refusal(why, _REMEDY, node.name)
-
-
-def _is_translated(program: ExportedProgram, opset: int) -> bool:
-    """Return whether torch.onnx translates a program, or fails for another reason than an
-    operator.
-    """
-    try:
-        translate_program(translatable(program), ([], []), opset)
-    except torch.onnx.OnnxExporterError as error:
-        reason = reason_of(error)
-        return "No ONNX function" not in reason
-    return True
+        try:
+            written_out = translatable(program)
+            translate_program(written_out, ([], []), opset)
+        except torch.onnx.OnnxExporterError as error:
+            reason = reason_of(error)
+            why = f"computes {node.op}, for which torch.onnx has no form: {reason}"
+            yield Refusal(why, _REMEDY, node.name)

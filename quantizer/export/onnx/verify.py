@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 from torch import Tensor
 
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
@@ -203,7 +203,7 @@ def failures_named(label: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        why = str(error).strip().partition("\n")[0]
+        why = first_line(error)
         raise VerificationError(
             f"{name} is not written: {label} cannot run it: {why}", help=_HELP
         ) from error

@@ -178,6 +178,10 @@ def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
         *arguments: Any,
         **others: Any,
     ) -> Any:
+        """Return the mean of each window times the size of a window over the divisor.
+
+        NotImplemented if there is no divisor. Shapes and arguments are those of torch.
+        """
         options = dict(zip(_POOL_OPTIONS, arguments, strict=False)) | others
         divisor = options.get("divisor_override")
         if divisor is None:

@@ -1,14 +1,13 @@
 """Writes the openvino target: OpenVINO's own format, `<Model>.xml` and `<Model>.bin`."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quantizer.calibration.solution import Solution
-from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
@@ -19,7 +18,7 @@ from quantizer.export.onnx.exporter import OnnxExporter
 from quantizer.export.openvino_ir.session import IrSession, ir_session
 from quantizer.export.openvino_ir.verify import verify_ir
 from quantizer.graph.ir import Graph
-from quantizer.plan.model import Key
+from quantizer.plan.model import TensorSpecs
 from quantizer.storage.atomic_write import replaced_file
 from quantizer.storage.files import cannot_write
 
@@ -41,7 +40,7 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
     def refusals(
         self,
         graph: Graph,
-        specs: Mapping[Key, QuantizationSpec],
+        specs: TensorSpecs,
         opset: int,
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express, and what OpenVINO cannot run."""

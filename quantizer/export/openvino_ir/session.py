@@ -1,7 +1,5 @@
 """Runs a model in OpenVINO, in a process of its own, call by call."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

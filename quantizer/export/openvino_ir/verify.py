@@ -1,7 +1,5 @@
 """Compares a model in OpenVINO, in float32 and as its users run it, with test mode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

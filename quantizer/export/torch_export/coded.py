@@ -110,11 +110,14 @@ def _state_floats(program: ExportedProgram) -> None:
 
 
 def _dequantize_for_each(program: ExportedProgram) -> None:
-    """Give each reader its own dequantization; XNNPACK's partitions cannot share one."""
+    """Give each reader its own dequantization, the output too.
+
+    XNNPACK's partitions cannot share one, and LiteRT's converter loses the layout of a shared
+    one.
+    """
     graph = program.graph
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
-        readers = [reader for reader in node.users if reader.op != "output"]
-        for reader in readers[1:]:
+        for reader in list(node.users)[1:]:
             with graph.inserting_before(reader):
                 copy = graph.node_copy(node)
             reader.replace_input_with(node, copy)

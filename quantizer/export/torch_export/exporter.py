@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import verified_calls
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
@@ -66,10 +66,11 @@ class ProgramExporter(Exporter[ProgramFile]):
         program = load_program(written.content)
 
         def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+            """Return the outputs of a call of the program."""
             try:
                 return tensor_leaves(program(*args, **kwargs))
             except Exception as error:
-                why = str(error).strip().partition("\n")[0]
+                why = first_line(error)
                 raise VerificationError(
                     f"{written.name} is not written: torch cannot run it: {why}",
                     help="test with data for which this holds; the trace of a model is one "

@@ -15,16 +15,14 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from quantizer.errors import ModelError
-from quantizer.graph.ir import Graph
+from quantizer.errors import ModelError, first_line
+from quantizer.graph.ir import Call, Graph
 from quantizer.graph.lengths import Length
 from quantizer.graph.trace import quiet, without_stack_traces
 
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _NO_LETTER = re.compile(r"\W", re.ASCII)
 """The characters that names in a program cannot have."""
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
 
 
 def program_bytes(program: ExportedProgram, files: Mapping[str, str]) -> bytes:
@@ -107,7 +105,7 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
 
 
 def _with_open_sizes(
-    module: nn.Module, graph: Graph, call: _Call, most_samples: int | None
+    module: nn.Module, graph: Graph, call: Call, most_samples: int | None
 ) -> ExportedProgram:
     """Export with lengths that torch has to prove; if it cannot, with guarded ones."""
     args, kwargs = call
@@ -126,9 +124,8 @@ def _with_open_sizes(
 
 
 def _torch_error(what: str, error: Exception) -> ModelError:
-    first_line = str(error).strip().partition("\n")[0]
     return ModelError(
-        f"{what}: {type(error).__name__}: {first_line}",
+        f"{what}: {type(error).__name__}: {first_line(error)}",
         help="the safetensors target needs no torch.export",
     )
 
@@ -193,7 +190,7 @@ def _guarded_length(length: Length) -> Any:
 
 def _dynamic_shapes(
     graph: Graph,
-    call: _Call,
+    call: Call,
     batch: Any,
     of_length: Callable[[Length], Any],
 ) -> Any:

@@ -4,8 +4,6 @@ Drawings have a fixed width in their own units, and are scaled to the column of 
 colours and the size of texts are in drawing.css, by class.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

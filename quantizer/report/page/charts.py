@@ -1,7 +1,5 @@
 """Draw histograms, lines, points and strips of channels as SVG."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

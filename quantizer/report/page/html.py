@@ -1,7 +1,5 @@
 """Write elements of HTML and SVG. Texts and attributes are escaped here, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from html import escape
 from importlib import resources

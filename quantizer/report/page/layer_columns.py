@@ -1,7 +1,5 @@
 """Lists the columns of figures in the table of layers, with their meanings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping

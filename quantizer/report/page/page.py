@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quantizer.config.json_types import JsonMapping
 from quantizer.report.page import figures, sections, summary
 from quantizer.report.page.axes import number
-from quantizer.report.page.html import Markup, page_file, with_code
+from quantizer.report.page.html import Markup, fragment, page_file, with_code
 from quantizer.report.page.layer_columns import layer_columns, layers_legend
 from quantizer.report.page.rows import layer_name, rows_in_order, severity, value_text
 
@@ -69,6 +69,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "breakable": _breakable,
         "module_path": pass_context(_module_path),
         "number": number,
         "percent": _percent,
@@ -93,6 +94,11 @@ def _environment() -> Environment:
 
 def _module_path(context: JsonMapping, layer: str) -> str:
     return layer_name(context["content"], layer)
+
+
+def _breakable(path: str) -> Markup:
+    """Return the path of a module, which a browser may break behind its dots."""
+    return Markup(fragment(path).replace(".", ".<wbr>"))
 
 
 def _with_short_names(context: JsonMapping, text: str) -> str:

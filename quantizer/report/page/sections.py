@@ -1,7 +1,5 @@
 """Compute values for the templates of the page from the content of report.json."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

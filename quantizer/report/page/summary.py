@@ -2,8 +2,6 @@
 metrics, and the exported files.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Dequantize the weights of a Hugging Face folder, each when it is needed."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import counted, listed
 from quantizer.errors import ModelError
+from quantizer.sources.json_files import read_object
 from quantizer.sources.quantized_folders.awq_reader import AwqReader
 from quantizer.sources.quantized_folders.compressed_reader import CompressedTensorsReader
 from quantizer.sources.quantized_folders.fp8_reader import Fp8Reader
@@ -91,11 +91,8 @@ def _gptq_settings(file: Path) -> JsonMapping | None:
     Raises:
         ModelError: it cannot be read.
     """
-    try:
-        fields = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(fields, dict) or "bits" not in fields:
+    fields = read_object(file, ModelError)
+    if "bits" not in fields:
         return None
     return {"quant_method": "gptq"} | fields
 

@@ -6,8 +6,6 @@ recurrent layer. ONNX Runtime computes it in integers or in float, and what foll
 A block has the name of its product.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -184,7 +184,7 @@ def measured_costs(
             floats[block] += share_of_second * seconds
         rates = _Rates.of(pair)
         for point in points:
-            border = _border(
+            border = _border_cost(
                 point, quantized, pair, rates=rates, share_of_second=share_of_second
             )
             borders[point.key].append(border)
@@ -252,7 +252,7 @@ def _rate(kernels: Iterable[Kernel], op_types: Collection[str]) -> float:
     return seconds / elements if elements else _SECONDS_FOR_ELEMENT
 
 
-def _border(
+def _border_cost(
     point: QuantizationPoint,
     blocks: BlockMap,
     pair: ProfiledPair,

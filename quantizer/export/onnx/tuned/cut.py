@@ -8,8 +8,6 @@ Source: Edmonds and Karp, "Theoretical improvements in algorithmic efficiency fo
 problems", 1972.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

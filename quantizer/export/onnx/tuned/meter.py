@@ -1,7 +1,5 @@
 """Measures files in ONNX Runtime: kernel by kernel with its profiler, or whole, in turns."""
 
-from __future__ import annotations
-
 import json
 import platform
 import time

@@ -3,8 +3,6 @@
 torch.onnx translates the network once. For each file only the quantizations are lowered again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
@@ -60,7 +58,9 @@ def _with_whole_end(tensor: QuantizedTensor) -> QuantizedTensor:
     """
     spec = tensor.spec
     is_static_integer = spec.dtype == "int" and not spec.is_dynamic
-    if not is_static_integer or spec.scale_type != "float" or tensor.scale.numel() != 1:
+    if not is_static_integer or spec.scale_type != "float":
+        return tensor
+    if tensor.scale.numel() != 1:
         return tensor
     count = round(_GATE_END / float(tensor.scale))
     if count < _MIN_CODES or int(tensor.zero_point) - spec.quant_min < count:

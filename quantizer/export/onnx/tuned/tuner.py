@@ -1,7 +1,5 @@
 """Chooses which activations of an .onnx stay in float, by measuring files on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

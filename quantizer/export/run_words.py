@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 
@@ -39,9 +38,6 @@ def in_words_of_run(target: str, destination: str) -> Iterator[None]:
 
     try:
         yield
-    except ConfigError:
-        # Its findings are about keys of the file
-        raise
     except QuantizerError as error:
         error.reworded(reworded)
         raise

@@ -1,0 +1,98 @@
+"""What Python users read names arguments of Python, not options of the shell."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.ledger import MODULES, PACKAGE, source
+from support.shell_words import options_in
+
+import quantizer
+from quantizer.api.python_words import ARGUMENTS, in_python
+from quantizer.api.report import Report
+from quantizer.api.result import Result
+from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.export.choices import CHOICES
+from quantizer.export.run_words import in_words_of_run
+
+FUNCTIONS: list[Callable[..., Any]] = [quantizer.calibrate, quantizer.load, quantizer.quantize]
+CLASSES = [quantizer.Config, quantizer.ModelQuantizer, Report, Result]
+
+
+def texts() -> Iterator[str]:
+    """Yield the texts of all rooms that Python reaches; 7 stands for what is filled in."""
+    for path in MODULES:
+        if path.is_relative_to(PACKAGE / "cli"):
+            continue
+        nodes = source(path).nodes
+        parts = set()
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                parts.update(map(id, node.values))
+                values = [getattr(part, "value", "") for part in node.values]
+                yield "".join(value if isinstance(value, str) else "7" for value in values)
+        for node in nodes:
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if is_text and id(node) not in parts:
+                yield node.value
+
+
+def test_every_text_with_options_has_words_of_python() -> None:
+    with_options = [text for text in texts() if options_in(text)]
+    assert len(with_options) > 150
+    for text in with_options:
+        assert not options_in(in_python(text)), text
+
+
+def test_options_become_arguments_that_exist() -> None:
+    names = set(CHOICES)
+    for function in (*FUNCTIONS, Result.test, Result.export):
+        names.update(inspect.signature(function).parameters)
+    assert set(ARGUMENTS.values()) <= names
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_functions_reword_their_errors(function: Callable[..., Any]) -> None:
+    assert inspect.unwrap(function) is not function
+
+
+@pytest.mark.parametrize("owner", CLASSES, ids=lambda owner: owner.__name__)
+def test_methods_reword_their_errors(owner: type) -> None:
+    for name, method in inspect.getmembers(owner, callable):
+        if not name.startswith("_") and "Raises:" in str(method.__doc__):
+            assert inspect.unwrap(method) is not method, name
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("leave --dynamic out", "leave `dynamic` out"),
+        ("run --quant_mode calib first", "run `calibrate` and `Result.save` first"),
+        ("--deploy gguf: no", 'target="gguf": no'),
+        ("use --deploy onnx, pt2 or gptq", 'use target="onnx", "pt2" or "gptq"'),
+        ("use --onnx_weights auto, or none", 'use onnx_weights="auto", or none'),
+        ("run without --resume", "run without resume=True"),
+        ("choose another --output_dir", "choose another `folder`"),
+        ("write --max_mb 1.5", "write max_mb=1.5"),
+        ("--executorch_batch 8, or less", 'executorch_batch="8", or less'),
+        ("give --seq_len 8", "give the shell's `seq_len` 8"),
+        ("give --data, or add calibration_data() to the model's file", "give `data`"),
+        ("`quantizer init --model M` does", "`quantizer init --model M` does"),
+    ],
+)
+def test_examples(text: str, expected: str) -> None:
+    assert in_python(text) == expected
+
+
+def test_findings_on_a_config_have_the_words_of_the_run() -> None:
+    findings = [
+        Diagnostic("QZ700", "--deploy onnx --onnx_profile npu: no", help="use --deploy pt2"),
+        Diagnostic("QZ701", "a second one"),
+    ]
+    with pytest.raises(ConfigError) as caught, in_words_of_run("onnx", "npu"):
+        raise ConfigError(findings)
+    lines = ["--to npu: no", "help: use --to pt2", "a second one"]
+    assert str(caught.value).splitlines() == lines
+    assert caught.value.diagnostics[0].message == lines[0]
