@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.comparison.extents import ChannelExtents
 from quantizer.comparison.output_figures import (
-    ChannelExtents,
     OutputFigures,
     PartFigures,
     RowCounts,

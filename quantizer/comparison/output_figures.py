@@ -13,6 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.comparison.extents import (
+    MIN_FOR_RANGE,
+    MIN_VALUES,
+    ChannelExtents,
+    Extent,
+    is_flat,
+    is_lost,
+)
 from quantizer.comparison.noise import Noise
 from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
@@ -25,42 +33,6 @@ ROWS_KEPT = "rows_kept"
 """The share of rows that both networks select, where an operator selects rows by their
 values."""
 NOT_FINITE = "the float model's output is not finite"
-MIN_VALUES = 4
-"""With fewer values, nothing is said of values that become equal: that may be chance."""
-_FLAT = 1e-3
-"""Values that differ by less than this share of the largest count as one value."""
-
-
-@dataclass
-class Extent:
-    """The least and the greatest of some values; empty at first."""
-
-    low: float = math.inf
-    high: float = -math.inf
-
-    @classmethod
-    def of(cls, x: Tensor) -> Extent:
-        """Return the extent of a tensor, which may be empty."""
-        if not x.numel():
-            return cls()
-        low, high = x.aminmax()
-        return cls(float(low), float(high))
-
-    def merge(self, other: Extent) -> None:
-        """Add other batches."""
-        self.low = min(self.low, other.low)
-        self.high = max(self.high, other.high)
-
-    @property
-    def is_finite(self) -> bool:
-        """Return whether there are neither NaN nor infinity among the values."""
-        is_empty = self.low == math.inf and self.high == -math.inf
-        return is_empty or (math.isfinite(self.low) and math.isfinite(self.high))
-
-    @property
-    def is_constant(self) -> bool:
-        """Return whether all values are equal."""
-        return self.low == self.high
 
 
 @dataclass
@@ -163,6 +135,23 @@ class PartFigures:
         return self.other.is_constant and not is_flat(self.reference)
 
     @property
+    def rms_error(self) -> float:
+        """Return the root mean square of the error."""
+        return math.sqrt(self.noise.error / self.count) if self.count else 0.0
+
+    @property
+    def hides_its_loss(self) -> bool:
+        """Return whether values of a narrow range far from zero lose what varies in them.
+
+        Their SQNR is high because of the energy of what does not vary.
+        """
+        if self.kind != "float" or self.count < MIN_FOR_RANGE:
+            return False
+        low = torch.tensor(self.reference.low, dtype=torch.float64)
+        high = torch.tensor(self.reference.high, dtype=torch.float64)
+        return bool(is_lost(low, high, torch.tensor(self.rms_error)))
+
+    @property
     def appears(self) -> bool:
         """Return whether the float network's values are all equal and the quantized network's
         differ.
@@ -183,87 +172,6 @@ class PartFigures:
             "cosine": self.cosine,
             "equal": self.equal_share,
         }
-
-
-def is_flat(extent: Extent) -> bool:
-    """Return whether values differ by so little that they count as one value."""
-    largest = max(abs(extent.low), abs(extent.high))
-    return extent.high - extent.low <= _FLAT * largest
-
-
-@dataclass
-class ChannelExtents:
-    """The range of each channel of an output in both networks.
-
-    Args:
-        axis: of the channels.
-        count: the values of each channel.
-        low: [channels] least values in the float network.
-        high: [channels] greatest values in the float network.
-        other_low: [channels] least values in the quantized network.
-        other_high: [channels] greatest values in the quantized network.
-    """
-
-    axis: int
-    count: int
-    low: Tensor
-    high: Tensor
-    other_low: Tensor
-    other_high: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, y: Tensor, axis: int) -> ChannelExtents | None:
-        """Return the ranges of one batch.
-
-        They are None if there is no such axis, there are no values, or the shapes differ.
-        """
-        if x.dim() <= axis or not x.numel() or x.shape != y.shape:
-            return None
-        count = x.numel() // x.shape[axis]
-        return cls(axis, count, *_ends_along(x, axis), *_ends_along(y, axis))
-
-    @property
-    def whole(self) -> tuple[Extent, Extent]:
-        """Return the ranges of all channels together, in both networks."""
-        reference = Extent(float(self.low.min()), float(self.high.max()))
-        other = Extent(float(self.other_low.min()), float(self.other_high.max()))
-        return reference, other
-
-    def merged(self, other: ChannelExtents) -> ChannelExtents | None:
-        """Return the ranges over both; None if the numbers of channels differ."""
-        if self.low.shape != other.low.shape:
-            return None
-        return ChannelExtents(
-            self.axis,
-            self.count + other.count,
-            torch.minimum(self.low, other.low),
-            torch.maximum(self.high, other.high),
-            torch.minimum(self.other_low, other.other_low),
-            torch.maximum(self.other_high, other.other_high),
-        )
-
-    @property
-    def collapsed(self) -> list[int]:
-        """Return the channels whose values differ in the float network and are all equal in the
-        quantized one.
-        """
-        if self.count < MIN_VALUES or len(self.low) < 2:
-            return []
-        spread = self.high - self.low
-        largest = torch.maximum(self.low.abs(), self.high.abs())
-        is_constant = self.other_low == self.other_high
-        is_collapsed = is_constant & (spread > _FLAT * largest)
-        channels = is_collapsed.nonzero().flatten()
-        return [int(channel) for channel in channels.tolist()]
-
-
-def _ends_along(values: Tensor, axis: int) -> list[Tensor]:
-    """Return the least and the greatest value at each index of an axis."""
-    axes = list(range(values.dim()))
-    axes.remove(axis)
-    low = values.amin(axes).float().cpu()
-    high = values.amax(axes).float().cpu()
-    return [low, high]
 
 
 @dataclass

@@ -34,7 +34,7 @@ class OutputWarning:
     """A warning about one output or part.
 
     Attributes:
-        kind: "constant", "below", "channels", "varies", "rows" or "unmatched".
+        kind: "constant", "hidden", "below", "channels", "varies", "rows" or "unmatched".
         output: the name of the output or part.
         text: a sentence for people.
         layer: the one that causes the loss; "" if it is not known.
@@ -77,7 +77,7 @@ def output_warnings(
         for part in open_parts:
             if part.appears:
                 warnings.append(_about_varying_part(part))
-        if not any(part.collapses for part in lost):
+        if not any(part.collapses or part.hides_its_loss for part in lost):
             warnings += _about_channels(figures)
         warnings += _about_rows(figures)
     return warnings
@@ -96,6 +96,12 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         spread = f"{part.reference.low:.3g} to {part.reference.high:.3g}"
         text = f"{name} is {value}; in the float network it ranges from {spread}"
         return "constant", text
+    if part.hides_its_loss:
+        low, high = part.reference.low, part.reference.high
+        share = part.rms_error / (high - low)
+        text = f"{name} only ranges from {low:.6g} to {high:.6g} in the float network, and its "
+        text += f"error is {share:.0%} of that range, which the SQNR of {sqnr:.1f} dB hides"
+        return "hidden", text
     others_db = _sqnr_of_others(part, outputs)
     if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
         return None
@@ -179,18 +185,33 @@ def _about_varying_part(part: PartFigures) -> OutputWarning:
 
 
 def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
-    """Yield the warning about channels that only the quantized network makes constant."""
+    """Yield a warning about channels that become constant, and one about channels with an error
+    that is large against their narrow range.
+    """
     channels = figures.channels
-    if channels is None or not channels.collapsed:
+    if channels is None:
         return
+    if channels.collapsed:
+        text = "are constant in the quantized network only"
+        yield _channel_warning(figures, channels.collapsed, text)
+    if channels.lost:
+        text = "have narrow ranges far from 0, and errors of a fifth of them or more"
+        yield _channel_warning(figures, channels.lost, text)
+
+
+def _channel_warning(
+    figures: OutputFigures, indices: Sequence[int], fact: str
+) -> OutputWarning:
+    """Return the warning about channels of an output, with what is true of them."""
+    channels = figures.channels
+    assert channels is not None
     name = figures.whole.name
     layer = figures.whole.layer
     axes = ", ".join([":"] * channels.axis)
-    named = [f"{name}[{axes}, {channel}]" for channel in channels.collapsed]
-    text = f"{len(named)} of {len(channels.low)} channels of {named_output(name)} are constant "
-    text += f"in the quantized network only: {first_names(named, _MAX_NAMED_CHANNELS)}; "
-    text += f"{layer} computes them"
-    yield OutputWarning("channels", name, text, layer, "activation")
+    named = [f"{name}[{axes}, {index}]" for index in indices]
+    text = f"{len(named)} of {len(channels.low)} channels of {named_output(name)} {fact}: "
+    text += f"{first_names(named, _MAX_NAMED_CHANNELS)}; {layer} computes them"
+    return OutputWarning("channels", name, text, layer, "activation")
 
 
 def _about_rows(figures: OutputFigures) -> Iterator[OutputWarning]:

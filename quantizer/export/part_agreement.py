@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizer.comparison.extents import MIN_VALUES, Extent, is_flat
 from quantizer.comparison.noise import Noise
-from quantizer.comparison.output_figures import MIN_VALUES, Extent, is_flat
 
 # The least share of values within one step. Integer kernels round ties and biases otherwise.
 WITHIN = 0.999

@@ -255,7 +255,7 @@ def test_json_goes_to_stdout_alone(
         ("sqnr_db>=20", 0, ""),
         ("sqnr_db >= 300", 1, "not met: sqnr_db >= 300"),
         ("top1_drop<=0.05", 0, ""),
-        ("sqnr>=20", 2, 'did you mean "sqnr_db"?'),
+        ("sqnr>=20", 2, "did you mean sqnr_db?"),
         ("sqnr_db=20", 2, "not a comparison"),
     ],
 )

@@ -272,7 +272,7 @@ def test_a_metric_that_evaluate_does_not_return_is_refused_before_calibration(
     monkeypatch.setattr(GateJudge, "judge", never)
     evaluate = "\n\ndef evaluate(model, data):\n    return {'accuracy': 0.8}\n"
     assert tuned(net(MODEL + APART + evaluate), "--gate", "acuracy>=0.7") == 2
-    assert 'did you mean "accuracy"?' in capsys.readouterr().err
+    assert "did you mean accuracy?" in capsys.readouterr().err
 
 
 def test_nothing_is_tried_for_a_gate_that_the_float_network_does_not_meet(

@@ -469,6 +469,49 @@ def test_a_channel_that_collapses_is_named_whatever_makes_it() -> None:
     assert not output_warnings(compare(Network(graph), fine, batches(*data())), networks)
 
 
+class Offset(nn.Module):
+    """Values around 0, and values around 60 that vary little: one output, or one for each."""
+
+    def __init__(self, *, together: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2, bias=False)
+        self.register_buffer("factor", torch.tensor([30.0, 1.2]))
+        self.register_buffer("offset", torch.tensor([0.0, 60.5]))
+        self.together = together
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.linear(x.transpose(1, 2).tanh()) * self.factor + self.offset
+        return x if self.together else (x[..., 0], x[..., 1] * 1)
+
+
+@pytest.mark.parametrize("size", [1, 4], ids=["single samples", "batches"])
+@pytest.mark.parametrize(
+    ("together", "kind", "text"),
+    [
+        (False, "hidden", "output 1 only ranges from 5"),
+        (True, "channels", "1 of 2 channels of output 0 have narrow ranges far from 0"),
+    ],
+    ids=["an output", "a channel"],
+)
+def test_what_varies_around_a_large_value_is_not_hidden_by_it(
+    together: bool, kind: str, text: str, size: int
+) -> None:
+    graph = trace(Offset(together=together).eval(), (data()[0],))
+    output = output_parts(graph)[-1]
+    items = batches(*(part for x in data() for part in x.split(size)))
+    lost = quantized_at(graph, output.node, 2.0)
+    compared = compare(Network(graph), lost, items)
+    sqnr_db = compared.outputs[-1].whole.sqnr_db
+    assert sqnr_db is not None and sqnr_db > 35
+    [warning] = output_warnings(compared, networks_of(graph, lost))
+    assert (warning.kind, warning.output) == (kind, output.name)
+    assert text in warning.text
+    fine = quantized_at(graph, output.node, 0.5)
+    compared = compare(Network(graph), fine, items)
+    assert not output_warnings(compared, networks_of(graph, fine))
+
+
 def test_what_is_one_value_in_float_alone_is_told() -> None:
     graph = trace(
         Head(lambda head, boxes, scores: (scores, boxes - boxes.clone())).eval(), (data()[0],)
