@@ -152,9 +152,8 @@ def quantize(
         require_extras([target])
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
-        has_config = config is not None
-        require_sized(max_mb, name, target, has_config=has_config, has_data=has_data)
-        preset = "" if has_config else preset_for(name, has_data=has_data)
+        require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
+        preset = preset_for(name, has_data=has_data) if config is None else ""
         check_float(model, traced=True)
         confirm = partial(_confirm, checked_target(target, choices))
         settings = CalibrationSettings(
@@ -172,8 +171,9 @@ def quantize(
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = {"evaluate": evaluate, "lower_is_better": lower_is_better}
-        written = partial(_with_file, result, evaluation_data, place)
-        quantized = written(target=target, choices=choices, measure=measure)
+        quantized = _with_file(
+            result, evaluation_data, place, target=target, choices=choices, measure=measure
+        )
     improvement = destination.improvement(has_data=has_data)
     return _with_verdict(quantized, target, improvement=improvement, config=_name_of(config))
 

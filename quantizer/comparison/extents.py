@@ -126,7 +126,8 @@ class ChannelExtents:
         may_be_narrow = high - low < 2 * _NARROW * largest
         channels = _indices(may_be_narrow)
         error = torch.zeros(len(low), dtype=torch.float64)
-        error[channels] = _error_of(x, y, axis, channels)
+        if channels:
+            error[channels] = _error_of(x, y, axis, channels)
         return cls(
             axis,
             count,

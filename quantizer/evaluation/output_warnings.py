@@ -195,7 +195,7 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
         text = "are constant in the quantized network only"
         yield _channel_warning(figures, channels.collapsed, text)
     if channels.lost:
-        text = "have narrow ranges far from 0, and errors of a fifth of them or more"
+        text = "have narrow ranges far from 0, and lose a fifth of these ranges or more"
         yield _channel_warning(figures, channels.lost, text)
 
 
