@@ -1,5 +1,6 @@
 """The errors that a user can get, one class per exit code. Only `cli` exits with the codes."""
 
+import traceback
 from collections.abc import Callable, Sequence
 
 from quantizer.printable import one_line
@@ -163,15 +164,31 @@ WORKER_HELP = "the worker may have run out of memory; num_workers=0 shows its ow
 """The help of an error about the end of a loader's process."""
 
 
-def lost_worker(error: BaseException | None) -> str | None:
-    """Return torch's message about the end of a loader's process, or None for another error.
+_LOST_CONNECTION = (ConnectionError, EOFError, FileNotFoundError)
+"""What Python raises if the process at the other end of a connection is gone."""
 
-    torch raises this error in a signal handler, so it can occur anywhere.
+
+def lost_worker(error: BaseException | None) -> str | None:
+    """Return what says that a loader's process ended, or None for another error.
+
+    torch raises its own message in a signal handler, so it can occur anywhere. The connection
+    to the process can break before that signal arrives.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or not text.startswith("DataLoader worker (pid"):
-        return None
-    return text.split(". ")[0].strip().rstrip(".")
+    if isinstance(error, RuntimeError) and text.startswith("DataLoader worker (pid"):
+        return text.split(". ")[0].strip().rstrip(".")
+    if isinstance(error, _LOST_CONNECTION) and _broke_in_a_loader(error):
+        return "a DataLoader worker ended before its batch was read"
+    return None
+
+
+def _broke_in_a_loader(error: BaseException) -> bool:
+    """Return whether a connection broke while torch's DataLoader read a batch."""
+    files: list[str] = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        files.append(frame.filename.replace("\\", "/"))
+    reads_a_connection = bool(files) and "/multiprocessing/" in files[-1]
+    return reads_a_connection and any("/torch/utils/data/" in file for file in files)
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from quantizer.config.wording import counted, did_you_mean
-from quantizer.errors import GateError, QuantizerError
+from quantizer.errors import WORKER_HELP, GateError, QuantizerError, lost_worker
 from quantizer.storage import process_memory
 
 _logger = logging.getLogger(__name__)
@@ -203,6 +203,9 @@ def user_error(
     """Return an `error` saying that `what` raised `cause`, with the user's frames, or with a
     remedy if there are none.
     """
+    lost = lost_worker(cause)
+    if lost is not None:
+        return error(f"{what}: {lost}", help=WORKER_HELP)
     message = f"{what} raised {type(cause).__name__}"
     text = cause.msg if isinstance(cause, SyntaxError) else str(cause)
     text = " ".join(text.split())

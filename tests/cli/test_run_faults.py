@@ -593,8 +593,43 @@ def test_a_worker_of_the_loader_that_ends_is_told(end: str, toy: Toy, tmp_path: 
     command = ["--quant_mode", "calib", "--model", model, "--output_dir", str(tmp_path / "out")]
     done = fresh_processes.run(QUANTIZER, *command, cwd=tmp_path)
     assert done.returncode == 4, done.stderr
-    assert "DataLoader worker (pid" in done.stderr
+    assert "DataLoader worker" in done.stderr
+    assert "help: the worker may have run out of memory" in done.stderr
     assert "internal error" not in done.stderr
+
+
+BROKEN_CONNECTION = """
+    from multiprocessing import connection
+    from torch.utils.data import DataLoader
+
+    def fails(*_):
+        raise ERROR
+
+    fails.__code__ = fails.__code__.replace(co_filename=connection.__file__)
+
+    class Loader(DataLoader):
+        def __iter__(self):
+            batches = super().__iter__()
+            batches._next_data = fails
+            return batches
+
+    return Loader(torch.ones(8, 3), batch_size=4)
+"""
+
+
+@pytest.mark.parametrize(
+    "error", ["ConnectionResetError", "EOFError", "ConnectionRefusedError"]
+)
+def test_a_connection_to_a_worker_that_breaks_is_told(
+    error: str, toy: Toy, tmp_path: Path, capsys: Capture
+) -> None:
+    """The connection can break before torch's signal arrives."""
+    model = toy(BROKEN_CONNECTION.strip().replace("ERROR", error))
+    out = ["--output_dir", str(tmp_path / "out")]
+    assert run_command(["--quant_mode", "calib", "--model", model, *out]) == 4
+    messages = capsys.readouterr().err
+    assert "a DataLoader worker ended before its batch was read" in messages
+    assert "help: the worker may have run out of memory" in messages
 
 
 def test_the_end_of_a_worker_is_told_wherever_it_is_raised(
