@@ -190,7 +190,8 @@ def run(model: str, options: RunOptions) -> None:
     remedy = finished.remedy or loses_most(page)
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if finished.tested.error:
-        raise finished.tested.error
+        with in_words_of_run(finished.test_options.deploy[0], finished.destination):
+            raise finished.tested.error
     require_known(gates, finished.tested.metrics)
 
 
@@ -199,6 +200,7 @@ class _Finished:
     """A run after its last step.
 
     Attributes:
+        destination: what its user calls the target.
         test_options: the options of its test.
         opened: the model and its data.
         calibrated, tested: the results of both modes.
@@ -209,6 +211,7 @@ class _Finished:
         left_float: why modules that are not in the plan stay in float, by path.
     """
 
+    destination: str
     test_options: Options
     opened: OpenedRun
     calibrated: Outcome
@@ -272,7 +275,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         seed_everything(options.seed)
         tested = run_test(test_options, opened=opened)
         assert calibrated.plan is not None
-        finished = _Finished(test_options, opened, calibrated, tested, calibrated.plan)
+        finished = _Finished(name, test_options, opened, calibrated, tested, calibrated.plan)
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
         if options.max_mb is not None:
@@ -317,8 +320,14 @@ def _climbed(
     tuning = Tuning(climb, judge, options.minutes, str(path))
     tuning.write(folder)
     assert run.calibrated.plan is not None
-    return _Finished(
-        run.test_options, opened, run.calibrated, run.tested, run.calibrated.plan, tuning
+    return replace(
+        finished,
+        test_options=run.test_options,
+        opened=opened,
+        calibrated=run.calibrated,
+        tested=run.tested,
+        plan=run.calibrated.plan,
+        tuning=tuning,
     )
 
 
@@ -360,6 +369,7 @@ def _on_modules(
         say_note("note: no better config is looked for: that needs a trace")
     test_options = replace(options, quant_mode="test", deploy=(target,))
     return _Finished(
+        name,
         test_options,
         run.opened,
         run.calibrated,

@@ -1,10 +1,13 @@
-"""Let `torch.export` trace modules of `torch.nn` that it cannot trace as they are."""
+"""Let `torch.export` trace modules of `torch.nn` and distributions that it cannot trace as they
+are.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributions import Distribution
 from torch.nn.modules import transformer
 
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
@@ -52,3 +55,18 @@ def masks_are_not_searched() -> Iterator[None]:
 def _hint_alone(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
     """Return whether the caller says that the mask is causal."""
     return is_causal is True
+
+
+@contextmanager
+def distributions_are_not_checked() -> Iterator[None]:
+    """Let `torch.distributions` take parameters without a look at their values.
+
+    They raise an error for values out of their domain. This branch on values stops
+    `torch.export`. The model itself runs the first batch before, with the checks.
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

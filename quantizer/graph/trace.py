@@ -36,7 +36,11 @@ from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
 from quantizer.graph.program_nodes import mark_stubs
 from quantizer.graph.size_guards import GuardedTrace
-from quantizer.graph.torch_modules import masks_are_not_searched, recurrent_weights_restored
+from quantizer.graph.torch_modules import (
+    distributions_are_not_checked,
+    masks_are_not_searched,
+    recurrent_weights_restored,
+)
 from quantizer.graph.trace_errors import SameForAllExamplesError, explain_failure, place_of
 from quantizer.storage.process_memory import pause_garbage_collection
 
@@ -344,6 +348,7 @@ def _export(
             mark_stubs(module),
             recurrent_weights_restored(module),
             masks_are_not_searched(),
+            distributions_are_not_checked(),
             without_stack_traces(),
             watch,
         ):

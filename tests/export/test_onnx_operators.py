@@ -77,6 +77,31 @@ class Places(nn.Module):
         return F.adaptive_max_pool2d(image, 3), values, places
 
 
+class Filters(nn.Module):
+    """Computes filters for each sample, and puts the samples of a batch into groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.image = nn.Linear(4, 54), nn.Conv2d(1, 3, 3)
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        image = self.image(x)
+        samples, channels, height, width = image.shape
+        grouped = image.reshape(1, -1, height, width)
+        filters = self.linear(z)
+        bias = filters[:, :2].reshape(-1)
+        by_channel = filters[:, :27].reshape(-1, 1, 3, 3)
+        by_sample = filters.reshape(-1, 3, 3, 3)
+        upwards = filters.reshape(-1, 2, 3, 3)
+        rows = filters[:, :9].reshape(-1, 1, 3)
+        compared = F.conv2d(grouped, by_channel, groups=samples * channels)
+        seen = F.conv2d(grouped, by_sample, bias, 2, 1, 2, groups=samples)
+        wider = F.conv_transpose2d(grouped, upwards, None, 2, 1, 1, groups=samples)
+        lines = F.conv1d(grouped[:, :, 0], rows, padding="same", groups=samples * channels)
+        outputs = (compared, seen, wider, lines)
+        return tuple(output.reshape(samples, -1) for output in outputs)
+
+
 class Inverse(nn.Module):
     """Multiplies by the inverse of a matrix."""
 
@@ -126,6 +151,36 @@ def test_operators_without_a_form_are_written_by_others(
     # Without optimizations, ONNX Runtime computes what test mode does
     assert result.verification.sqnr_db is not None
     assert result.verification.sqnr_db > 100
+
+
+def test_filters_of_samples_are_products_of_matrices(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data: list[tuple[Tensor, ...]] = []
+    for samples in (3, 3, 2):
+        data.append((torch.randn(samples, 1, 8, 9), torch.randn(samples, 4)))
+    result = quantizer.quantize(Filters(), data, to="onnx", folder=tmp_path)
+    assert result.verification.sqnr_db is not None
+    assert result.verification.sqnr_db > 100
+
+
+class Volumes(nn.Module):
+    """Filters volumes by the filters of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 27)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        filters = self.linear(z).reshape(-1, 1, 3, 3, 3)
+        return F.conv3d(x[None], filters, groups=x.shape[0])[0]
+
+
+def test_filters_of_samples_for_volumes_are_refused(tmp_path: Path) -> None:
+    data = [(torch.randn(2, 5, 5, 5), torch.randn(2, 4))]
+    with pytest.raises(
+        UsageError, match="conv3d has a number of groups that follows the batch"
+    ):
+        quantizer.quantize(Volumes(), data, to="onnx", folder=tmp_path)
 
 
 class Extremes(nn.Module):

@@ -108,6 +108,42 @@ def test_what_others_read_stays() -> None:
             assert torch.equal(found, expected)
 
 
+class Flow(nn.Module):
+    """Steps of a flow: rare operators that read the model's own tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mixing", torch.randn(4, 4))
+        self.generator = nn.Parameter(torch.randn(4, 4))
+        self.signal = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x @ torch.linalg.inv(self.mixing)
+        y = y @ torch.matrix_exp(self.generator - self.generator.T)
+        return y, y * torch.fft.rfft(self.signal).abs(), torch.linalg.slogdet(self.mixing)[1]
+
+
+def test_rare_operators_on_the_models_own_tensors_run_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Flow().eval(), torch.randn(3, 4)
+    graph = run_passes(trace(model, (x,)), Settings())
+    operators = [node.op for node in graph.nodes]
+    assert operators == [
+        "input",
+        "constant",
+        "matmul",
+        "linear",
+        "parameter",
+        "mul",
+        "constant",
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(Network(graph)(x), model(x))
+    pytest.importorskip("onnxruntime", reason="--deploy onnx needs quantizer-torch[onnx]")
+    result = quantizer.quantize(model, [x, x + 1], to="onnx", folder=tmp_path)
+    assert result.verification.sqnr_db > 60  # type: ignore[operator]
+
+
 class CrossAttention(nn.Module):
     """torch computes the three biases from one parameter where keys and values have widths of
     their own.

@@ -14,6 +14,7 @@ import torch
 from support.extended import extended
 from support.toys import TOYS, Residual, built, leaves_equal, traced
 from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError, ModelError
@@ -71,6 +72,31 @@ def test_a_transformer_with_a_causal_mask_is_traced(is_padded: bool) -> None:
         expected = module(*call)
         output = Network(trace(module, call))(*call)
     torch.testing.assert_close(output, expected)
+
+
+class Policy(nn.Module):
+    """Returns what distributions compute, which check their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.linear(x)
+        choices = Categorical(logits=y)
+        steps = Normal(y, y.exp())
+        return choices.probs, choices.entropy(), steps.log_prob(x[:, :3])
+
+
+def test_distributions_are_traced() -> None:
+    torch.manual_seed(0)
+    module = Policy().eval()
+    call = (torch.randn(3, 4),)
+    with torch.no_grad():
+        output = Network(trace(module, call))(*call)
+        torch.testing.assert_close(output, module(*call))
+    with pytest.raises(ValueError, match="parameter scale"):
+        Normal(0.0, -1.0)
 
 
 @pytest.mark.slow

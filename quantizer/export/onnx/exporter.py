@@ -29,6 +29,7 @@ from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.int8_weights import WeightStorage
 from quantizer.export.onnx.limits import float8_key_refusals, limit_refusals
 from quantizer.export.onnx.openvino import openvino_started
+from quantizer.export.onnx.sample_filters import lacks_product
 from quantizer.export.onnx.tuned.trials import activation_keys, without_activations
 from quantizer.export.onnx.tuned.tuner import choose_layers
 from quantizer.export.onnx.unknown_operators import untranslatable_operators
@@ -205,6 +206,12 @@ def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:
             yield Refusal(
                 "pools a map of any size to a constant one, for which ONNX has no operator",
                 "pool to a size of 1, leave --dynamic out, or use --deploy pt2",
+                node.name,
+            )
+        if lacks_product(node):
+            yield Refusal(
+                "has a number of groups that follows the batch; ONNX has a constant there",
+                "write it as a product of matrices (torch.bmm), or use --deploy pt2",
                 node.name,
             )
         if "weight_hr_l0" in node.params:

@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quantizer.export.onnx.complex_numbers import complex_decompositions
 from quantizer.export.onnx.other_forms import other_forms
+from quantizer.export.onnx.sample_filters import products_for
 
 _ATEN = torch.ops.aten
 _BAG_OPTIONS = (
@@ -32,9 +33,11 @@ _AVERAGES = {
 
 def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., Any]]:
     """Return decompositions of a program's operators; none if all are read right."""
-    decompositions: dict[Any, Callable[..., Any]] = other_forms(program.graph.nodes)
+    nodes = program.graph.nodes
+    decompositions: dict[Any, Callable[..., Any]] = other_forms(nodes)
+    decompositions |= products_for(nodes)
     bags: list[fx.Node] = []
-    for node in program.graph.nodes:
+    for node in nodes:
         if node.target is _ATTENTION and node.args[0].meta["val"].dim() != 4:
             decompositions[node.target] = _attention_of_heads
         elif node.target is _ATEN.instance_norm.default and not node.args[5]:
@@ -47,7 +50,7 @@ def decompositions_for(program: ExportedProgram) -> Mapping[Any, Callable[..., A
             bags.append(node)
     if bags and all(map(_has_even_bags, bags)):
         decompositions[_EMBEDDING_BAG] = _even_bags
-    if any(_is_complex(node.meta.get("val")) for node in program.graph.nodes):
+    if any(_is_complex(node.meta.get("val")) for node in nodes):
         decompositions |= complex_decompositions()
     return decompositions
 

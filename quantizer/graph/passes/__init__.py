@@ -47,6 +47,7 @@ class PassRow:
 GRAPH_PASSES: dict[str, PassRow] = {
     "remove_dropout": PassRow("activations"),
     "compute_weights": PassRow("compute_weights"),
+    "compute_constants": PassRow("compute_constants"),
     "separate_biases": PassRow("separate_biases"),
     "linear_from_matmul": PassRow("linear_from_matmul"),
     "linear_of_experts": PassRow("linear_of_experts"),

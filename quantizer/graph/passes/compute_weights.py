@@ -15,7 +15,7 @@ def compute_weights(graph: Graph) -> Graph:
     """Return the graph with computed weights and biases as parameters of their layers, without
     the nodes that computed them.
     """
-    fixed = _fixed(graph)
+    fixed = fixed_nodes(graph)
     tensors = dict(graph.tensors)
     nodes: list[Node] = []
     values: dict[str, Any] = {}
@@ -23,7 +23,7 @@ def compute_weights(graph: Graph) -> Graph:
     for node in graph.nodes:
         computed = _computed_parameters(graph, node, fixed)
         for name in computed.values():
-            tensors[name] = _value(graph, name, values).clone()
+            tensors[name] = value_of(graph, name, values).clone()
             owners[name] = node.name
         inputs = {key: value for key, value in node.inputs.items() if key not in computed}
         params = {**node.params, **computed}
@@ -31,10 +31,10 @@ def compute_weights(graph: Graph) -> Graph:
     if not owners:
         return graph
     computed_once = graph.replaced(nodes=tuple(nodes), tensors=tensors)
-    return _without_idle(computed_once, fixed, owners)
+    return without_idle(computed_once, fixed, owners)
 
 
-def _fixed(graph: Graph) -> set[str]:
+def fixed_nodes(graph: Graph) -> set[str]:
     """Return the nodes whose values follow from the model's own tensors."""
     fixed: set[str] = set()
     for node in graph.nodes:
@@ -65,7 +65,7 @@ def _computed_parameters(
     return computed
 
 
-def _value(
+def value_of(
     graph: Graph,
     name: str,
     values: dict[str, Any],
@@ -78,14 +78,14 @@ def _value(
         else:
             inputs = map_refs(
                 node.inputs,
-                lambda read: _value(graph, read, values),
+                lambda read: value_of(graph, read, values),
             )
             with torch.no_grad():
                 values[name] = call(node.target, {**node.attrs, **inputs})
     return values[name]
 
 
-def _without_idle(
+def without_idle(
     graph: Graph,
     fixed: set[str],
     owners: dict[str, str],
