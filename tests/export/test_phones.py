@@ -185,6 +185,31 @@ def test_only_litert_refuses_the_least_code(padded: quantizer.Result, graph: Gra
     assert error.help == "set narrow_range to true there"
 
 
+class Compared(nn.Module):
+    """Compares images with filters that are computed from another input."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.conv, self.groups = nn.Conv2d(3, 4, 3), groups
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        filters = self.conv(y)[:, : 4 // self.groups]
+        return nn.functional.conv2d(self.conv(x), filters, groups=self.groups)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_filters_that_no_compiler_takes_are_refused(groups: int) -> None:
+    module = Compared(groups).eval()
+    call = (torch.randn(2, 3, 8, 8), torch.randn(4, 3, 5, 5))
+    sentence = "conv2d has filters that are computed, which {} cannot convert"
+    error = refusal_of("litert", trace(module, call), {})
+    assert sentence.format("litert-torch") in str(error)
+    assert "torch.bmm" in str(error.help)
+    error = refusal_of("executorch", trace(module, call), {})
+    is_in_groups = groups != 1
+    assert (sentence.format("ExecuTorch") in str(error)) == is_in_groups
+
+
 @pytest.mark.parametrize("target", PHONES)
 def test_a_network_without_int8_kernels_is_refused(target: str, graph: Graph) -> None:
     weight = QuantizationSpec(qscheme="per_channel", ch_axis=0, narrow_range=True)

@@ -53,6 +53,7 @@ class ExecutorchExporter(MobileExporter):
         "XNNPACK",
         compiler="ExecuTorch",
         has_least_code=True,
+        has_computed_filters=True,
         float_axes=(0, 2),
     )
     form = ProgramForm(

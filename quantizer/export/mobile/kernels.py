@@ -15,7 +15,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Kernels
 from quantizer.export.exporter import Refusal
 from quantizer.export.onnx.specs import layer_input_spec, output_spec
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.plan.groups import Layout, layout
 from quantizer.plan.model import TensorSpecs
 
@@ -51,6 +51,8 @@ class MobileEngine:
     Attributes:
         name: for sentences.
         compiler: the same for what makes its files.
+        has_computed_filters: whether a convolution without groups may have filters that are
+            computed.
         has_least_code: whether int8 weights may have the code -128.
         float_axes: how many axes a layer's kernel has if it may give floats for int8 inputs and
             weights, 0 for linear layers.
@@ -59,6 +61,7 @@ class MobileEngine:
     name: str
     compiler: str
     has_least_code: bool
+    has_computed_filters: bool = False
     float_axes: tuple[int, ...] = ()
 
     def refusals(self, graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
@@ -74,6 +77,14 @@ class MobileEngine:
             if reason is not None:
                 are_held = False
                 yield Refusal(*reason, layer, role)
+        for node in graph.nodes:
+            if self._lacks_computed_filters(node):
+                are_held = False
+                yield Refusal(
+                    f"has filters that are computed, which {self.compiler} cannot convert",
+                    "write it as a product of matrices (torch.bmm), or use --deploy onnx",
+                    node.name,
+                )
         if not are_held:
             return
         kernels = self.kernels(graph, specs)
@@ -160,6 +171,18 @@ class MobileEngine:
             return "its input is not quantized"
         reason = _output_reason(node, graph, specs, where)
         return None if self._gives_floats(node) else reason
+
+    def _lacks_computed_filters(self, node: Node) -> bool:
+        """Return whether a convolution has filters that follow from the input, and the engine
+        has no form for it.
+        """
+        is_computed = isinstance(node.inputs.get("weight"), Ref)
+        if not is_computed or not node.row.spatial:
+            return False
+        # A number of groups that follows the batch is no attribute, and XNNPACK leaves such a
+        # convolution to ExecuTorch's own kernel
+        is_in_groups = node.attrs.get("groups", 1) != 1
+        return is_in_groups or not self.has_computed_filters
 
     def _gives_floats(self, node: Node) -> bool:
         """Return whether a kernel gives floats for a layer with int8 inputs and weights."""
