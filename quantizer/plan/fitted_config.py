@@ -42,6 +42,7 @@ from quantizer.plan.match import (
     match,
 )
 from quantizer.plan.model import Plan
+from quantizer.plan.remarks import group_size_remarks
 
 LayersToLeave = Callable[[Plan], Mapping[str, str]]
 """Returns the layers of a plan to leave in float for the file to write, with the reason."""
@@ -209,7 +210,7 @@ def _require_accepted(fitting: Fitting) -> None:
         raise ConfigError(fitting.errors)
     if fitting.plan.tensors:
         return
-    reasons = "; ".join(fitting.changes)
+    reasons = "; ".join([*group_size_remarks(fitting.plan), *fitting.changes])
     if not reasons:
         reasons = "the config leaves all of its layers in float"
     raise UsageError(
