@@ -98,7 +98,11 @@ class VerdictFacts:
         plan = replace(plan, tensors=tensors)
         reasons = _left_float_of(plan) if floating is None else floating
         names = path_names(plan.graph)
-        left_float = {names.get(layer, layer): reason for layer, reason in reasons.items()}
+        left_float: dict[str, str] = {}
+        for product, reason in reasons.items():
+            # Products inside an operator, and repeated ones, have a suffix
+            layer = product.partition("#")[0]
+            left_float[names.get(layer, layer)] = reason
         return cls(
             model=plan.graph.model,
             formats=_main_formats(plan),

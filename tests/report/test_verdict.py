@@ -6,7 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from quantizer.graph.trace import trace
+from quantizer.plan.model import Plan
 from quantizer.report.verdict import MAX_LINES, VerdictFacts, verdict
 
 TESTED: dict[str, Any] = {
@@ -14,15 +18,18 @@ TESTED: dict[str, Any] = {
     "pairs": {"top1": {"float": 0.9, "quantized": 0.9}},
     "outputs": [{"output": "0", "name": "0", "kind": "float", "sqnr_db": 40.0, "equal": 0.1}],
 }
+OTHER_FACTS: dict[str, Any] = {
+    "path": "out/Net.onnx",
+    "size": 7_800,
+    "tested": TESTED,
+    "config": "out/net.json",
+    "model_option": "net.py",
+}
 FACTS = VerdictFacts(
     model="Net",
     formats="int8 weights, uint8 activations",
-    path="out/Net.onnx",
-    size=7_800,
     float_size=310_000,
-    tested=TESTED,
-    config="out/net.json",
-    model_option="net.py",
+    **OTHER_FACTS,
 )
 
 
@@ -97,6 +104,25 @@ def test_a_run_of_many_findings_keeps_to_eight_lines_and_its_next_step() -> None
         "In float: conv1 (its output is 16 bits wide), and 1 layer for other reasons." in lines
     )
     assert lines[-1].startswith("Next: `quantizer analyze --metric 'sqnr_db>=50'")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.mixer(x, x, x, need_weights=False)[0]
+        return output
+
+
+def test_products_inside_an_operator_are_called_by_its_path() -> None:
+    graph = trace(Attention().eval(), (torch.randn(2, 3, 4),))
+    [layer] = [node.name for node in graph.nodes if node.op == "scaled_dot_product_attention"]
+    floating = {f"{layer}#inside": "it is inside", f"{layer}#inside#2": "it is inside"}
+    facts = VerdictFacts.of(Plan(graph, {}, ()), floating=floating, **OTHER_FACTS)
+    line = "In float: mixer.scaled_dot_product_attention (it is inside)."
+    assert line in verdict(facts)
 
 
 def test_nothing_written_is_said_first() -> None:
