@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import VerificationError
+from quantizer.errors import UsageError, VerificationError
 
 pytest.importorskip(
     "executorch.exir", reason="--deploy executorch needs it (extra: executorch)"
@@ -107,6 +107,28 @@ def test_joins_and_convolutions_in_float_are_those_of_test_mode(tmp_path: Path) 
     assert [len(verified.kernels.integer), len(verified.kernels.floating)] == [5, 1]
 
 
+class Softplus(nn.Module):
+    """Mish, softplus and the logarithm of sigmoid, of images whose sizes differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 6, 1)
+        self.third, self.last = nn.Conv2d(6, 5, 1), nn.Conv2d(5, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(nn.functional.mish(self.first(x)))
+        z = self.third(nn.functional.softplus(y, beta=2.0))
+        return self.last(nn.functional.logsigmoid(z))  # type: ignore[no-any-return]
+
+
+def test_functions_of_softplus_are_computed_by_xnnpack(tmp_path: Path) -> None:
+    """ExecuTorch's own form of them fails, or has 16 dB if all sizes are equal."""
+    verified = result_of(Softplus()).export("executorch", tmp_path / "net.pte", [X])
+    assert verified.sqnr_db is not None
+    assert verified.sqnr_db >= 60
+    assert "XNNPACK computes all operators" in verified.remarks
+
+
 class Upsampling(nn.Module):
     """Transposed convolutions of an image and of a sound, and one in groups."""
 
@@ -196,3 +218,12 @@ def test_one_command_writes_it(
 def test_an_operator_that_the_engine_lacks_is_refused_by_its_layer(tmp_path: Path) -> None:
     reason = "Failed to load method forward"
     require_sort_is_refused("executorch", "ExecuTorch", reason, tmp_path)
+
+
+def test_convolutions_with_three_axes_are_refused(tmp_path: Path) -> None:
+    """Their program loads, and fails when it runs."""
+    network = nn.Sequential(nn.Conv3d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    x = torch.randn(2, 3, 3, 3, 3)
+    with pytest.raises(UsageError, match="conv3d, which ExecuTorch does not know"):
+        quantizer.quantize(network.eval(), [x], "executorch", folder=tmp_path / "run")
+    assert not (tmp_path / "run" / "quant_info.json").exists()

@@ -77,6 +77,34 @@ def test_results_of_convolutions_are_rounded_before_sums(tmp_path: Path) -> None
     assert verified.sqnr_db >= 60
 
 
+class Mixer(nn.Module):
+    """Means over tokens, which OpenVINO would multiply by the scales of other channels; and a
+    choice among values that are often equal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean = x.mean(1) * self.scale
+        place = self.embed(x).amax(2).topk(5).indices
+        return self.head(mean), place
+
+
+def test_reductions_and_equal_values_are_as_in_onnx(tmp_path: Path) -> None:
+    """Without changes of OpenVINO's network it is 7 dB, and half of the places are others."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, 16)
+    preset = ROOT / "configs" / "cpu_int8.json"
+    result = quantizer.calibrate(Mixer().eval(), preset, [x])
+    verified = result.export("openvino", tmp_path / "net.xml", [x])
+    assert verified.sqnr_db is not None
+    assert verified.sqnr_db >= 100
+    assert verified.within_step == 1.0
+
+
 def test_other_outputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = ir_exporter.build_onnx
 

@@ -29,6 +29,7 @@ from quantizer.export.mobile.rewrites import (
     infer_batches,
     round_before_moves,
     slice_parts,
+    write_softplus,
 )
 from quantizer.export.torch_export.coded import ProgramForm
 
@@ -66,7 +67,7 @@ class ExecutorchExporter(MobileExporter):
     )
 
     def load(self, program: ExportedProgram) -> None:
-        """Convert a program of one operator for XNNPACK, and load it."""
+        """Convert a program of one operator for XNNPACK, and run it on its example."""
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
             XnnpackPartitioner,
         )
@@ -75,7 +76,11 @@ class ExecutorchExporter(MobileExporter):
 
         lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
         content = lowered.to_executorch().buffer
-        Runtime.get().load_program(content).load_method("forward")
+        loaded = Runtime.get().load_program(content)
+        method = loaded.load_method("forward")
+        assert method is not None
+        inputs, _ = program.example_inputs
+        method.execute([*inputs])
 
     def most_samples(self, deployment: Deployment) -> int | None:
         """Return the largest batch: that of the option, else that of the first call."""
@@ -101,6 +106,7 @@ class ExecutorchExporter(MobileExporter):
         fold_padding(source.program)
         average_images(source.program)
         slice_parts(source.program)
+        write_softplus(source.program)
         round_before_moves(source.program)
         add_axes(source.program)
         # torch would choose kernels for small batches, and 15 would become the largest one.

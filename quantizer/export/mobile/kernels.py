@@ -28,6 +28,8 @@ DOUBTFUL = (
     "adaptive_max_pool2d",
     "adaptive_max_pool3d",
     "argsort",
+    "conv3d",
+    "conv_transpose3d",
     "diagonal_scatter",
     "histc",
     "median",

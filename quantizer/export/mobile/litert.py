@@ -270,7 +270,14 @@ def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     rows: list[list[Tensor]] = []
     for index in range(batch_size(deployment.graph, call) or 1):
         rows.append(_run(run, names, _samples(deployment, call, [index])))
-    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    outputs: list[Tensor] = []
+    for output, parts in zip(deployment.outputs, zip(*rows, strict=True), strict=True):
+        shape = deployment.graph.by_name[output.node].shape or (None,)
+        joined = parts[0]
+        if None in shape:
+            joined = torch.cat(parts, shape.index(None))
+        outputs.append(joined)
+    return outputs
 
 
 def _run(

@@ -48,6 +48,7 @@ _INEXACT_IN_LITERT = (
     _ATEN.avg_pool2d.default,
     _ATEN.adaptive_avg_pool2d.default,
     _ATEN.upsample_bilinear2d.vec,
+    _ATEN.upsample_bicubic2d.vec,
     *_LEAKY,
 )
 """Operators whose int8 kernels in LiteRT lose accuracy.
@@ -83,6 +84,9 @@ _CHOOSING = (
     "elu",
     "celu",
     "mish",
+    "softplus",
+    "hardshrink",
+    "log_sigmoid",
 )
 """Operators whose values the converter gives one scale before it chooses among them."""
 _PADDING = ("pad", "constant_pad_nd")

@@ -52,6 +52,15 @@ _CONVOLUTIONS_1D = {
     _ATEN.conv_transpose1d.default: _ATEN.conv_transpose2d.input,
 }
 """The same convolutions with two axes."""
+_MISHES = (
+    _ATEN.mish.default,
+    _ATEN.mish_.default,
+)
+_FACTORS = {
+    _ATEN.softplus.default: 1.0,
+    _ATEN.log_sigmoid.default: -1.0,
+} | dict.fromkeys(_MISHES, 1.0)
+"""The factor of the softplus that is in an operator, if its call gives none."""
 _LIST_FILLS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 """The value that a second axis gets, by the argument of a convolution."""
 
@@ -247,6 +256,59 @@ def slice_parts(
                 part.args = (value, axis, start, stop)
     graph.eliminate_dead_code()
     program.graph_module.recompile()
+
+
+def write_softplus(
+    program: ExportedProgram,
+) -> None:
+    """Write softplus, and what is a function of it, without a choice between two values.
+
+    ExecuTorch's kernel of `where` takes images in another layout than XNNPACK gives.
+    """
+    graph = program.graph
+    for target in _FACTORS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            value, *settings = node.args
+            # Softplus has a factor, and a limit beyond which no float shows the difference
+            factor = _FACTORS[target]
+            if settings:
+                factor = settings[0]
+            with graph.inserting_before(node):
+                result = _softplus(value, factor)
+                if target in _MISHES:
+                    result = _called(_ATEN.tanh.default, result)
+                    result = _called(_ATEN.mul.Tensor, result, value)
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def _softplus(
+    value: Node,
+    factor: float,
+) -> Node:
+    """Insert log(1 + exp(factor * value)) / factor, in which nothing overflows."""
+    scaled = _called(_ATEN.mul.Tensor, value, factor)
+    size = _called(_ATEN.abs.default, scaled)
+    negative = _called(_ATEN.neg.default, size)
+    power = _called(_ATEN.exp.default, negative)
+    increased = _called(_ATEN.add.Tensor, power, 1.0)
+    logarithm = _called(_ATEN.log.default, increased)
+    positive = _called(_ATEN.relu.default, scaled)
+    total = _called(_ATEN.add.Tensor, positive, logarithm)
+    inverse = 1 / factor
+    return _called(_ATEN.mul.Tensor, total, inverse)
+
+
+def _called(
+    target: Any,
+    value: Node,
+    *others: Any,
+) -> Node:
+    """Insert a call whose result is like its first argument."""
+    result = value.graph.call_function(target, (value, *others))
+    result.meta["val"] = value.meta["val"]
+    return result
 
 
 def add_axes(program: ExportedProgram) -> None:

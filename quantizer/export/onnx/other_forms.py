@@ -3,8 +3,10 @@ the inputs is NaN.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import mul
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -75,6 +77,33 @@ def _reduced_regions(
             values.append(value)
         x = torch.cat(values, axis)
     return x
+
+
+def _nearest(
+    x: Tensor,
+    output_size: Sequence[int] | None,
+    scale_factors: Sequence[float] | None,
+) -> Any:
+    """Take the rows and columns that torch takes, if Resize would take others.
+
+    torch multiplies a place by a ratio of sizes. Resize divides it by the inverse, and that
+    rounds in another way.
+    """
+    sizes = x.shape[2:]
+    counts = output_size or list(map(int, map(mul, sizes, scale_factors or ())))
+    if any(isinstance(size, torch.SymInt) for size in (*sizes, *counts)):
+        return NotImplemented
+    result = x
+    is_other = False
+    for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        factor = scale_factors[index] if scale_factors else count / size
+        ratio = 1 / factor if scale_factors else size / count
+        places = np.arange(count, dtype=np.float32)
+        taken = np.floor(places * np.float32(ratio))
+        is_other |= not np.array_equal(taken, np.floor(places / np.float32(factor)))
+        of_torch = (torch.arange(float(count)) * ratio).floor()
+        result = result.index_select(index + 2, of_torch.long().clamp(max=size - 1))
+    return result if is_other else NotImplemented
 
 
 def _kth_value(
@@ -192,4 +221,7 @@ _FORMS: Mapping[Any, _Form] = {
     _ATEN.kthvalue.default: _kth_value,
     _ATEN.median.dim: _median,
     _ATEN.searchsorted.Tensor: _search,
+    _ATEN.upsample_nearest1d.vec: _nearest,
+    _ATEN.upsample_nearest2d.vec: _nearest,
+    _ATEN.upsample_nearest3d.vec: _nearest,
 } | dict.fromkeys(_LARGEST, _largest_of_regions)

@@ -152,8 +152,10 @@ class _LayerSession:
 
     @classmethod
     def of(cls, file: OnnxFile, deployment: Deployment) -> _LayerSession | None:
-        """Return None if no layer has codes, or the network is in half precision, or the file
-        is too large to be changed.
+        """Return None if no layer has codes, or the network is in half precision.
+
+        It is None, too, if the file is too large to be changed, or if ONNX Runtime cannot load
+        it with all codes as outputs.
         """
         is_half = any(node.dtype in HALF for node in deployment.graph.nodes)
         if is_half or not isinstance(file.source, bytes):
@@ -162,7 +164,11 @@ class _LayerSession:
         if not check.rows:
             return None
         watched = replace(file, source=check.model.SerializeToString())
-        return cls(check, open_session(watched, DEFAULT))
+        try:
+            return cls(check, open_session(watched, DEFAULT))
+        except VerificationError:
+            # Its optimizer fails at some networks with more outputs. The file has loaded.
+            return None
 
     def codes(self, feed: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return the codes of one batch, by the names of their values."""

@@ -25,6 +25,7 @@ import openvino
 from openvino import opset13
 
 _MULTIPLYING = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "GroupConvolution")
+_BY_CHANNEL = ("Add", "Subtract", "Multiply", "Divide", "PRelu", "FakeQuantize")
 
 
 class Engine:
@@ -32,7 +33,9 @@ class Engine:
 
     def __init__(self) -> None:
         model = openvino.convert_model("model.onnx")
+        keep_order_of_equals(model)
         round_before_sums(model)
+        reduce_before_channels(model)
         openvino.save_model(model, "model.xml", compress_to_fp16=False)
         self.core = openvino.Core()
         known = set(self.core.get_property("CPU", "SUPPORTED_PROPERTIES"))
@@ -98,13 +101,51 @@ class Engine:
         return named
 
 
+def keep_order_of_equals(model: Any) -> None:
+    """Let the first of equal values come first, as in ONNX: codes are often equal."""
+    for node in model.get_ops():
+        if node.get_type_name() == "TopK":
+            node.set_attribute("stable", True)
+
+
+def reduce_before_channels(model: Any) -> None:
+    """Keep means, sums and maxima apart from operators with a value for each channel.
+
+    OpenVINO 2026.4 computes both at once, and takes the values of other channels if the
+    reduction drops an axis.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() not in _BY_CHANNEL:
+            continue
+        if sum(map(_has_several_values, node.input_values())) < 2:
+            continue
+        for value in node.inputs():
+            reduced = value.get_source_output().get_node()
+            reduced = _source(reduced) or reduced
+            is_real = reduced.get_output_element_type(0).is_real()
+            if is_real and reduced.get_type_name().startswith("Reduce"):
+                _set_apart(value)
+    model.validate_nodes_and_infer_types()
+
+
+def _has_several_values(value: Any) -> bool:
+    shape = value.get_partial_shape()
+    return shape.is_dynamic or bool(np.prod(shape.to_shape()) > 1)
+
+
+def _set_apart(value: Any) -> None:
+    """Put a maximum that changes nothing before the input of a node."""
+    least = opset13.constant(np.finfo(np.float32).min)
+    apart = opset13.maximum(value.get_source_output(), least)
+    value.replace_source_output(apart.output(0))
+
+
 def round_before_sums(model: Any) -> None:
     """Keep sums apart from the convolutions before them, if those compute a function.
 
     OpenVINO 2026.4 computes a convolution, a function such as SiLU and a sum at once, and then
-    it does not round the result of the convolution. A maximum that changes nothing prevents it.
+    it does not round the result of the convolution.
     """
-    least = np.finfo(np.float32).min
     for node in model.get_ordered_ops():
         if node.get_type_name() != "Add":
             continue
@@ -114,8 +155,7 @@ def round_before_sums(model: Any) -> None:
             if function is None or function.get_input_size() != 1:
                 continue
             if _source(function.input_value(0).get_node()) is not None:
-                apart = opset13.maximum(rounded, opset13.constant(least))
-                value.replace_source_output(apart.output(0))
+                _set_apart(value)
     model.validate_nodes_and_infer_types()
 
 
