@@ -87,9 +87,10 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
     """Return the kind of loss of a part and a sentence; None if it loses no more than the
     others.
     """
-    sqnr = part.sqnr_db
-    if sqnr is None:
+    if part.sqnr_db is None:
         return None
+    # That of all values
+    sqnr = part.noise.sqnr_db
     name = named_output(part.name)
     if part.collapses:
         value = f"{part.other.low:.3g} everywhere in the quantized network"
@@ -100,7 +101,8 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         low, high = part.reference.low, part.reference.high
         share = part.rms_error / (high - low)
         text = f"{name} only ranges from {low:.6g} to {high:.6g} in the float network, and its "
-        text += f"error is {share:.0%} of that range, which the SQNR of {sqnr:.1f} dB hides"
+        text += f"error is {share:.0%} of that range. An SQNR of {sqnr:.1f} dB would hide it, "
+        text += f"so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
         return "hidden", text
     others_db = _sqnr_of_others(part, outputs)
     if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
@@ -188,14 +190,16 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
     """Yield a warning about channels that become constant, and one about channels with an error
     that is large against their narrow range.
     """
-    channels = figures.channels
+    channels = figures.whole.channels
     if channels is None:
         return
     if channels.collapsed:
         text = "are constant in the quantized network only"
         yield _channel_warning(figures, channels.collapsed, text)
     if channels.lost:
-        text = "have narrow ranges far from 0, and lose a fifth of these ranges or more"
+        lowest = min(noise.sqnr_db for noise in channels.lost_noise)
+        text = "have narrow ranges far from 0, and lose a fifth of these ranges or more "
+        text += f"(the SQNR of what varies, {lowest:.1f} dB, counts)"
         yield _channel_warning(figures, channels.lost, text)
 
 
@@ -203,7 +207,7 @@ def _channel_warning(
     figures: OutputFigures, indices: Sequence[int], fact: str
 ) -> OutputWarning:
     """Return the warning about channels of an output, with what is true of them."""
-    channels = figures.channels
+    channels = figures.whole.channels
     assert channels is not None
     name = figures.whole.name
     layer = figures.whole.layer

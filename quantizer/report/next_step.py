@@ -158,10 +158,10 @@ def _proposed_gate(tested: JsonMapping) -> str:
     for name, pair in tested.get("pairs", {}).items():
         if tested["metrics"].get(f"{name}{DROP}") is not None and pair["float"]:
             return _gate_on_loss(tested, name)
-    parts = measured_parts(tested)
-    if not parts:
+    lowest_db = tested["metrics"].get("sqnr_db")
+    if lowest_db is None:
         return ""
-    return f"sqnr_db>={math.floor(parts[0]['sqnr_db'] - _GATE_MARGIN_DB)}"
+    return f"sqnr_db>={math.floor(lowest_db - _GATE_MARGIN_DB)}"
 
 
 def measured_parts(tested: JsonMapping) -> list[JsonMapping]:
