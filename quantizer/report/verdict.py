@@ -22,6 +22,7 @@ from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextFacts,
+    leaf_rows,
     measured_parts,
     next_step,
     relative_loss,
@@ -221,14 +222,15 @@ def _metrics(tested: JsonMapping) -> Iterator[str]:
 def _outputs(tested: JsonMapping) -> Iterator[str]:
     """Yield a line on the difference of the outputs from float."""
     rows = measured_parts(tested)
+    count = len(leaf_rows(tested))
     texts = []
-    if len(rows) == 1:
+    if rows and count == 1:
         texts.append(f"The output differs from float by {_error(rows[0])}")
     elif rows:
         worst = rows[0]
         name = named_output(worst["name"])
         texts.append(
-            f"Of {len(rows)} outputs, {name} differs most from float, by {_error(worst)}"
+            f"Of {count} outputs, {name} differs most from float, by {_error(worst)}"
         )
         for row in rows[1 : 1 + _MAX_NAMES]:
             texts.append(f"{named_output(row['name'])} by {_share(row['sqnr_db'])}")
@@ -237,6 +239,8 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
         if row["kind"] == "integer" and row["equal"] < 1:
             name = named_output(row["name"])
             texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
+        elif row["kind"] == "constant" and row["name"] == row["output"]:
+            texts.append(f"{named_output(row['name'])} is constant in float")
     if texts:
         yield f"{'; '.join(texts)}."
 
