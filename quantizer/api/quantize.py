@@ -244,6 +244,7 @@ def _verdict_facts(
         plan,
         floating=floating,
         float_activations=verification.float_activations,
+        activation_codes=verification.activation_codes,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],

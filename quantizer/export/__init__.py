@@ -205,7 +205,11 @@ def export(
         exporter.remove(deployment, path)
         raise
     losses = [f"in test mode already: {text}" for text in deployment.warnings]
-    return replace(verification, remarks=(*verification.remarks, *losses))
+    return replace(
+        verification,
+        remarks=(*verification.remarks, *losses),
+        activation_codes=exporter.activation_codes,
+    )
 
 
 def size_on_disk(target: str, path: Path) -> int:

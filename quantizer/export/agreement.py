@@ -96,6 +96,8 @@ class Verification:
         uint8_weights: layers whose weights could be int8 only on some processors.
         processors: on which the file is right; empty if that does not depend on them.
         float_activations: layer and role of those that the file leaves in float for speed.
+        activation_codes: the integer type of 8-bit activations in the file; empty for that of
+            the config.
     """
 
     compared: str
@@ -115,6 +117,7 @@ class Verification:
     uint8_weights: tuple[str, ...] = ()
     processors: str = ""
     float_activations: tuple[tuple[str, str], ...] = ()
+    activation_codes: str = ""
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
 

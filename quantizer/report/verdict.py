@@ -33,6 +33,7 @@ from quantizer.storage.process_memory import size_text
 MAX_LINES = 8
 _MAX_METRICS = 3
 _MAX_NAMES = 3
+_BYTES = ("int8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class VerdictFacts:
         *,
         floating: Mapping[str, str] | None,
         float_activations: Collection[Key] = (),
+        activation_codes: str = "",
         **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
@@ -91,6 +93,8 @@ class VerdictFacts:
             floating: by layer, why a runtime multiplies it in float; None if no runtime was
                 asked.
             float_activations: those that the file leaves in float, although they are planned.
+            activation_codes: the integer type of 8-bit activations in the file; empty for that
+                of the plan.
             facts: the other attributes.
         """
         tensors = dict(plan.tensors)
@@ -102,7 +106,7 @@ class VerdictFacts:
         left_float = {names.get(layer, layer): reason for layer, reason in reasons.items()}
         return cls(
             model=plan.graph.model,
-            formats=_main_formats(plan),
+            formats=_main_formats(plan, activation_codes),
             float_size=weight_bytes(plan)[0],
             left_float=left_float,
             weight_bits=_weight_bits(plan),
@@ -110,7 +114,7 @@ class VerdictFacts:
         )
 
 
-def _main_formats(plan: Plan) -> str:
+def _main_formats(plan: Plan, activation_codes: str) -> str:
     """Return the most frequent number formats: two of weights, and one of activations.
 
     Example: "int4 and int8 weights, uint8 activations". The format of keys and values is named
@@ -128,6 +132,8 @@ def _main_formats(plan: Plan) -> str:
             cache[number_format] += 1
         elif role == "weights":
             counts["weights"][number_format] += 1
+        elif activation_codes and number_format in _BYTES:
+            counts["activations"][activation_codes] += 1
         else:
             counts["activations"][number_format] += 1
     if counts["activations"]:
