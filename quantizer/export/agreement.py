@@ -23,6 +23,10 @@ _SHOWN_LINES = 1
 
 
 _RUN = "in int8"
+_NO_PRODUCTS = (
+    "The network has no multiplications that integers make faster: use the float network where "
+    "the device takes it"
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Kernels:
     @property
     def summary_lines(self) -> list[str]:
         """Return a sentence about all multiplications, and one for each reason."""
+        if not self.count:
+            return [_NO_PRODUCTS]
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
             layers_by_reason.setdefault(why, []).append(layer)
