@@ -235,9 +235,7 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
     elif rows:
         worst = rows[0]
         name = named_output(worst["name"])
-        texts.append(
-            f"Of {count} outputs, {name} differs most from float, by {_error(worst)}"
-        )
+        texts.append(f"Of {count} outputs, {name} differs most from float, by {_error(worst)}")
         for row in rows[1 : 1 + _MAX_NAMES]:
             texts.append(f"{named_output(row['name'])} by {_share(row['sqnr_db'])}")
     for row in tested.get("outputs", ()):
