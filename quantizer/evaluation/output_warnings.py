@@ -34,7 +34,8 @@ class OutputWarning:
     """A warning about one output or part.
 
     Attributes:
-        kind: "constant", "hidden", "below", "channels", "varies", "rows" or "unmatched".
+        kind: "random", "constant", "hidden", "below", "channels", "varies", "rows" or
+            "unmatched".
         output: the name of the output or part.
         text: a sentence for people.
         layer: the one that causes the loss; "" if it is not known.
@@ -67,8 +68,12 @@ def output_warnings(
     if compared.spoiled is not None:
         return []
     warnings: list[OutputWarning] = []
+    drawing = _random_origins(networks.reference.graph)
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
         if figures.whole.name in explained:
+            continue
+        if output.node in drawing:
+            warnings.append(_about_random(figures.whole.name, drawing[output.node]))
             continue
         open_parts = [part for part in figures.leaves if part.name not in explained]
         lost = [part for part in open_parts if loss_of(part, compared.outputs) is not None]
@@ -81,6 +86,25 @@ def output_warnings(
             warnings += _about_channels(figures)
         warnings += _about_rows(figures)
     return warnings
+
+
+def _random_origins(graph: Graph) -> dict[str, str]:
+    """Return the first layer that draws random numbers for each node that depends on them."""
+    origins: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.is_random:
+            origins[node.name] = node.name
+        for name in node.refs():
+            if name in origins:
+                origins.setdefault(node.name, origins[name])
+    return origins
+
+
+def _about_random(name: str, layer: str) -> OutputWarning:
+    """Return the warning about an output that depends on random numbers."""
+    text = f"{named_output(name)} depends on random numbers, which {layer} draws: its figures "
+    text += "are of other numbers in each run of a network, and not of quantization alone"
+    return OutputWarning("random", name, text, layer, "activation")
 
 
 def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, str] | None:

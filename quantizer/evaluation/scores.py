@@ -308,7 +308,9 @@ def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     for warning in warnings:
         level = logging.INFO if warning.kind == "rows" else logging.WARNING
         _logger.log(level, "%s", warning.text)
-    is_named = any(warning.kind in ("constant", "hidden", "below") for warning in warnings)
+    is_named = any(
+        warning.kind in ("random", "constant", "hidden", "below") for warning in warnings
+    )
     if is_named or scores.is_task_held or remark_on_passes is not None:
         return warnings
     remark = low_sqnr.remark(scores.comparison, networks)

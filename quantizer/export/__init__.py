@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from quantizer.plan.model import Plan, TensorSpecs
 
 FOLDER = "export"
+_IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
+_FIX_NUMBERS = (
+    "make these numbers an input of forward(), or leave them out in evaluation mode; "
+    "--deploy safetensors holds the weights without the operators"
+)
 _MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
 _USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'
 
@@ -109,7 +114,15 @@ def _refusals(
     specs: TensorSpecs,
     opset: int,
 ) -> Iterator[Refusal]:
-    """Yield what a target cannot hold: negative scales, and the refusals of its exporter."""
+    """Yield what a target cannot hold: random numbers if the file has operators, negative
+    scales, and the refusals of its exporter.
+    """
+    has_operators = not EXPORTERS[checked.target].by_tensor
+    drawing = [node.name for node in graph.nodes if has_operators and node.is_random]
+    for name in drawing:
+        yield Refusal(_IS_RANDOM, _FIX_NUMBERS, name)
+    if drawing:
+        return
     if not EXPORTERS[checked.target].holds_negative_scales:
         for (layer, role), spec in specs.items():
             if spec.dtype == "int" and spec.has_signed_scale:
