@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantizer.calibration.solution import Solution
+    from quantizer.config.model import Algorithm
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Plan, TensorSpecs
 
 FOLDER = "export"
+_LEAVE_OUT = "leave the algorithm or the module out, or use --deploy safetensors"
 _IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
 _FIX_NUMBERS = (
     "make these numbers an input of forward(), or leave them out in evaluation mode; "
@@ -85,13 +87,28 @@ def require_model(target: str, choices: Mapping[str, str], model: nn.Module) -> 
         raise UsageError(message, help=error.help) from error
 
 
-def planned_refusals(checked: CheckedTarget, plan: Plan) -> list[Refusal]:
+def planned_refusals(
+    checked: CheckedTarget, plan: Plan, algorithms: Iterable[Algorithm] = ()
+) -> list[Refusal]:
     """Return what a target cannot express of a plan.
 
     What algorithms will insert is not known yet.
+
+    Args:
+        algorithms: those that will round the weights.
     """
     opset = plan.settings.onnx_opset_version
-    return list(_refusals(checked, plan.graph, plan.specs, opset))
+    refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
+    if not EXPORTERS[checked.target].for_transformers:
+        return refusals
+    from quantizer.plan.fitted_algorithms import rounded_apart
+
+    for algorithm in algorithms:
+        why = f"is of a module that is called several times: {algorithm.name} rounds it for "
+        why += "each call on its own, and files have one weight of a module"
+        for layer in rounded_apart(algorithm, plan):
+            refusals.append(Refusal(why, _LEAVE_OUT, layer, "weights"))
+    return refusals
 
 
 def require_expressible(
