@@ -83,7 +83,8 @@ def require_model(target: str, choices: Mapping[str, str], model: nn.Module) -> 
     try:
         exporter.require_model(model)
     except UsageError as error:
-        message = f"--deploy {target}: {error.message}"
+        message = error.message.removeprefix(f"--deploy {target}: ")
+        message = f"--deploy {target}: {message}"
         raise UsageError(message, help=error.help) from error
 
 
