@@ -20,6 +20,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.modules import export_modules
+from quantizer.export.run_words import in_words_of_checkpoint
 from quantizer.nn.inplace import check_float
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.plan.model import Plan
@@ -134,7 +135,8 @@ def export(
         )
     if dataloader is None:
         dataloader = [example_input(model, _EXAMPLE_LENGTH)]
-    return export_modules(model, place, _items(dataloader, model))
+    with in_words_of_checkpoint():
+        return export_modules(model, place, _items(dataloader, model))
 
 
 def _need_of_data(config: Config, plan: Plan) -> tuple[str, str]:

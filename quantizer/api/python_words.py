@@ -75,6 +75,7 @@ def in_python(value: Any) -> Any:
     {'help': '`quantizer plan --top 3` shows them; run `calibrate` and `Result.save` again'}
     """
     if isinstance(value, str):
+        value = value.replace("test mode's --deploy", "`Result.export` with --deploy")
         return _OPTION.sub(_argument, _IN_THE_FILE.sub("", value))
     if isinstance(value, (list, tuple)):
         return type(value)(map(in_python, value))

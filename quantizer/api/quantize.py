@@ -244,6 +244,7 @@ def _verdict_facts(
         plan,
         floating=floating,
         float_activations=verification.float_activations,
+        activation_codes=verification.activation_codes,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],
@@ -294,7 +295,7 @@ def _confirm(
     Raises:
         UsageError: the target cannot hold the plan, or the plan needs data and there is none.
     """
-    refuse(checked.words, planned_refusals(checked, state.plan))
+    refuse(checked.words, planned_refusals(checked, state.plan, request.config.algorithms))
     if request.needs_data(state.plan) and request.batches.stamp == EXAMPLE_STAMP:
         raise UsageError(
             "the config needs calibration data, and there is none",

@@ -229,13 +229,19 @@ def _report_change(
             help="a traced network keeps nothing from call to call: compute a new value from "
             "the inputs instead",
         )
-    layer = _first_random(graph, call)
+    drawing = [node.name for node in graph.nodes if node.is_random]
+    layer = drawing[0] if drawing else _first_random(graph, call)
     where = f", first at {layer}" if layer else ", which its trace has frozen"
+    effect = "comparisons with the float model include these differences"
+    # Dropout, which a pass removes
+    if layer and graph.by_name[layer].row.only_moves:
+        effect = "the quantized network leaves this layer out"
     logger.warning(
         "%s gives another output in each call on the same batch: it draws random numbers in "
-        "evaluation mode%s; comparisons with the float model include these differences",
+        "evaluation mode%s; %s",
         name,
         where,
+        effect,
     )
 
 

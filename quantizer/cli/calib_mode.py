@@ -162,7 +162,7 @@ def _confirm(
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     for target in options.for_:
         checked = checked_target(target, options.target_choices)
-        refuse(checked.words, planned_refusals(checked, plan))
+        refuse(checked.words, planned_refusals(checked, plan, request.config.algorithms))
         for remark in values_remarks(checked, plan):
             say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:

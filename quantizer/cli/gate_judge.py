@@ -1,7 +1,7 @@
 """Judges the configs of a ladder by gates: calibrates and tests each, in memory."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli import session
@@ -14,6 +14,7 @@ from quantizer.cli.gates import Gate, about_all, names_in_test, require_known
 from quantizer.cli.render import say_note
 from quantizer.cli.screen import without_notes
 from quantizer.cli.session import OpenedRun, ReadConfig
+from quantizer.config.model import Algorithm
 from quantizer.errors import UsageError
 from quantizer.evaluation.ladder.admission import Admission
 from quantizer.evaluation.ladder.climb import START, Climb, Climber, Row
@@ -89,7 +90,7 @@ class GateJudge:
             self._refusal,
         )
         start = Rung(self.start_config.config.document, fast_finetune)
-        refusal = self._refusal(Admission(ground, start).plan)
+        refusal = self._refusal(Admission(ground, start).plan, start.config.algorithms)
         if refusal:
             raise UsageError(refusal, help="start from a config that this target can hold")
         climber = Climber(ground, 60 * minutes, after_row=self._print_step)
@@ -173,12 +174,12 @@ class GateJudge:
         names = names_in_test(metrics, self._options, directions)
         require_known(about_all(self.gates), names)
 
-    def _refusal(self, plan: Plan) -> str:
+    def _refusal(self, plan: Plan, algorithms: Iterable[Algorithm]) -> str:
         """Return why a target cannot hold a plan; an empty text if all targets can."""
         for target in self._targets:
             checked = checked_target(target, self._options.target_choices)
             try:
-                refuse(checked.words, planned_refusals(checked, plan))
+                refuse(checked.words, planned_refusals(checked, plan, algorithms))
             except UsageError as error:
                 return error.message
         return ""

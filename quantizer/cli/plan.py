@@ -81,7 +81,9 @@ def plan(options: Options) -> None:
     refused: dict[str, list[dict[str, Any]]] = {}
     values: dict[str, tuple[str, ...]] = {}
     for target in options.for_:
-        refusals[target] = planned_refusals(CHECKED_TARGETS[target], planned)
+        refusals[target] = planned_refusals(
+            CHECKED_TARGETS[target], planned, read.config.algorithms
+        )
         refused[target] = [asdict(refusal) for refusal in refusals[target]]
         values[target] = planned_values(CHECKED_TARGETS[target], planned)
     if refused:

@@ -390,18 +390,21 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     runtime = ""
     floating: Mapping[str, str] | None = None
     float_activations: tuple[Key, ...] = ()
+    activation_codes = ""
     notes: tuple[str, ...] = ()
     for written, verified in tested.deployed.items():
         path = str(written)
         size = tested.exports[-1]["bytes"]
         runtime, floating = verified.in_runtime
         float_activations = verified.float_activations
+        activation_codes = verified.activation_codes
         if tested.exports[-1]["target"] in _NOTED_TARGETS:
             notes = verified.remarks
     facts = VerdictFacts.of(
         finished.plan,
         floating=floating,
         float_activations=float_activations,
+        activation_codes=activation_codes,
         path=path,
         size=size,
         tested=tested.report,

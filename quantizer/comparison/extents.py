@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantizer.comparison.noise import Noise
+
 MIN_VALUES = 4
 """With fewer values, nothing is said of values that become equal: that may be chance."""
-MIN_FOR_RANGE = 16
+MIN_FOR_RANGE = 8
 """With fewer values, nothing is said of a narrow range: that may be chance."""
 _FLAT = 1e-3
 """Values that differ by less than this share of the largest count as one value."""
@@ -86,6 +88,24 @@ def is_lost(low: Tensor, high: Tensor, rms_error: Tensor) -> Tensor:
     spread = high - low
     is_large = rms_error > _MAX_ERROR * spread
     return _is_narrow(low, high) & is_large
+
+
+def varying_noise(low: float, high: float, count: int, error: float) -> Noise:
+    """Return the noise of values from low to high without the energy of what does not vary.
+
+    Each value counts as half of the range, and the error as independent of the values.
+
+    Args:
+        low, high: the ends of the range.
+        count: how many values there are.
+        error: the sum of the squared error.
+
+    >>> round(varying_noise(299.0, 301.0, 100, 25.0).sqnr_db, 2)
+    6.02
+    """
+    half = (high - low) / 2
+    signal = count * half * half
+    return Noise(signal, signal + error, error)
 
 
 @dataclass
@@ -180,6 +200,15 @@ class ChannelExtents:
         mean_error = self.error / self.count
         lost = is_lost(self.low, self.high, mean_error.sqrt())
         return _indices(lost)
+
+    @property
+    def lost_noise(self) -> list[Noise]:
+        """Return the noise of each lost channel, without the energy of what does not vary."""
+        noises = []
+        for index in self.lost:
+            low, high = float(self.low[index]), float(self.high[index])
+            noises.append(varying_noise(low, high, self.count, float(self.error[index])))
+        return noises
 
 
 def _extent(low: Tensor, high: Tensor) -> Extent:

@@ -179,7 +179,7 @@ class OutputComparison:
         y = quantized.value
         figures = _empty(output)
         if output.channel_axis is not None and x.is_floating_point():
-            figures.channels = ChannelExtents.of(x, y, output.channel_axis)
+            figures.whole.channels = ChannelExtents.of(x, y, output.channel_axis)
         split = self._split(output, reference)
         matched = None
         if output.order is not None:
@@ -191,7 +191,7 @@ class OutputComparison:
             if output.order is not None:
                 figures.order = count_unmatched(output.order, reference.seen)
         if split is not None and split.is_unwritten:
-            figures.channels = None
+            figures.whole.channels = None
         if split is None:
             self._add_whole(figures, x, y, matched)
             return figures
@@ -215,8 +215,8 @@ class OutputComparison:
         ranges = None
         if matched is not None:
             x, y = matched.select(x, y)
-        elif figures.channels is not None:
-            ranges = figures.channels.whole
+        elif figures.whole.channels is not None:
+            ranges = figures.whole.channels.whole
         figures.whole.add(x, y, ranges)
 
     def _split(self, output: Output, run: SeenOutput) -> _Split | None:
@@ -385,9 +385,9 @@ def _of_tokens(
     ranges = None
     axis = output.channel_axis
     if axis is not None and axis >= mask.dim() and x.is_floating_point():
-        figures.channels = ChannelExtents.of(x, y, axis)
-    if figures.channels is not None:
-        ranges = figures.channels.whole
+        figures.whole.channels = ChannelExtents.of(x, y, axis)
+    if figures.whole.channels is not None:
+        ranges = figures.whole.channels.whole
     figures.whole.add(x, y, ranges)
     return figures
 

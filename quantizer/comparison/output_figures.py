@@ -20,6 +20,7 @@ from quantizer.comparison.extents import (
     Extent,
     is_flat,
     is_lost,
+    varying_noise,
 )
 from quantizer.comparison.noise import Noise
 from quantizer.errors import DataError
@@ -51,6 +52,7 @@ class PartFigures:
         noise: the error of floating-point values.
         reference: the range of the float network's values.
         other: the range of the quantized network's values.
+        channels: the ranges of the channels of a whole output, if it has channels.
     """
 
     name: str
@@ -64,6 +66,7 @@ class PartFigures:
     noise: Noise = field(default_factory=Noise)
     reference: Extent = field(default_factory=Extent)
     other: Extent = field(default_factory=Extent)
+    channels: ChannelExtents | None = None
 
     def add(self, x: Tensor, y: Tensor, ranges: tuple[Extent, Extent] | None = None) -> None:
         """Add the values of one batch.
@@ -112,13 +115,32 @@ class PartFigures:
 
     @property
     def sqnr_db(self) -> float | None:
-        """Return the SQNR in dB; None for constant, integer or no values."""
-        return self.noise.sqnr_db if self.kind == "float" else None
+        """Return the SQNR in dB; None for constant, integer or no values.
+
+        Where that of all values would hide a loss, it is the SQNR of what varies.
+        """
+        ratios = [noise.sqnr_db for noise in self._rated]
+        return min(ratios, default=None)
 
     @property
     def cosine(self) -> float | None:
-        """Return the cosine of both networks' values; None where there is no SQNR."""
-        return self.noise.cosine if self.kind == "float" else None
+        """Return the cosine of both networks' values, as for the SQNR; None where there is no
+        SQNR.
+        """
+        return _lowest([noise.cosine for noise in self._rated])
+
+    @property
+    def _rated(self) -> list[Noise]:
+        """Return the noise of all values, and that of what varies where all values hide it."""
+        if self.kind != "float":
+            return []
+        noises = [self.noise]
+        if self.hides_its_loss:
+            low, high = self.reference.low, self.reference.high
+            noises.append(varying_noise(low, high, self.count, self.noise.error))
+        if self.channels is not None:
+            noises += self.channels.lost_noise
+        return noises
 
     @property
     def equal_share(self) -> float | None:
@@ -217,22 +239,22 @@ class OutputFigures:
     Args:
         whole: the figures of all its values.
         parts: the figures of its parts, if there are several.
-        channels: the ranges of its channels, if it has channels.
         order: counts of rows, if an operator puts rows in an order that depends on values.
     """
 
     whole: PartFigures
     parts: list[PartFigures] = field(default_factory=list)
-    channels: ChannelExtents | None = None
     order: RowCounts | None = None
 
     def merge(self, other: OutputFigures) -> None:
         """Add other batches."""
+        channels = self.whole.channels
         if not self.whole.count:
-            self.channels = other.channels
-        elif self.channels is not None:
-            channels = other.channels
-            self.channels = None if channels is None else self.channels.merged(channels)
+            self.whole.channels = other.whole.channels
+        elif channels is not None and other.whole.channels is not None:
+            self.whole.channels = channels.merged(other.whole.channels)
+        else:
+            self.whole.channels = None
         self.whole.merge(other.whole)
         for part, other_part in zip(self.parts, other.parts, strict=True):
             part.merge(other_part)
@@ -260,17 +282,30 @@ def leaves(outputs: Sequence[OutputFigures]) -> Iterator[PartFigures]:
 def worst(outputs: Sequence[OutputFigures]) -> PartFigures | None:
     """Return the part or output with the lowest SQNR, the first of equal ones; None if none
     has an SQNR."""
-    rated = [part for part in leaves(outputs) if part.sqnr_db is not None]
-    return min(rated, key=lambda part: part.noise.sqnr_db, default=None)
+    rated = [part for part in _rated_rows(outputs) if part.sqnr_db is not None]
+    return min(rated, key=lambda part: part.sqnr_db or 0.0, default=None)
 
 
 def lowest_cosine(outputs: Sequence[OutputFigures]) -> float | None:
     """Return the lowest cosine of a part or output, NaN if one is NaN; None if none has a
     cosine."""
-    cosines = [part.cosine for part in leaves(outputs) if part.cosine is not None]
-    if any(map(math.isnan, cosines)):
+    cosines = [part.cosine for part in _rated_rows(outputs) if part.cosine is not None]
+    return _lowest(cosines)
+
+
+def _rated_rows(outputs: Sequence[OutputFigures]) -> Iterator[PartFigures]:
+    """Yield all parts, outputs without parts, and outputs whose channels have a figure."""
+    for output in outputs:
+        yield from output.leaves
+        if output.parts and output.whole.channels is not None:
+            yield output.whole
+
+
+def _lowest(values: Sequence[float]) -> float | None:
+    """Return the lowest value, NaN if one is NaN; None without values."""
+    if any(map(math.isnan, values)):
         return math.nan
-    return min(cosines, default=None)
+    return min(values, default=None)
 
 
 def pooled_noise(outputs: Sequence[OutputFigures]) -> Noise:

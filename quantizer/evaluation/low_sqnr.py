@@ -50,7 +50,7 @@ def remark(compared: NetworkComparison, networks: Networks) -> str | None:
         networks: what was compared.
     """
     lowest = worst(compared.outputs)
-    if lowest is None or compared.spoiled is not None or (lowest.sqnr_db or 0.0) >= LOW_DB:
+    if lowest is None or compared.spoiled is not None or lowest.noise.sqnr_db >= LOW_DB:
         return None
     is_only = len(list(leaves(compared.outputs))) == 1
     subject = "the output's SQNR" if is_only else f"the SQNR of {named_output(lowest.name)}"

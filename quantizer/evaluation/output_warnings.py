@@ -34,7 +34,8 @@ class OutputWarning:
     """A warning about one output or part.
 
     Attributes:
-        kind: "constant", "hidden", "below", "channels", "varies", "rows" or "unmatched".
+        kind: "random", "constant", "hidden", "below", "channels", "varies", "rows" or
+            "unmatched".
         output: the name of the output or part.
         text: a sentence for people.
         layer: the one that causes the loss; "" if it is not known.
@@ -67,8 +68,12 @@ def output_warnings(
     if compared.spoiled is not None:
         return []
     warnings: list[OutputWarning] = []
+    drawing = _random_origins(networks.reference.graph)
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
         if figures.whole.name in explained:
+            continue
+        if output.node in drawing:
+            warnings.append(_about_random(figures.whole.name, drawing[output.node]))
             continue
         open_parts = [part for part in figures.leaves if part.name not in explained]
         lost = [part for part in open_parts if loss_of(part, compared.outputs) is not None]
@@ -83,13 +88,33 @@ def output_warnings(
     return warnings
 
 
+def _random_origins(graph: Graph) -> dict[str, str]:
+    """Return the first layer that draws random numbers for each node that depends on them."""
+    origins: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.is_random:
+            origins[node.name] = node.name
+        for name in node.refs():
+            if name in origins:
+                origins.setdefault(node.name, origins[name])
+    return origins
+
+
+def _about_random(name: str, layer: str) -> OutputWarning:
+    """Return the warning about an output that depends on random numbers."""
+    text = f"{named_output(name)} depends on random numbers, which {layer} draws: its figures "
+    text += "are of other numbers in each run of a network, and not of quantization alone"
+    return OutputWarning("random", name, text, layer, "activation")
+
+
 def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, str] | None:
     """Return the kind of loss of a part and a sentence; None if it loses no more than the
     others.
     """
-    sqnr = part.sqnr_db
-    if sqnr is None:
+    if part.sqnr_db is None:
         return None
+    # That of all values
+    sqnr = part.noise.sqnr_db
     name = named_output(part.name)
     if part.collapses:
         value = f"{part.other.low:.3g} everywhere in the quantized network"
@@ -100,7 +125,8 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         low, high = part.reference.low, part.reference.high
         share = part.rms_error / (high - low)
         text = f"{name} only ranges from {low:.6g} to {high:.6g} in the float network, and its "
-        text += f"error is {share:.0%} of that range, which the SQNR of {sqnr:.1f} dB hides"
+        text += f"error is {share:.0%} of that range. An SQNR of {sqnr:.1f} dB would hide it, "
+        text += f"so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
         return "hidden", text
     others_db = _sqnr_of_others(part, outputs)
     if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
@@ -188,14 +214,16 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
     """Yield a warning about channels that become constant, and one about channels with an error
     that is large against their narrow range.
     """
-    channels = figures.channels
+    channels = figures.whole.channels
     if channels is None:
         return
     if channels.collapsed:
         text = "are constant in the quantized network only"
         yield _channel_warning(figures, channels.collapsed, text)
     if channels.lost:
-        text = "have narrow ranges far from 0, and lose a fifth of these ranges or more"
+        lowest = min(noise.sqnr_db for noise in channels.lost_noise)
+        text = "have narrow ranges far from 0, and lose a fifth of these ranges or more "
+        text += f"(the SQNR of what varies, {lowest:.1f} dB, counts)"
         yield _channel_warning(figures, channels.lost, text)
 
 
@@ -203,7 +231,7 @@ def _channel_warning(
     figures: OutputFigures, indices: Sequence[int], fact: str
 ) -> OutputWarning:
     """Return the warning about channels of an output, with what is true of them."""
-    channels = figures.channels
+    channels = figures.whole.channels
     assert channels is not None
     name = figures.whole.name
     layer = figures.whole.layer

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from quantizer.calibration.events import Events, RunStage
-from quantizer.comparison.output_figures import named_metrics, worst
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
@@ -72,14 +71,16 @@ class Scores:
 
     @property
     def quantization(self) -> dict[str, float]:
-        """Return the SQNR of each output and part against the float network that was quantized,
-        and that of the worst as `sqnr_db`.
+        """Return the SQNR of all values of each output and part against the float network that
+        was quantized, and the lowest as `sqnr_db`.
         """
-        losses = self.comparison.losses
-        figures = named_metrics(losses)
-        lowest = worst(losses)
-        if lowest is not None and lowest.sqnr_db is not None:
-            figures["sqnr_db"] = lowest.sqnr_db
+        figures = {}
+        for output in self.comparison.losses:
+            for row in output.rows:
+                if row.sqnr_db is not None:
+                    figures[f"sqnr_db[{row.name}]"] = row.noise.sqnr_db
+        if figures:
+            figures["sqnr_db"] = min(figures.values())
         return figures
 
     @property
@@ -307,7 +308,9 @@ def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     for warning in warnings:
         level = logging.INFO if warning.kind == "rows" else logging.WARNING
         _logger.log(level, "%s", warning.text)
-    is_named = any(warning.kind in ("constant", "hidden", "below") for warning in warnings)
+    is_named = any(
+        warning.kind in ("random", "constant", "hidden", "below") for warning in warnings
+    )
     if is_named or scores.is_task_held or remark_on_passes is not None:
         return warnings
     remark = low_sqnr.remark(scores.comparison, networks)

@@ -23,12 +23,19 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quantizer.calibration.solution import Solution
+    from quantizer.config.model import Algorithm
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Plan, TensorSpecs
 
 FOLDER = "export"
+_LEAVE_OUT = "leave the algorithm or the module out, or use --deploy safetensors"
+_IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
+_FIX_NUMBERS = (
+    "make these numbers an input of forward(), or leave them out in evaluation mode; "
+    "--deploy safetensors holds the weights without the operators"
+)
 _MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
 _USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'
 
@@ -76,17 +83,33 @@ def require_model(target: str, choices: Mapping[str, str], model: nn.Module) -> 
     try:
         exporter.require_model(model)
     except UsageError as error:
-        message = f"--deploy {target}: {error.message}"
+        message = error.message.removeprefix(f"--deploy {target}: ")
+        message = f"--deploy {target}: {message}"
         raise UsageError(message, help=error.help) from error
 
 
-def planned_refusals(checked: CheckedTarget, plan: Plan) -> list[Refusal]:
+def planned_refusals(
+    checked: CheckedTarget, plan: Plan, algorithms: Iterable[Algorithm] = ()
+) -> list[Refusal]:
     """Return what a target cannot express of a plan.
 
     What algorithms will insert is not known yet.
+
+    Args:
+        algorithms: those that will round the weights.
     """
     opset = plan.settings.onnx_opset_version
-    return list(_refusals(checked, plan.graph, plan.specs, opset))
+    refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
+    if not EXPORTERS[checked.target].for_transformers:
+        return refusals
+    from quantizer.plan.fitted_algorithms import rounded_apart
+
+    for algorithm in algorithms:
+        why = f"is of a module that is called several times: {algorithm.name} rounds it for "
+        why += "each call on its own, and files have one weight of a module"
+        for layer in rounded_apart(algorithm, plan):
+            refusals.append(Refusal(why, _LEAVE_OUT, layer, "weights"))
+    return refusals
 
 
 def require_expressible(
@@ -109,7 +132,15 @@ def _refusals(
     specs: TensorSpecs,
     opset: int,
 ) -> Iterator[Refusal]:
-    """Yield what a target cannot hold: negative scales, and the refusals of its exporter."""
+    """Yield what a target cannot hold: random numbers if the file has operators, negative
+    scales, and the refusals of its exporter.
+    """
+    has_operators = not EXPORTERS[checked.target].by_tensor
+    drawing = [node.name for node in graph.nodes if has_operators and node.is_random]
+    for name in drawing:
+        yield Refusal(_IS_RANDOM, _FIX_NUMBERS, name)
+    if drawing:
+        return
     if not EXPORTERS[checked.target].holds_negative_scales:
         for (layer, role), spec in specs.items():
             if spec.dtype == "int" and spec.has_signed_scale:
@@ -205,7 +236,11 @@ def export(
         exporter.remove(deployment, path)
         raise
     losses = [f"in test mode already: {text}" for text in deployment.warnings]
-    return replace(verification, remarks=(*verification.remarks, *losses))
+    return replace(
+        verification,
+        remarks=(*verification.remarks, *losses),
+        activation_codes=exporter.activation_codes,
+    )
 
 
 def size_on_disk(target: str, path: Path) -> int:

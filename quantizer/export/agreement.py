@@ -23,6 +23,10 @@ _SHOWN_LINES = 1
 
 
 _RUN = "in int8"
+_NO_PRODUCTS = (
+    "The network has no multiplications that integers make faster: use the float network where "
+    "the device takes it"
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Kernels:
     @property
     def summary_lines(self) -> list[str]:
         """Return a sentence about all multiplications, and one for each reason."""
+        if not self.count:
+            return [_NO_PRODUCTS]
         layers_by_reason: dict[str, list[str]] = {}
         for layer, why in self.floating.items():
             layers_by_reason.setdefault(why, []).append(layer)
@@ -96,6 +102,8 @@ class Verification:
         uint8_weights: layers whose weights could be int8 only on some processors.
         processors: on which the file is right; empty if that does not depend on them.
         float_activations: layer and role of those that the file leaves in float for speed.
+        activation_codes: the integer type of 8-bit activations in the file; empty for that of
+            the config.
     """
 
     compared: str
@@ -115,6 +123,7 @@ class Verification:
     uint8_weights: tuple[str, ...] = ()
     processors: str = ""
     float_activations: tuple[tuple[str, str], ...] = ()
+    activation_codes: str = ""
     sqnr_db_pooled: float | None = None
     parts: tuple[PartAgreement, ...] = ()
 

@@ -60,7 +60,7 @@ class Destination:
         return "" if has_data else self.gain
 
 
-_CHECKPOINT = "compressed-tensors"
+CHECKPOINT = "compressed-tensors"
 """Models of transformers become checkpoints that transformers, vLLM and SGLang load."""
 
 DESTINATIONS: dict[str, Destination] = {
@@ -91,14 +91,14 @@ DESTINATIONS: dict[str, Destination] = {
         preset="weight_int8",
         without_data="weight_int8",
         target="safetensors",
-        transformers_target=_CHECKPOINT,
+        transformers_target=CHECKPOINT,
     ),
     "w4": Destination(
         "int4 weights",
         preset="gptq_int4_group",
         without_data="weight_int4_group",
         target="safetensors",
-        transformers_target=_CHECKPOINT,
+        transformers_target=CHECKPOINT,
         gain="give calibration data: GPTQ then recovers most of what round-to-nearest loses.",
     ),
     "w8a8": Destination(
@@ -106,14 +106,14 @@ DESTINATIONS: dict[str, Destination] = {
         preset="smoothquant_int8",
         without_data="dynamic_int8",
         target="safetensors",
-        transformers_target=_CHECKPOINT,
+        transformers_target=CHECKPOINT,
         gain="give calibration data: activations then have static scales, which are faster.",
     ),
     "fp8": Destination(
         "fp8 weights and activations",
         preset="static_fp8",
         target="safetensors",
-        transformers_target=_CHECKPOINT,
+        transformers_target=CHECKPOINT,
     ),
     "gguf": Destination(
         "Q8_0 GGUF", preset="gguf_q8_0", without_data="gguf_q8_0", target="gguf"

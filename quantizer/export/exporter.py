@@ -87,6 +87,11 @@ class Exporter(ABC, Generic[Written]):
         """
         return ()
 
+    @property
+    def activation_codes(self) -> str:
+        """Return the integer type of 8-bit activations in files; empty for the config's."""
+        return ""
+
     def require_model(self, model: nn.Module) -> None:
         """Check what the target cannot hold of the model itself, before calibration.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantizer.graph.lengths import Length
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, unknown
+from quantizer.graph.targets import draws_numbers
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -92,6 +93,11 @@ class Node:
         if not self.row.is_linear_or_convolution or "weight" not in self.params:
             return False
         return isinstance(self.inputs.get("input"), Ref)
+
+    @property
+    def is_random(self) -> bool:
+        """Return whether the node draws random numbers."""
+        return draws_numbers(self.target, self.attrs)
 
     @property
     def is_join(self) -> bool:

@@ -32,6 +32,8 @@ _OF_SIZES: dict[str, Callable[..., Any]] = {
 """The same by target: "math.ceil", "builtins.round", "torch.sym_max"."""
 NORM_WITHOUT_STATISTICS = "aten._native_batch_norm_legit_no_training.default"
 CONVOLUTIONS = ("aten._convolution.default", "aten.convolution.default")
+_SWITCHES = frozenset({"training", "train", "dropout_p"})
+"""Arguments without which an operator draws no random numbers."""
 LINEAR_TARGET = "aten.linear.default"
 
 
@@ -211,3 +213,23 @@ def is_noise(target: str) -> bool:
     if name in ("detach", "detach_", "alias"):
         return True
     return name.startswith(("_assert", "sym_constrain", "lift_fresh", "_guards"))
+
+
+def draws_numbers(target: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether an operator draws random numbers. Some do so only in training, or with a
+    share of values to drop.
+
+    >>> draws_numbers("aten.rand_like.default", {})
+    True
+    >>> draws_numbers("aten.dropout.default", {"p": 0.5, "train": False})
+    False
+    """
+    if not target.startswith("aten."):
+        return False
+    function = resolve_target(target)
+    tags = getattr(function, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    defaults = argument_defaults(target)
+    switches = _SWITCHES.intersection(defaults)
+    return not switches or any(map(arguments.get, switches))

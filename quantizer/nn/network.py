@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quantizer.nn as layers
+from quantizer.config.wording import counted
 from quantizer.errors import BatchError, DataError, first_line
 from quantizer.graph.describe import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
@@ -130,8 +131,9 @@ class Network(nn.Module):
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(values):
             raise DataError(
-                f"{self.graph.model} was traced with {len(values)} inputs, but this call has "
-                f"{count}"
+                f"{self.graph.model} was traced with {counted(len(values), 'input')}, but this "
+                f"call has {count}",
+                help="give the inputs of the call that was traced, and no others",
             )
         if _differ(batches):
             raise DataError(f"the inputs have batches of different sizes: {batches}")
@@ -238,7 +240,9 @@ def _check_input(
             fits = fits and value.shape[axis] == size
     if not fits:
         remedy = "all batches need the shape and dtype of the first one; b is their size"
-        if node.is_float and node.rank == _IMAGE_RANK and value.dim() == _IMAGE_RANK:
+        # Only its height or width may be another
+        is_alike = value.dtype == node.dtype and value.shape[1:2] == node.shape[1:2]
+        if is_alike and node.is_float and node.rank == value.dim() == _IMAGE_RANK:
             remedy += "; the option dynamic leaves height and width open, if the model does"
         raise BatchError(
             f"{node.name}: expected [{', '.join(expected)}] {node.dtype}, got "

@@ -124,8 +124,8 @@ def leave_out_idle_algorithms(fitting: Fitting) -> None:
     # From the last, as an index counts those before it
     for algorithm in reversed(fitting.config.algorithms):
         reason = why_algorithm_is_idle(algorithm, fitting.plan)
-        shared = _shared_layers(fitting.plan)
-        if reason is None and shared and algorithm.stage == "round":
+        shared = [] if reason is not None else rounded_apart(algorithm, fitting.plan)
+        if shared:
             names = first_names(fitting.names(shared), 2)
             reason = f"it would round the weights of {names} for each call on its own"
         if reason is not None:
@@ -133,10 +133,14 @@ def leave_out_idle_algorithms(fitting: Fitting) -> None:
             fitting.remove(algorithm.path, sentence)
 
 
-def _shared_layers(plan: Plan) -> list[str]:
-    """Return the layers with a quantized weight that another call has, too."""
+def rounded_apart(algorithm: Algorithm, plan: Plan) -> list[str]:
+    """Return the layers whose weight another call has, too, and which an algorithm would round
+    for each call on its own.
+    """
     layers: list[str] = []
-    for group in find_structure(plan.graph).groups:
+    if algorithm.stage != "round":
+        return layers
+    for group in find_structure(plan.graph, algorithm.names).groups:
         for layer in group.tied:
             node = plan.graph.by_name[layer]
             if node.is_multiplying and (layer, "weights") in plan.tensors:

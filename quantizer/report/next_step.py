@@ -158,26 +158,25 @@ def _proposed_gate(tested: JsonMapping) -> str:
     for name, pair in tested.get("pairs", {}).items():
         if tested["metrics"].get(f"{name}{DROP}") is not None and pair["float"]:
             return _gate_on_loss(tested, name)
-    parts = measured_parts(tested)
-    if not parts:
+    lowest_db = tested["metrics"].get("sqnr_db")
+    if lowest_db is None:
         return ""
-    return f"sqnr_db>={math.floor(parts[0]['sqnr_db'] - _GATE_MARGIN_DB)}"
+    return f"sqnr_db>={math.floor(lowest_db - _GATE_MARGIN_DB)}"
 
 
-def measured_parts(tested: JsonMapping) -> list[JsonMapping]:
-    """Return the rows of outputs and parts that have an SQNR, the lowest first.
-
-    An output that has parts is left out.
-    """
+def leaf_rows(tested: JsonMapping) -> list[JsonMapping]:
+    """Return the rows of parts, and of outputs that have no parts."""
     rows = list(tested.get("outputs", ()))
     names_of_wholes = set()
     for row in rows:
         if row["name"] != row["output"]:
             names_of_wholes.add(row["output"])
-    measured = []
-    for row in rows:
-        if row["name"] not in names_of_wholes and row["sqnr_db"] is not None:
-            measured.append(row)
+    return [row for row in rows if row["name"] not in names_of_wholes]
+
+
+def measured_parts(tested: JsonMapping) -> list[JsonMapping]:
+    """Return those of `leaf_rows` that have an SQNR, the lowest first."""
+    measured = [row for row in leaf_rows(tested) if row["sqnr_db"] is not None]
     return sorted(measured, key=lambda row: row["sqnr_db"])
 
 

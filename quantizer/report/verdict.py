@@ -22,6 +22,7 @@ from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextFacts,
+    leaf_rows,
     measured_parts,
     next_step,
     relative_loss,
@@ -32,6 +33,7 @@ from quantizer.storage.process_memory import size_text
 MAX_LINES = 8
 _MAX_METRICS = 3
 _MAX_NAMES = 3
+_BYTES = ("int8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class VerdictFacts:
         *,
         floating: Mapping[str, str] | None,
         float_activations: Collection[Key] = (),
+        activation_codes: str = "",
         **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
@@ -90,6 +93,8 @@ class VerdictFacts:
             floating: by layer, why a runtime multiplies it in float; None if no runtime was
                 asked.
             float_activations: those that the file leaves in float, although they are planned.
+            activation_codes: the integer type of 8-bit activations in the file; empty for that
+                of the plan.
             facts: the other attributes.
         """
         tensors = dict(plan.tensors)
@@ -105,7 +110,7 @@ class VerdictFacts:
             left_float[names.get(layer, layer)] = reason
         return cls(
             model=plan.graph.model,
-            formats=_main_formats(plan),
+            formats=_main_formats(plan, activation_codes),
             float_size=weight_bytes(plan)[0],
             left_float=left_float,
             weight_bits=_weight_bits(plan),
@@ -113,7 +118,7 @@ class VerdictFacts:
         )
 
 
-def _main_formats(plan: Plan) -> str:
+def _main_formats(plan: Plan, activation_codes: str) -> str:
     """Return the most frequent number formats: two of weights, and one of activations.
 
     Example: "int4 and int8 weights, uint8 activations". The format of keys and values is named
@@ -131,6 +136,8 @@ def _main_formats(plan: Plan) -> str:
             cache[number_format] += 1
         elif role == "weights":
             counts["weights"][number_format] += 1
+        elif activation_codes and number_format in _BYTES:
+            counts["activations"][activation_codes] += 1
         else:
             counts["activations"][number_format] += 1
     if counts["activations"]:
@@ -225,15 +232,14 @@ def _metrics(tested: JsonMapping) -> Iterator[str]:
 def _outputs(tested: JsonMapping) -> Iterator[str]:
     """Yield a line on the difference of the outputs from float."""
     rows = measured_parts(tested)
+    count = len(leaf_rows(tested))
     texts = []
-    if len(rows) == 1:
+    if rows and count == 1:
         texts.append(f"The output differs from float by {_error(rows[0])}")
     elif rows:
         worst = rows[0]
         name = named_output(worst["name"])
-        texts.append(
-            f"Of {len(rows)} outputs, {name} differs most from float, by {_error(worst)}"
-        )
+        texts.append(f"Of {count} outputs, {name} differs most from float, by {_error(worst)}")
         for row in rows[1 : 1 + _MAX_NAMES]:
             texts.append(f"{named_output(row['name'])} by {_share(row['sqnr_db'])}")
     for row in tested.get("outputs", ()):
@@ -241,6 +247,8 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
         if row["kind"] == "integer" and row["equal"] < 1:
             name = named_output(row["name"])
             texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
+        elif row["kind"] == "constant" and row["name"] == row["output"]:
+            texts.append(f"{named_output(row['name'])} is constant in float")
     if texts:
         yield f"{'; '.join(texts)}."
 

@@ -66,6 +66,13 @@ class Noisy(Net):
         return y + torch.rand_like(y)
 
 
+class Shifted(Net):
+    """Draws integers, which have no sums of floats."""
+
+    def between(self, y: Tensor) -> Tensor:
+        return y + torch.randint(0, 3, (4,))
+
+
 class NoisyInPython(Net):
     def between(self, y: Tensor) -> Tensor:
         return y * random.random()
@@ -117,9 +124,10 @@ def state(model: Net) -> Any:
 
 
 RANDOM = {
-    AlwaysDropping: "first at AlwaysDropping::AlwaysDropping/dropout",
+    AlwaysDropping: "first at AlwaysDropping::AlwaysDropping/dropout; the quantized network leaves",
     Training: "first at Training::Training/Dropout[drop]/dropout",
     Noisy: "first at Noisy::Noisy/rand_like",
+    Shifted: "first at Shifted::Shifted/randint; comparisons with the float model include",
     NoisyInPython: "which its trace has frozen",
 }
 

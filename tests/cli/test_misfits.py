@@ -132,7 +132,7 @@ def test_a_layer_of_torch_is_named_without_a_line_of_the_users(
     ("data", "help_text"),
     [
         ("nan", "leave these samples out, or replace the values: no scale fits them"),
-        ("later", "the option dynamic leaves height and width open, if the model does"),
+        ("later", "all batches need the shape and dtype of the first one; b is their size"),
     ],
 )
 def test_a_later_batch_that_does_not_fit_is_nothing_to_resume_from(

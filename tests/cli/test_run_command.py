@@ -80,6 +80,14 @@ def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     assert Path("quantize_result/report.html").read_bytes() == page
 
 
+def test_the_verdict_names_the_integers_that_the_file_has(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(MODEL)
+    assert run_command(["run", model, "--to", "pt2", "-q", "--pt2_activations", "int8"]) == 0
+    assert ".pt2: int8 weights, int8 activations; " in lines_of(capsys)[0]
+
+
 def test_the_next_command_reads_the_data_of_the_run(
     write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

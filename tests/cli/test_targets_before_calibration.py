@@ -178,3 +178,46 @@ def test_a_rounded_embedding_that_a_file_has_as_floats_is_named(
     said = capsys.readouterr()
     assert f"note: {remark}" in said.err, "a config of the user's is honoured"
     assert "In float: lm_head (excluded)." in said.out
+
+
+@pytest.mark.parametrize(
+    ("drawn", "layer"),
+    [
+        ("y, torch.multinomial(y.softmax(-1), 1)", "multinomial"),
+        ("torch.bernoulli(y.sigmoid())", "bernoulli"),
+        ("y + torch.randint(0, 3, (4,))", "randint"),
+        ("torch.nn.functional.gumbel_softmax(y)", "exponential"),
+        ("torch.nn.functional.scaled_dot_product_attention(y, y, y, None, 0.5)", "scaled_dot"),
+    ],
+)
+def test_random_numbers_are_refused_before_calibration(
+    folder: Path, capsys: pytest.CaptureFixture[str], drawn: str, layer: str
+) -> None:
+    network = f"""
+class Net(torch.nn.Sequential):
+    def forward(self, x):
+        y = super().forward(x)
+        return {drawn}
+"""
+    text = NET.replace("\ndef model", f"{network}\ndef model", 1)
+    text = text.replace("return torch.nn.Sequential(", "return Net(")
+    (folder / "net.py").write_text(text)
+    config = str(ROOT / "configs" / "cpu_int8.json")
+    assert plan(config, "--for", "pt2") == 2
+    shown = capsys.readouterr()
+    assert layer in shown.out.rpartition("but these:")[2]
+    assert "draws random numbers" in shown.out
+    assert plan(config, "--for", "safetensors") == 0
+
+
+def test_outputs_of_random_numbers_have_a_warning_instead_of_advice(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = NET.replace("return torch.nn.Sequential(", "return torch.nn.Sequential(Noise(), ")
+    noise = "class Noise(torch.nn.Module):\n    def forward(self, x):\n"
+    noise += "        return x + torch.rand_like(x)\n\n"
+    (folder / "net.py").write_text(text.replace("def model", f"{noise}def model", 1))
+    assert run_command(["run", "net.py", "--to", "w8"]) == 0
+    shown = capsys.readouterr()
+    assert "Warning: output 0 depends on random numbers, which " in shown.out
+    assert "few networks are usable" not in shown.err

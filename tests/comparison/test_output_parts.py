@@ -502,14 +502,21 @@ def test_what_varies_around_a_large_value_is_not_hidden_by_it(
     items = batches(*(part for x in data() for part in x.split(size)))
     lost = quantized_at(graph, output.node, 2.0)
     compared = compare(Network(graph), lost, items)
-    sqnr_db = compared.outputs[-1].whole.sqnr_db
-    assert sqnr_db is not None and sqnr_db > 35
+    assert compared.outputs[-1].whole.noise.sqnr_db > 35
+    figures = compared.metrics() | compared.named_metrics()
+    # An error of a fifth of the range or more: 20 log10(0.5 / 0.2) = 7.96 dB, and the cosine
+    # 1 / sqrt(1 + 0.4^2) = 0.928
+    for name in ("sqnr_db", f"sqnr_db[{output.name}]"):
+        assert figures[name] < 7.96
+    for name in ("cosine", f"cosine[{output.name}]"):
+        assert figures[name] < 0.929
     [warning] = output_warnings(compared, networks_of(graph, lost))
     assert (warning.kind, warning.output) == (kind, output.name)
     assert text in warning.text
     fine = quantized_at(graph, output.node, 0.5)
     compared = compare(Network(graph), fine, items)
     assert not output_warnings(compared, networks_of(graph, fine))
+    assert compared.metrics()["sqnr_db"] > 20
 
 
 def test_what_is_one_value_in_float_alone_is_told() -> None:

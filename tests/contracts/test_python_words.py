@@ -14,8 +14,9 @@ from quantizer.api.python_words import ARGUMENTS, in_python
 from quantizer.api.report import Report
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.errors import UsageError
 from quantizer.export.choices import CHOICES
-from quantizer.export.run_words import in_words_of_run
+from quantizer.export.run_words import in_words_of_checkpoint, in_words_of_run
 
 FUNCTIONS: list[Callable[..., Any]] = [quantizer.calibrate, quantizer.load, quantizer.quantize]
 CLASSES = [quantizer.Config, quantizer.ModelQuantizer, Report, Result]
@@ -84,6 +85,37 @@ def test_methods_reword_their_errors(owner: type) -> None:
 )
 def test_examples(text: str, expected: str) -> None:
     assert in_python(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("help_text", "in_run", "in_python_run"),
+    [
+        (
+            "use --deploy safetensors, onnx or pt2",
+            "use --to npu or pt2",
+            'use to="npu" or "pt2"',
+        ),
+        (
+            "use --deploy safetensors",
+            "use test mode's --deploy safetensors",
+            'use `Result.export` with target="safetensors"',
+        ),
+    ],
+)
+def test_a_run_is_told_of_what_runs_write(
+    help_text: str, in_run: str, in_python_run: str
+) -> None:
+    with pytest.raises(UsageError) as caught, in_words_of_run("onnx", "npu"):
+        raise UsageError("no", help=help_text)
+    assert (caught.value.help, in_python(caught.value.help)) == (in_run, in_python_run)
+
+
+def test_a_model_in_place_has_no_targets() -> None:
+    with pytest.raises(UsageError) as caught, in_words_of_checkpoint():
+        raise UsageError("--deploy compressed-tensors: no", help="use --deploy pt2")
+    assert caught.value.message == "compressed-tensors: no"
+    remedy = 'use `calibrate` and `Result.export` with target="pt2"'
+    assert in_python(caught.value.help) == remedy
 
 
 def test_findings_on_a_config_have_the_words_of_the_run() -> None:

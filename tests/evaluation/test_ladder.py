@@ -66,7 +66,7 @@ def climb(
     results: dict[int, Judged | Exception],
     seconds: float = 1e9,
     clock: Callable[[], float] = lambda: 0.0,
-    refusal: Callable[[Any], str] = lambda plan: "",
+    refusal: Callable[[Any, Any], str] = lambda plan, algorithms: "",
 ) -> tuple[Climb, list[int]]:
     """Climb a ladder on which each width has its result; returns what was measured, too."""
     measured: list[int] = []
@@ -176,7 +176,9 @@ def test_what_the_config_the_model_or_a_target_has_no_place_for_is_not_measured(
     reasons = [row.reasons[0] for row in result.rows[1:]]
     assert reasons[0] == "no word" and "method" in reasons[1]
     assert reasons[2] == "changes nothing in this model"
-    result, measured = climb([step("a", 4)], {8: judged(0.5)}, refusal=lambda plan: "too wide")
+    result, measured = climb(
+        [step("a", 4)], {8: judged(0.5)}, refusal=lambda plan, algorithms: "too wide"
+    )
     assert (measured, result.rows[1].reasons) == ([8], ["too wide"])
 
 

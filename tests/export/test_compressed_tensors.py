@@ -501,8 +501,8 @@ def test_what_a_checkpoint_cannot_say_is_refused_by_layer_and_key(
     assert not list(tmp_path.iterdir())
 
 
-def test_static_inputs_of_a_module_that_is_called_twice_are_refused(tmp_path: Path) -> None:
-    """As in ALBERT, whose layers are one; dynamic inputs have no scale to store."""
+def albert() -> Any:
+    """A model whose two layers are one module."""
     import transformers
 
     sizes = {"hidden_size": 32, "embedding_size": 16, "intermediate_size": 32}
@@ -510,7 +510,12 @@ def test_static_inputs_of_a_module_that_is_called_twice_are_refused(tmp_path: Pa
         vocab_size=64, num_hidden_layers=2, num_attention_heads=2, **sizes
     )
     torch.manual_seed(0)
-    model = transformers.AlbertModel(settings).eval()
+    return transformers.AlbertModel(settings).eval()
+
+
+def test_static_inputs_of_a_module_that_is_called_twice_are_refused(tmp_path: Path) -> None:
+    """Dynamic inputs have no scale to store."""
+    model = albert()
     inputs = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
     weights = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
     why = r"ffn.* is of a module that is called several times, and a checkpoint has one static"
@@ -520,6 +525,14 @@ def test_static_inputs_of_a_module_that_is_called_twice_are_refused(tmp_path: Pa
     dynamic = inputs | {"qscheme": "per_token", "is_dynamic": True}
     verified = calibrated(config(weights, dynamic), model).export(TARGET, tmp_path / "out")
     assert verified.sqnr_db > 60
+
+
+def test_a_module_that_is_called_twice_is_not_rounded_twice(tmp_path: Path) -> None:
+    place = {"folder": tmp_path / "out", "to": "w4"}
+    why = r"query.*linear.1.*each is of a module that is called several times: gptq rounds it"
+    with pytest.raises(UsageError, match=why):
+        quantizer.quantize(albert(), tokens(), config=config(INT8, **GPTQ), **place)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rounded_weight_that_the_model_computes_is_refused(tmp_path: Path) -> None:

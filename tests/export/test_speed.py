@@ -122,3 +122,9 @@ def test_sessions_that_are_compared_do_not_wait_in_a_loop() -> None:
     file = OnnxFile("identity.onnx", model.SerializeToString(), model)
     verified = open_session(file, DEFAULT).get_session_options()
     assert verified.get_session_config_entry("session.force_spinning_stop") == "1"
+
+
+def test_a_network_without_multiplications_has_no_share_of_them() -> None:
+    without = Verification("outputs", 0.0, 0.0, 1.0, kernels=Kernels((), {}))
+    [line] = replace(without, speed=Speed.of(SECOND, SECOND)).summary_lines
+    assert line.startswith("The network has no multiplications that integers make faster")

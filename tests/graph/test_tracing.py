@@ -438,3 +438,21 @@ def test_loggers_that_torch_makes_while_it_works_are_silent_too() -> None:
     finally:
         logging.getLogger("torch.onnx").removeHandler(handler)
     assert shown.getvalue() == "shown\n"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_told"),
+    [
+        ((2, 3, 9, 9), torch.float32, True),
+        ((2, 5, 8, 8), torch.float32, False),
+        ((2, 3, 8, 8), torch.float64, False),
+    ],
+    ids=["size", "channels", "dtype"],
+)
+def test_open_sizes_are_the_remedy_for_other_sizes_only(
+    shape: tuple[int, ...], dtype: torch.dtype, is_told: bool
+) -> None:
+    network = Network(trace(nn.Conv2d(3, 2, 3).eval(), (torch.zeros(2, 3, 8, 8),)))
+    with pytest.raises(DataError) as caught:
+        network(torch.zeros(shape, dtype=dtype))
+    assert ("dynamic" in str(caught.value.help)) == is_told

@@ -58,11 +58,12 @@ def test_the_worst_output_comes_first_and_a_whole_gives_way_to_its_parts() -> No
         row("0", "0.boxes", 44.0),
         row("0", "0.scores", 6.0),
         row("1", "1", None) | {"kind": "integer", "equal": 0.975},
+        row("2", "2", None) | {"kind": "constant", "equal": 1.0},
     ]
     lines = verdict(replace(FACTS, tested=figures(outputs=outputs)))
     assert (
-        "Of 2 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by "
-        "0.6 %; 97.50% of the values of output 1 are equal."
+        "Of 4 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by "
+        "0.6 %; 97.50% of the values of output 1 are equal; output 2 is constant in float."
     ) in lines
 
 

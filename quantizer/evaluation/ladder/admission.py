@@ -46,7 +46,7 @@ class Admission:
         self._require_layers_to_change(config, plan)
         if _effect(changed, config, plan) == self._effect_before:
             raise UsageError(NO_CHANGE)
-        refusal = self.ground.refusal(plan)
+        refusal = self.ground.refusal(plan, config.algorithms)
         if refusal:
             raise UsageError(refusal)
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.config.document.document import Document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
-from quantizer.config.model import Config
+from quantizer.config.model import Algorithm, Config
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan
 from quantizer.results.calibrated import Calibrated
@@ -135,14 +135,15 @@ class Ground:
         judge: calibrates and tests a rung.
         calibrate: calibrates a rung in memory, and returns its plan, too.
         batches: begins a pass over the calibration data, on the model's device.
-        refusal: returns why a target cannot hold a plan; empty if all can.
+        refusal: returns why a target cannot hold a plan, or what its algorithms make of it. The
+            text is empty if all can.
     """
 
     original: Graph
     judge: Callable[[Rung], Judged]
     calibrate: Callable[[Rung], tuple[Calibrated, Plan]]
     batches: Callable[[], Iterator[Batch]]
-    refusal: Callable[[Plan], str]
+    refusal: Callable[[Plan, Iterable[Algorithm]], str]
 
 
 @dataclass(frozen=True)

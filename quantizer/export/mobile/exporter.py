@@ -105,6 +105,11 @@ class MobileExporter(Exporter[MobileFile]):
                 why = f"computes {node.op}, which {compiler} does not know: {reason}"
                 yield Refusal(why, _UNKNOWN_HELP, node.name)
 
+    @property
+    def activation_codes(self) -> str:
+        """Return the integer type of 8-bit activations in files."""
+        return self.form.activations
+
     @abstractmethod
     def load(self, program: ExportedProgram) -> None:
         """Convert a program of one operator in float, and load the result.

@@ -18,10 +18,15 @@ class Pt2Exporter(ProgramExporter):
 
     remedy = "--deploy pt2_float computes with floats, as test mode does"
 
+    @property
+    def activation_codes(self) -> str:
+        """Return the integer type of 8-bit activations in files."""
+        return self.choice("pt2_activations")
+
     def program(self, deployment: Deployment) -> ExportedProgram:
         """Return the network with codes and operators for its quantizations."""
         solution = deployment.solution.by_rows()
-        if deployment.choice("pt2_activations") == "uint8":
+        if self.activation_codes == "uint8":
             return coded_program(deployment, solution, ProgramForm("uint8"))
         network = deployment.network()
         float_layers = overflowing(network, solution, MAX_SUM_BIAS)

@@ -156,7 +156,7 @@ def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
         f"of the file; the float weights take {float_size}",
     )
     kernels = export.get("kernels")
-    if kernels is not None:
+    if kernels is not None and kernels["count"]:
         place = "run in int8 in ONNX Runtime"
         if not kernels.get("is_run", True):
             place = "are of quantized values in the file"
