@@ -354,19 +354,14 @@ def _forget_namesakes(folder: Path) -> None:
 
     Otherwise `import helper` in one file of the user's would give the `helper.py` of another.
     """
-    origins: dict[str, str] = {}
     for file in folder.glob("*.py"):
         origin = getattr(sys.modules.get(file.stem), "__file__", None)
-        if origin is not None and file.is_file():
-            origins[file.stem] = origin
-    if not origins:
-        return
-    importable = {str(folder)}
-    for entry in sys.path:
-        importable.add(str(Path(entry or ".").resolve()))
-    for name, origin in origins.items():
-        if str(Path(origin).resolve().parent) not in importable:
-            del sys.modules[name]
+        if origin is None or not file.is_file():
+            continue
+        home = Path(origin).resolve().parent
+        importable = (Path(entry or ".").resolve() for entry in sys.path)
+        if home != folder and home not in importable:
+            del sys.modules[file.stem]
 
 
 def frames_of(cause: BaseException) -> list[str]:

@@ -45,9 +45,8 @@ def read_into(descriptor: int, buffer: memoryview, position: int) -> int:
         buffers = [buffer]
         return os.preadv(descriptor, buffers, position)
     content = read_at(descriptor, len(buffer), position)
-    length = len(content)
-    buffer.cast("B")[:length] = content
-    return length
+    buffer.cast("B")[: len(content)] = content
+    return len(content)
 
 
 def read_some(descriptor: int, buffer: memoryview, position: int) -> int:
@@ -65,7 +64,7 @@ def read_some(descriptor: int, buffer: memoryview, position: int) -> int:
 def read_at(descriptor: int, count: int, position: int) -> bytes:
     """Return at most `count` bytes from a position of a file, and none at its end."""
     if hasattr(os, "pread"):
-        # Unlike a buffer to read into, it does not fill memory that a short file leaves unused
+        # Does not fill memory that a short file leaves unused
         return os.pread(descriptor, count, position)
     with _lock:
         os.lseek(descriptor, position, os.SEEK_SET)
