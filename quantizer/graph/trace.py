@@ -343,7 +343,6 @@ def _export(
         if batch is not None or lengths:
             shapes = _dynamic_shapes(module, (args, kwargs), batch, lengths)
         with (
-            quiet(),
             pause_garbage_collection(),
             torch.no_grad(),
             mark_stubs(module),
@@ -392,8 +391,8 @@ def _dynamic_shapes(
 
 @contextlib.contextmanager
 def lean_export() -> Iterator[None]:
-    """Stop torch from recording a stack trace for each node, and from generating code for each
-    graph on the way to the exported one.
+    """Silence torch, and stop it from recording a stack trace for each node and from generating
+    code for each graph on the way to the exported one.
 
     Stack traces take a tenth to a quarter of the time of a trace or an export, code a tenth of
     that of a language model. Versions of torch without the switch for stack traces ignore it.
@@ -401,7 +400,7 @@ def lean_export() -> Iterator[None]:
     before = getattr(fx_config, _NO_STACK_TRACES, False)
     setattr(fx_config, _NO_STACK_TRACES, True)
     try:
-        with _use_lazy_graph_module(True):
+        with quiet(), _use_lazy_graph_module(True):
             yield
     finally:
         setattr(fx_config, _NO_STACK_TRACES, before)

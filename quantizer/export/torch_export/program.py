@@ -112,7 +112,7 @@ def _with_open_sizes(
     batch: Any = None
     if most_samples != 1:
         batch = Dim("batch", min=1, max=most_samples)
-    with quiet(), torch.no_grad(), lean_export():
+    with torch.no_grad(), lean_export():
         if graph.lengths:
             try:
                 shapes = _dynamic_shapes(graph, call, batch, _proven_length)
