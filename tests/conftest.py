@@ -78,10 +78,11 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _seeds_of_the_cpu() -> Iterator[None]:
     """Without an accelerator, torch formats the whole stack for each kind that it was built for,
-    whenever it is seeded.
+    whenever it is seeded. The second device of tests, which computes on the CPU, is none.
     """
     torch = sys.modules.get("torch")
-    if torch is None or torch.accelerator.current_accelerator() is not None:
+    accelerator = torch and torch.accelerator.current_accelerator()
+    if torch is None or (accelerator is not None and accelerator.type != "strict"):
         yield
         return
     with pytest.MonkeyPatch.context() as patched:
@@ -116,11 +117,13 @@ def _shared_traces() -> Iterator[None]:
     if "torch" not in sys.modules:
         yield
         return
+    from support.quick_sizes import quicken_sizes
     from support.shared_traces import SharedTraces
 
     from quantizer.graph import trace
 
     with pytest.MonkeyPatch.context() as patched:
+        quicken_sizes(patched)
         patched.setattr(trace, "_export", SharedTraces(trace._export))
         yield
 

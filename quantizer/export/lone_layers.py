@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from quantizer.export.deployment import tensor_leaves
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.ops import OPS
-from quantizer.graph.trace import quiet
+from quantizer.graph.trace import lean_export
 from quantizer.nn.execution import layer_arguments
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import build_layer
@@ -73,7 +73,7 @@ def _lone_program(graph: Graph, node: Node) -> ExportedProgram | None:
         tensor = torch.zeros(shape, dtype=source.dtype)
         tensors.append(tensor)
     try:
-        with quiet(), torch.no_grad():
+        with torch.no_grad(), lean_export():
             return torch.export.export(layer, tuple(tensors))
     # What stops torch.export here did not stop the trace, so it says nothing
     except Exception:  # noqa: BLE001

@@ -354,14 +354,13 @@ def _forget_namesakes(folder: Path) -> None:
 
     Otherwise `import helper` in one file of the user's would give the `helper.py` of another.
     """
-    importable = {str(folder)}
-    for entry in sys.path:
-        importable.add(str(Path(entry or ".").resolve()))
     for file in folder.glob("*.py"):
         origin = getattr(sys.modules.get(file.stem), "__file__", None)
         if origin is None or not file.is_file():
             continue
-        if str(Path(origin).resolve().parent) not in importable:
+        home = Path(origin).resolve().parent
+        importable = (Path(entry or ".").resolve() for entry in sys.path)
+        if home != folder and home not in importable:
             del sys.modules[file.stem]
 
 

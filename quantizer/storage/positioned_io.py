@@ -44,12 +44,9 @@ def read_into(descriptor: int, buffer: memoryview, position: int) -> int:
     if hasattr(os, "preadv"):
         buffers = [buffer]
         return os.preadv(descriptor, buffers, position)
-    with _lock:
-        os.lseek(descriptor, position, os.SEEK_SET)
-        content = os.read(descriptor, len(buffer))
-    length = len(content)
-    buffer.cast("B")[:length] = content
-    return length
+    content = read_at(descriptor, len(buffer), position)
+    buffer.cast("B")[: len(content)] = content
+    return len(content)
 
 
 def read_some(descriptor: int, buffer: memoryview, position: int) -> int:
@@ -66,10 +63,12 @@ def read_some(descriptor: int, buffer: memoryview, position: int) -> int:
 
 def read_at(descriptor: int, count: int, position: int) -> bytes:
     """Return at most `count` bytes from a position of a file, and none at its end."""
-    content = bytearray(count)
-    buffer = memoryview(content)
-    length = read_into(descriptor, buffer, position)
-    return bytes(buffer[:length])
+    if hasattr(os, "pread"):
+        # Does not fill memory that a short file leaves unused
+        return os.pread(descriptor, count, position)
+    with _lock:
+        os.lseek(descriptor, position, os.SEEK_SET)
+        return os.read(descriptor, count)
 
 
 def write_at(descriptor: int, content: memoryview, position: int) -> int:

@@ -43,19 +43,19 @@ def families(*names: str) -> Any:
 def task(family: str) -> tuple[Task, list[Any]]:
     pytest.importorskip("transformers", reason="needs transformers (extra: llm)")
     model, inputs = pretrained(family)
-    model = Called(model, inputs) if inputs[1:] else model
+    model = Shortened(model) if inputs[1:] else model
     return task_of(model, [inputs[0]], W4, A4), [inputs[0]]
 
 
-class Called(nn.Module):
-    """A model whose other inputs are fixed."""
+class Shortened(nn.Module):
+    """An encoder and a decoder, which reads the first tokens of the same texts."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.rest = model, inputs[1:]
+        self.model = model
 
     def forward(self, x: Tensor) -> Any:
-        return self.model(x, *self.rest)
+        return self.model(x, None, x[:, :5])
 
 
 @families(

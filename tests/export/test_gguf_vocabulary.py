@@ -53,6 +53,8 @@ TEXTS = (
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ["<unk>", "<s>", "</s>"]
+TOKENS = 523
+"""Of each model, as models of one size share a trace."""
 
 
 def of_bytes(*steps: Any, by_words: bool = False, **settings: Any) -> Tokenizer:
@@ -113,9 +115,9 @@ KNOWN: dict[str, tuple[str, Callable[[], Tokenizer]]] = {
 
 
 def folder_of(tokenizer: Tokenizer, folder: Path, **more: Any) -> Path:
-    """A LLaMA with a tokenizer, and three tokens that it does not name."""
-    size = tokenizer.get_vocab_size() + 3
-    saved(folder, llama(vocab_size=size, **more))
+    """A LLaMA with a tokenizer, and at least three tokens that it does not name."""
+    assert tokenizer.get_vocab_size() + 3 <= TOKENS
+    saved(folder, llama(vocab_size=TOKENS, **more))
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     wrapped.chat_template = "{{ messages[0]['content'] }}"

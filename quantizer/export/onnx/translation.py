@@ -15,7 +15,7 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
 from quantizer.export.onnx.written_out import decompositions_for
 from quantizer.export.torch_export.program import export_program
-from quantizer.graph.trace import quiet, without_stack_traces
+from quantizer.graph.trace import lean_export
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network
 
@@ -127,7 +127,7 @@ def translate_program(
     Raises:
         torch.onnx.OnnxExporterError: torch.onnx does not know an operator.
     """
-    with quiet(), torch.no_grad(), without_stack_traces():
+    with torch.no_grad(), lean_export():
         translated = torch.onnx.export(
             program,
             input_names=names[0],
@@ -194,6 +194,6 @@ def translatable(program: ExportedProgram) -> ExportedProgram:
     # Decomposing takes as long as the export, even if there is nothing to decompose.
     if not decompositions:
         return program
-    with quiet(), without_stack_traces():
+    with lean_export():
         decomposed: ExportedProgram = program.run_decompositions(dict(decompositions))
     return decomposed

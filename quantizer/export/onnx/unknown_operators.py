@@ -17,8 +17,18 @@ _REMEDY = "keep that part outside the quantized model, or use --deploy pt2"
 def untranslatable_operators(graph: Graph, opset: int) -> Iterator[Refusal]:
     """Yield operators that torch.onnx has no form for, each with its first layer.
 
-    Each rare operator is translated alone, which takes a tenth of a second.
+    Each rare operator is translated alone, which takes a tenth of a second. A plan and an
+    export ask of the same graph.
     """
+    key = f"untranslatable in operator set {opset}"
+    refusals = graph.derived.get(key)
+    if refusals is None:
+        refusals = list(_untranslatable_operators(graph, opset))
+        graph.derived[key] = refusals
+    yield from refusals
+
+
+def _untranslatable_operators(graph: Graph, opset: int) -> Iterator[Refusal]:
     for node, program in lone_programs(graph, _DOUBTFUL):
         try:
             written_out = translatable(program)

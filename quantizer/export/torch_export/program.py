@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from quantizer.errors import ModelError, first_line
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.lengths import Length
-from quantizer.graph.trace import quiet, without_stack_traces
+from quantizer.graph.trace import lean_export, quiet
 
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _NO_LETTER = re.compile(r"\W", re.ASCII)
@@ -112,7 +112,7 @@ def _with_open_sizes(
     batch: Any = None
     if most_samples != 1:
         batch = Dim("batch", min=1, max=most_samples)
-    with quiet(), torch.no_grad(), without_stack_traces():
+    with torch.no_grad(), lean_export():
         if graph.lengths:
             try:
                 shapes = _dynamic_shapes(graph, call, batch, _proven_length)
