@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         ScaleType,
     )
 
-__version__ = "0.18.0"
+__version__ = "0.19.0"
 __all__ = [
     "AWQConfig",
     "AlgoConfig",

@@ -118,13 +118,14 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
     name = named_output(part.name)
     if part.collapses:
         value = f"{part.other.low:.3g} everywhere in the quantized network"
-        spread = f"{part.reference.low:.3g} to {part.reference.high:.3g}"
+        spread = range_text(part.reference.low, part.reference.high)
         text = f"{name} is {value}; in the float network it ranges from {spread}"
         return "constant", text
     if part.hides_its_loss:
         low, high = part.reference.low, part.reference.high
         share = part.rms_error / (high - low)
-        text = f"{name} only ranges from {low:.6g} to {high:.6g} in the float network, and its "
+        spread = range_text(low, high)
+        text = f"{name} only ranges from {spread} in the float network, and its "
         text += f"error is {share:.0%} of that range. An SQNR of {sqnr:.1f} dB would hide it, "
         text += f"so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
         return "hidden", text
@@ -132,6 +133,19 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
     if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
         return None
     return "below", f"{name} has {sqnr:.1f} dB; the other outputs have {others_db:.1f} dB"
+
+
+def range_text(low: float, high: float) -> str:
+    """Return both ends of a range, with three digits or as many as they need to differ.
+
+    >>> range_text(-1.23456, 1.5), range_text(1.791712, 1.791759)
+    ('-1.23 to 1.5', '1.7917 to 1.7918')
+    """
+    for digits in range(3, 9):
+        texts = f"{low:.{digits}g}", f"{high:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return " to ".join(texts)
 
 
 def _sqnr_of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> float | None:
@@ -204,7 +218,7 @@ def _suspects(
 
 def _about_varying_part(part: PartFigures) -> OutputWarning:
     """Return the warning about a part that is constant in the float network only."""
-    spread = f"{part.other.low:.3g} to {part.other.high:.3g} in the quantized network"
+    spread = f"{range_text(part.other.low, part.other.high)} in the quantized network"
     text = f"{named_output(part.name)} ranges from {spread}; "
     text += f"in the float network it is {part.reference.low:.3g} everywhere"
     return OutputWarning("varies", part.name, text, part.layer, "activation")

@@ -363,7 +363,10 @@ def test_more_parts_than_have_names_are_pooled_and_say_so() -> None:
     [output] = output_parts(graph)
     assert {part.name: part.pooled for part in output.parts} == {"0.boxes": 16, "0.scores": 24}
     compared = compare(Network(graph), quantized_at(graph, output.node), batches(*data()))
-    assert compared.metrics()["sqnr_db"] == compared.named_metrics()["sqnr_db[0.scores]"] == 0
+    named = compared.named_metrics()
+    assert named["sqnr_db[0.scores]"] == 0
+    # A channel that varies by little has lost more
+    assert compared.metrics()["sqnr_db"] == named["sqnr_db[0]"] < 0
 
 
 def test_parts_of_many_layers_are_pooled_under_one_name() -> None:

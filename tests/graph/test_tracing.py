@@ -14,7 +14,7 @@ import torch
 from support.extended import extended
 from support.toys import TOYS, Residual, built, leaves_equal, traced
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Distribution, Normal
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError, ModelError
@@ -88,7 +88,9 @@ class Policy(nn.Module):
         return choices.probs, choices.entropy(), steps.log_prob(x[:, :3])
 
 
-def test_distributions_are_traced() -> None:
+def test_distributions_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile switches the checks off, too
+    monkeypatch.setattr(Distribution, "_validate_args", True)
     torch.manual_seed(0)
     module = Policy().eval()
     call = (torch.randn(3, 4),)
