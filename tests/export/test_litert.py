@@ -300,6 +300,36 @@ def test_a_softmax_keeps_its_scale(tmp_path: Path) -> None:
     assert verified.remarks[0] == "the file takes one sample at a time"
 
 
+class Mixer(nn.Module):
+    """Mixes positions by a layer along them, for which the converter transposes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 4)
+        self.along = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.patches(x).flatten(2).transpose(1, 2)
+        y = y + self.along(self.norm(y).transpose(1, 2)).transpose(1, 2)
+        return self.head(y.mean(1))  # type: ignore[no-any-return]
+
+
+def test_a_file_of_one_sample_takes_no_batch(tmp_path: Path) -> None:
+    """It gave wrong values for one."""
+    from ai_edge_litert.interpreter import Interpreter
+
+    path = tmp_path / "net.tflite"
+    verified = result_of(Mixer()).export("litert", path, [X])
+    assert verified.remarks[0] == "the file takes one sample at a time"
+    interpreter = Interpreter(str(path))
+    [entry] = interpreter.get_input_details()
+    assert list(entry["shape_signature"]) == [1, 3, 16, 16]
+    interpreter.resize_tensor_input(entry["index"], [3, 3, 16, 16])
+    with pytest.raises((RuntimeError, ValueError)):
+        interpreter.allocate_tensors()
+
+
 class Stream(nn.Module):
     """A residual stream in float, and functions for which XNNPACK has no int8 kernels."""
 

@@ -3,6 +3,7 @@
 The targets for phones share this.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_bytes
 
+_LOCATION = re.compile(r"^(.*: error: )?(loc\(.*\)\): )?")
+"""Where a compiler's error occurred, at the beginning of its message."""
 _UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
 
 
@@ -100,7 +103,7 @@ class MobileExporter(Exporter[MobileFile]):
                 return
             # Each stage has its own errors for an operator that it does not know
             except Exception as error:  # noqa: BLE001
-                reason = first_line(error).rpartition(": error: ")[2]
+                reason = _LOCATION.sub("", first_line(error), count=1)
                 compiler = self.engine.compiler
                 why = f"computes {node.op}, which {compiler} does not know: {reason}"
                 yield Refusal(why, _UNKNOWN_HELP, node.name)

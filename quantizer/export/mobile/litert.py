@@ -105,24 +105,19 @@ class LitertExporter(MobileExporter):
         """Convert the program, and count what is multiplied in int8."""
         with contextlib.redirect_stdout(io.StringIO()):
             content = _converted(source)
-        file = TfliteFile.of(content)
         is_open = source.most_samples is not None
-        if is_open:
-            file.open_batch()
+        file = _finished(content, source, is_open=is_open)
         deployment = source.tested
-        is_float = _is_float(deployment)
-        names = TfliteNames(deployment.input_names, deployment.output_names)
-        if is_float:
-            code_weights(file, [*source.scales.values()])
-        file.finish(names, deployment.origin.text(), in_float=is_float)
-        kernels = _kernels_of_file(source, file)
         remarks: list[str] = []
         most_samples: int | None = None
         if is_open and not _takes_batches(file.content(), deployment):
+            # A file with an open batch would take batches and give wrong values
+            file = _finished(content, source, is_open=False)
             most_samples = 1
             remarks.append("the file takes one sample at a time")
         elif is_open:
             remarks.append("the file takes any batch: resize its inputs before a call")
+        kernels = _kernels_of_file(source, file)
         transposes = file.count("TRANSPOSE")
         if transposes:
             verb = "changes" if transposes == 1 else "change"
@@ -239,6 +234,24 @@ def _signature(content: bytes) -> Any:
     from ai_edge_litert.interpreter import Interpreter
 
     return Interpreter(model_content=content).get_signature_runner()
+
+
+def _finished(content: bytes, source: MobileProgram, *, is_open: bool) -> TfliteFile:
+    """Return the file that the converter wrote, with fast kernels and names.
+
+    Args:
+        is_open: whether to let the batch follow the inputs.
+    """
+    file = TfliteFile.of(content)
+    if is_open:
+        file.open_batch()
+    deployment = source.tested
+    is_float = _is_float(deployment)
+    names = TfliteNames(deployment.input_names, deployment.output_names)
+    if is_float:
+        code_weights(file, [*source.scales.values()])
+    file.finish(names, deployment.origin.text(), in_float=is_float)
+    return file
 
 
 def _takes_batches(content: bytes, deployment: Deployment) -> bool:
