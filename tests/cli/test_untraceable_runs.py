@@ -197,8 +197,9 @@ def switch(transformers: Any) -> Any:
         *extended(
             (longformer, "w8", "compressed-tensors"),
             (switch, "w8", "compressed-tensors"),
-            # transformers' code reads the weights of its layers, which are packed
-            (switch, "w4", "modules"),
+            # transformers' code reads weights of its layers, which are packed: it loads the
+            # folder with dequantize=True, as a note says
+            (switch, "w4", "compressed-tensors"),
         ),
     ],
 )
