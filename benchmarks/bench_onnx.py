@@ -146,7 +146,7 @@ CASES: dict[str, Callable[[], Case]] = {
 def measure(name: str, case: Case, folder: Path, rounds: int) -> None:
     """Make the three files, and compare."""
     result = quantizer.calibrate(case.model, case.config, case.data)
-    settings = {"onnx_profile": case.profile, "onnx_weights": WEIGHTS}
+    settings: dict[str, Any] = {"onnx_profile": case.profile, "onnx_weights": WEIGHTS}
     kernels = result.export("onnx", folder / "ours.onnx", [case.x], **settings).default_session
     assert kernels is not None
     batch = torch.export.Dim("batch", min=1)

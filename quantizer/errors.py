@@ -121,6 +121,10 @@ class ResultError(QuantizerError):
     exit_code = 5
 
 
+class CheckpointError(ResultError):
+    """A checkpoint is damaged, or this run cannot continue from it."""
+
+
 class OutOfMemoryError(QuantizerError):
     """The run needs more memory than there is."""
 

@@ -94,7 +94,7 @@ class Prepared:
         """Write the file, the inputs, and the outputs of test mode and of the float network."""
         subject = self.subject
         file = folder / f"model{EXPORTERS[engine.target].suffix}"
-        options = dict(engine.options)
+        options: dict[str, Any] = dict(engine.options)
         if engine.target == "gguf":
             options["gguf_template"] = str(self._float_file("gguf"))
         choices = checked_choices(options, engine.target, result.export)

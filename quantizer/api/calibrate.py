@@ -13,7 +13,6 @@ from quantizer.api.config import AnyConfig, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python
 from quantizer.api.result import Result
-from quantizer.calibration import steps
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.module_target import evaluating
@@ -36,9 +35,9 @@ from quantizer.results.calibrated import (
     trace_module,
 )
 from quantizer.results.calibrated_inputs import example_batch
-from quantizer.results.checkpoint import Checkpoints
+from quantizer.results.checkpoint import Checkpoints, calibrated
 from quantizer.results.folder import QuantInfo, read_info
-from quantizer.results.result_set import locked
+from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.same_calibration import check_plan
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
@@ -131,6 +130,7 @@ class CalibrationSettings:
 
     Attributes:
         confirm: checks the plan before calibration.
+        has_next_step: whether the checkpoints stay, because the same call goes on with a test.
     """
 
     seed: int = 0
@@ -144,6 +144,7 @@ class CalibrationSettings:
     memory: int | str | None = None
     events: Events | None = None
     confirm: Confirm = lambda request, state: None
+    has_next_step: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seed", "batch_size", "subset_len"):
@@ -189,7 +190,9 @@ def calibrate_batches(
     )
     checkpoints: Checkpoints | None = None
     if settings.folder is not None:
-        checkpoints = Checkpoints(Path(settings.folder), resume=settings.resume)
+        folder = Path(settings.folder).absolute()
+        require_result_folder(folder)
+        checkpoints = Checkpoints(folder, resume=settings.resume)
     events = follower(settings.events)
 
     request = CalibrationRequest(
@@ -208,8 +211,8 @@ def calibrate_batches(
     )
     lock = locked(checkpoints.folder) if checkpoints else nullcontext()
     with lock, pointing_into(config_result.sources):
-        state = steps.run_calibration(request)
-        if checkpoints:
+        state = calibrated(request, must_resume=settings.resume)
+        if checkpoints and not settings.has_next_step:
             checkpoints.remove()
     return _result(model, request, state, events)
 

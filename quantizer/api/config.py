@@ -26,7 +26,8 @@ from quantizer.config.load import LoadResult, check_document, default_config, lo
 from quantizer.config.typed_fields import check_field_types, type_checked
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
-from quantizer.storage.atomic_write import replace_file
+from quantizer.storage.permission import replacing
+from quantizer.storage.replacing import replace_file
 
 
 @type_checked
@@ -142,19 +143,21 @@ class Config:
         return cls._of(check_document(Document.of(document, cls.__name__)))
 
     @called_from_python()
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a config file.
 
         Args:
             path: the file to write.
+            overwrite: whether a file that exists is replaced.
 
         Raises:
-            UsageError: the file cannot be written, or `path` is not a path.
+            UsageError: the file exists or cannot be written, or `path` is not a path.
         """
         place = path_of(path)
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         try:
-            replace_file(place, text.encode())
+            with replacing(overwrite=overwrite):
+                replace_file(place, text.encode())
         except OSError as error:
             message = f"cannot write {os.fspath(path)}: {error.strerror or error}"
             raise UsageError(message) from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantizer.api.config import AnyConfig, check_kind
 from quantizer.api.python_words import called_from_python
+from quantizer.storage.permission import replacing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +81,8 @@ class ModelQuantizer:
         model: nn.Module,
         folder: str | os.PathLike[str],
         dataloader: Iterable[Any] | None = None,
+        *,
+        overwrite: bool = False,
     ) -> Verification:
         """Write a quantized model of transformers as a checkpoint in compressed-tensors, which
         transformers, vLLM and SGLang load, and verify it.
@@ -89,37 +92,44 @@ class ModelQuantizer:
             folder: a new folder, or an earlier export.
             dataloader: the batches to compare on, as `quantize_model` takes them; None for an
                 example input.
+            overwrite: whether an earlier export is replaced that was changed since.
 
         Raises:
             ModelError: no layer is quantized.
-            UsageError: the format cannot express the quantization of a layer, or this is not a
-                model of transformers.
+            UsageError: the folder holds other files, the format cannot express the
+                quantization of a layer, or this is not a model of transformers.
             VerificationError: the outputs in transformers differ from the model's; then nothing
                 is written.
         """
         from quantizer.api.in_place import export
 
-        return export(model, folder, dataloader)
+        with replacing(overwrite=overwrite):
+            return export(model, folder, dataloader)
 
     @staticmethod
     @called_from_python()
-    def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    def save(
+        model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False
+    ) -> None:
         """Write the state of a quantized model to the files `model.safetensors` and
         `quantizer.json` of a folder.
 
         Args:
             model: a quantized model.
-            folder: the folder to write to. Its files stay until both new ones are complete.
+            folder: a new or empty folder, or one that `save` has written. Its files stay until
+                both new ones are complete.
+            overwrite: whether files of an earlier call are replaced that were changed since.
 
         Raises:
             ModelError: the model is not quantized, or has state that is not a tensor.
             ResultError: the folder cannot be written.
-            UsageError: `folder` is not a path.
+            UsageError: the folder holds other files, or `folder` is not a path.
         """
         from quantizer.api.config import path_of
         from quantizer.export.saved_modules import save_quantized
 
-        save_quantized(model, path_of(folder, "folder"))
+        with replacing(overwrite=overwrite):
+            save_quantized(model, path_of(folder, "folder"))
 
     @staticmethod
     @called_from_python()

@@ -61,13 +61,15 @@ from quantizer.plan.model import Plan
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
+from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.folder import open_written
-from quantizer.results.result_set import locked
+from quantizer.results.result_set import locked, mark_result_folder, require_result_folder
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.padding import without_padding
 from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.storage.files import write_json, write_text
+from quantizer.storage.permission import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -137,18 +139,22 @@ def quantize(
         seed, dynamic, events: as in `calibrate`.
         max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
             so many 10^6 bytes in the checkpoint.
-        overwrite: whether results of another model, and the config in the folder, are replaced.
+        overwrite: whether results of another model, files that were changed, and the config in
+            the folder, are replaced.
         options: the options of the target, as in `Result.export`.
 
     Raises:
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    place = path_of(folder, "folder")
+    place = path_of(folder, "folder").absolute()
+    require_result_folder(place)
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
-    with in_words_of_run(target, name):
+    inputs = [config] if isinstance(config, (str, os.PathLike)) else []
+    permission = replacing(overwrite=overwrite, inputs=inputs)
+    with permission, in_words_of_run(target, name):
         require_extras([target])
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
@@ -157,12 +163,18 @@ def quantize(
         check_float(model, traced=True)
         confirm = partial(_confirm, checked_target(target, choices))
         settings = CalibrationSettings(
-            seed=seed, dynamic=dynamic, events=events, confirm=confirm
+            seed=seed,
+            dynamic=dynamic,
+            folder=place,
+            events=events,
+            confirm=confirm,
+            has_next_step=True,
         )
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
         with restored_if_refused(place):
+            mark_result_folder(place)
             if config is None:
                 made_for = MadeFor(name, type(model).__name__, preset, max_mb)
                 sized = _sized_run(model, graph, batches, events)
@@ -174,6 +186,7 @@ def quantize(
         quantized = _with_file(
             result, evaluation_data, place, target=target, choices=choices, measure=measure
         )
+        Checkpoints(place).remove()
     improvement = destination.improvement(has_data=has_data)
     return _with_verdict(quantized, target, improvement=improvement, config=_name_of(config))
 

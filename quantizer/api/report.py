@@ -10,6 +10,7 @@ from quantizer.report.page.html import element
 from quantizer.report.plots import write_events, write_plots
 from quantizer.results.folder import OpenedResults
 from quantizer.storage.files import write_text
+from quantizer.storage.permission import replacing
 
 
 class Report:
@@ -24,34 +25,41 @@ class Report:
         self.values, self.html = make_report(opened, tested)
 
     @called_from_python()
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the page.
 
         Args:
             path: the file to write.
+            overwrite: whether a file that exists is replaced.
 
         Raises:
+            UsageError: the file exists.
             ResultError: it cannot be written.
         """
-        write_text(Path(path), self.html)
+        with replacing(overwrite=overwrite):
+            write_text(Path(path), self.html)
 
     @called_from_python()
     def save_plots(
         self,
         folder: str | os.PathLike[str],
         kind: str = "svg",
+        *,
+        overwrite: bool = False,
     ) -> list[Path]:
         """Write each drawing as a file, and return the paths.
 
         Args:
             folder: the folder to write to.
             kind: "svg", or "png", which needs the extra "plots".
+            overwrite: whether files that exist are replaced.
 
         Raises:
-            UsageError: there is no such kind, or its package is missing.
+            UsageError: a file exists, there is no such kind, or its package is missing.
             ResultError: a file cannot be written.
         """
-        return write_plots(self.values, Path(folder), kind)
+        with replacing(overwrite=overwrite):
+            return write_plots(self.values, Path(folder), kind)
 
     @called_from_python()
     def save_tensorboard(self, folder: str | os.PathLike[str]) -> None:

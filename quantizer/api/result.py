@@ -33,6 +33,7 @@ from quantizer.export.choices import checked_choices, chooses_layers
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
+from quantizer.export.publishing import require_place
 from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
@@ -48,6 +49,7 @@ from quantizer.results.write import check_owner, write_copy
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate, checked_measure
+from quantizer.storage.permission import replacing
 
 
 class PlanView:
@@ -163,14 +165,16 @@ class Result:
 
         Args:
             folder: the folder to write to.
-            overwrite: whether results of another model are replaced.
+            overwrite: whether results of another model, and files that were changed, are
+                replaced.
 
         Raises:
             ResultError: the folder cannot be written, is in use, or holds results of another
                 model.
+            UsageError: the folder holds other files than results.
         """
         place = path_of(folder, "folder")
-        with locked(place):
+        with replacing(overwrite=overwrite), locked(place):
             check_owner(place, self._calibrated.graph.model, overwrite=overwrite)
             if self._write is not None:
                 self._write(place)
@@ -187,15 +191,21 @@ class Result:
 
     @called_from_python()
     def report(
-        self, path: str | os.PathLike[str] | None = None, tested: Comparison | None = None
+        self,
+        path: str | os.PathLike[str] | None = None,
+        tested: Comparison | None = None,
+        *,
+        overwrite: bool = False,
     ) -> Report:
         """Return the report of this calibration, and of a test of it.
 
         Args:
             path: the file to which the page is also written; None to write no file.
             tested: the result of `test`, which adds the figures of the test.
+            overwrite: whether a file that exists is replaced.
 
         Raises:
+            UsageError: the file exists.
             ResultError: it cannot be written.
         """
         with TemporaryDirectory() as place:
@@ -205,7 +215,7 @@ class Result:
             values = tested.to_json() if tested else {}
             report = Report(opened, values)
         if path is not None:
-            report.save(path)
+            report.save(path, overwrite=overwrite)
         return report
 
     @called_from_python()
@@ -214,6 +224,8 @@ class Result:
         target: str,
         path: str | os.PathLike[str],
         data: Any = None,
+        *,
+        overwrite: bool = False,
         **options: str | os.PathLike[str],
     ) -> Verification:
         """Write the network for another runtime and verify the file.
@@ -225,6 +237,7 @@ class Result:
                 rounded to the model's dtype, those of "gguf" to float16.
             path: the file or folder to write.
             data: the data to verify it with, as in `test`.
+            overwrite: whether files that exist are replaced.
             options: the options of the target, by the names of the command line's options
                 without dashes: `pt2_activations`, `onnx_profile`, `onnx_weights`,
                 `deploy_file`, `encodings_version`, `executorch_batch`, `litert_io` or
@@ -232,11 +245,12 @@ class Result:
 
         Raises:
             DataError: there is no data.
-            UsageError: there is no such target or option, packages are missing, or the target
-                cannot express the config.
-            VerificationError: the outputs of the file differ from test mode; it is removed.
+            UsageError: there is no such target or option, packages are missing, the target
+                cannot express the config, or the path exists.
+            VerificationError: the outputs of the file differ from test mode; it is not written.
         """
-        verification = verified_file(self, data, target=target, path=path, options=options)
+        with replacing(overwrite=overwrite):
+            verification = verified_file(self, data, target=target, path=path, options=options)
         reworded: Verification = in_python(verification)
         return reworded
 
@@ -294,6 +308,7 @@ def verified_file(
     file = path_of(path)
     choices = checked_choices(options, target, Result.export)
     require_extras([target])
+    require_place(target, file)
     require_expressible(
         checked_target(target, choices),
         result._calibrated.graph,

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from quantizer.calibration.events import Snapshot
 from quantizer.config.typed_fields import fits
 from quantizer.distributed import Ranks
-from quantizer.errors import DAMAGE_ERRORS, ResultError
+from quantizer.errors import DAMAGE_ERRORS, CheckpointError
 from quantizer.storage.files import damaged
 
 _AGAIN = "run without --resume"
@@ -113,11 +113,11 @@ def value_of(snapshot: Snapshot, kind: type[_T]) -> _T:
 
 @contextmanager
 def reporting_damage(what: str) -> Iterator[None]:
-    """Raise `ResultError` for errors that only a damaged checkpoint `what` leads to."""
+    """Raise `CheckpointError` for errors that only a damaged checkpoint `what` leads to."""
     try:
         yield
     except DAMAGE_ERRORS as error:
-        raise ResultError(
+        raise CheckpointError(
             f"{what} is damaged: {type(error).__name__}: {error}", help=_AGAIN
         ) from error
 
@@ -145,6 +145,6 @@ def register_dataclasses(*classes: type) -> None:
         _registered.add(name)
 
 
-def other_run(why: str) -> ResultError:
+def other_run(why: str) -> CheckpointError:
     """Return the error about a checkpoint that this run cannot resume from."""
-    return ResultError(f"the checkpoint belongs to another run: {why}", help=_AGAIN)
+    return CheckpointError(f"the checkpoint belongs to another run: {why}", help=_AGAIN)

@@ -135,7 +135,8 @@ def analyze(options: AnalyzeOptions) -> None:
         result.content["stamp"] = subject.batches.stamp
     file = options.config_file if options.apply else options.file
     if file:
-        write_output(file, result.text, encoding=subject.read.encoding)
+        encoding = subject.read.encoding
+        write_output(file, result.text, encoding=encoding, in_place=options.apply)
     if reported is not None:
         _add_to_report(reported, result.content)
     if options.json:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from quantizer.calibration import memory_prediction, steps
+from quantizer.calibration import memory_prediction
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.target import TracedTarget
@@ -33,16 +33,20 @@ from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.view import TableView
-from quantizer.results.checkpoint import Checkpoints, check_checkpoint
+from quantizer.results.checkpoint import Checkpoints, calibrated, check_checkpoint
 from quantizer.results.folder import open_written
-from quantizer.results.result_set import locked
+from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner, write_results
 
 _logger = logging.getLogger(__name__)
 
 
 def run_calib(
-    options: Options, ranks: Ranks = ALONE, opened: session.OpenedRun | None = None
+    options: Options,
+    ranks: Ranks = ALONE,
+    opened: session.OpenedRun | None = None,
+    *,
+    has_next_step: bool = False,
 ) -> Outcome:
     """Calibrate and write the result folder.
 
@@ -50,11 +54,14 @@ def run_calib(
         options: of the run.
         ranks: the processes of the run.
         opened: the model and its data, if they are open.
+        has_next_step: whether the same command goes on with a test. The checkpoints stay then,
+            and the same command continues from them if it is stopped.
     """
     read, finetuned = session.config_as_asked(
         options.config_file, options.dpu_accuracy, options.fast_finetune
     )
     folder = Path(options.output_dir)
+    require_result_folder(folder)
     opened = opened or session.open_run(options)
     batches = opened.batches
     with _locked_folder(folder, options, ranks) as noted:
@@ -63,7 +70,11 @@ def run_calib(
         noted["stamp"] = batches.stamp
         if ranks.is_first:
             check_owner(folder, original.model, overwrite=options.overwrite)
-        checkpoints = Checkpoints(folder, resume=options.resume) if ranks.is_first else None
+        checkpoints: Checkpoints | None = None
+        if ranks.is_first:
+            checkpoints = Checkpoints(folder, resume=options.resume)
+            if has_next_step:
+                checkpoints.how_to_resume = "the same command continues from there"
 
         followers: list[Events] = [run_display(read.sources, quiet=options.quiet)]
         if checkpoints:
@@ -89,7 +100,7 @@ def run_calib(
         )
         _require_alike(ranks, request)
         with pointing_into(read.sources):
-            state = steps.run_calibration(request)
+            state = calibrated(request, must_resume=options.resume)
         if checkpoints:
             header = request.header(state)
             write_results(
@@ -102,7 +113,8 @@ def run_calib(
             )
             results = open_written(folder, REPORT_INPUTS)
             write_report(results, commands=remember(results, "calib", words_of(options)))
-            checkpoints.remove()
+            if not has_next_step:
+                checkpoints.remove()
     view = table_view(options, state.plan.graph)
     return _outcome(request, state, folder, view)
 

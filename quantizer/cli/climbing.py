@@ -22,8 +22,8 @@ from quantizer.report.ladder_table import climb_json, ladder_table, result_lines
 from quantizer.results.folder import TUNE_FILE, read_info
 from quantizer.results.result_set import locked_as_opened
 from quantizer.seeding import seed_everything
-from quantizer.storage.atomic_write import replace_file
 from quantizer.storage.files import cannot_use, write_json
+from quantizer.storage.replacing import replace_file
 
 TUNED_CONFIG = "tuned_config.json"
 """The name of the written config if the climb started from a file of the user."""

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from quantizer.cli.options import command, output_option
+from quantizer.cli.options import command, output_option, overwrite_option
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import print_diagnostics
 from quantizer.config.conversion.convert import WRITERS, convert_config
@@ -22,7 +22,8 @@ from quantizer.errors import UsageError
     help="The form to write.  [default: the other one]",
 )
 @output_option(default="-", help="Write to FILE.  [default: standard output]")
-def convert(file: str, to: Form | None, output: str) -> int:
+@overwrite_option()
+def convert(file: str, to: Form | None, output: str, overwrite: bool) -> int:
     """Convert a config to the other form. If that form cannot express the config, print why and
     write nothing.
 

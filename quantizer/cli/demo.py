@@ -1,6 +1,5 @@
 """`quantizer demo`: writes a small trained example, and says what to try. Imports no torch."""
 
-import shutil
 from pathlib import Path
 
 import click
@@ -9,6 +8,7 @@ from quantizer.cli.options import command
 from quantizer.cli.places import PathType
 from quantizer.config.resources import resource
 from quantizer.errors import UsageError
+from quantizer.storage.replacing import replace_file
 
 _MODEL = "digits.py"
 _FILES = (_MODEL, "resnet.py", "digits.safetensors", "digits_data.safetensors")
@@ -25,16 +25,22 @@ def demo(folder: str) -> None:
     quantizer demo
     """
     place = Path(folder)
-    present = [name for name in _FILES if (place / name).exists()]
-    if present:
-        raise UsageError(
-            f"{place / present[0]} already exists",
-            help="give another folder: `quantizer demo FOLDER`",
-        )
+    missing: dict[Path, bytes] = {}
+    for name in _FILES:
+        content = resource("examples", name).read_bytes()
+        path = place / name
+        if not path.exists():
+            missing[path] = content
+        elif not path.is_file() or path.read_bytes() != content:
+            # A demo that was stopped has left complete files only
+            raise UsageError(
+                f"{path} already exists",
+                help="give another folder: `quantizer demo FOLDER`",
+            )
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            shutil.copyfile(resource("examples", name), place / name)
+        for path, content in missing.items():
+            replace_file(path, content)
     except OSError as error:
         raise UsageError(f"{place} cannot be written: {error.strerror or error}") from None
     click.echo(

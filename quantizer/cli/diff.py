@@ -17,7 +17,9 @@ from quantizer.config.wording import quoted
 from quantizer.errors import GateError, UsageError
 from quantizer.printable import json_text
 
-_OF_MODELS = tuple(name for name in LOOK if name not in ("config_file", "output", "json"))
+_OF_MODELS = tuple(
+    name for name in LOOK if name not in ("config_file", "output", "overwrite", "json")
+)
 """The options about a model."""
 
 

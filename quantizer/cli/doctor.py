@@ -27,7 +27,7 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold re
 
 @command()
 @takes(
-    *(name for name in LOOK if name != "output"),
+    *(name for name in LOOK if name not in ("output", "overwrite")),
     "subset_len",
     "seed",
     "device",

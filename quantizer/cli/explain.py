@@ -41,7 +41,7 @@ def _words() -> list[str]:
 
 @command()
 @click.argument("name", metavar="[CODE|KEY|LAYER]", required=False, shell_complete=_completed)
-@takes(*LOOK)
+@takes(*(name for name in LOOK if name not in ("output", "overwrite")))
 def explain(name: str | None, options: Options) -> int | None:
     """Explain a code such as QZ301, a config key such as round_mode, or with --model the
     settings of one layer.

@@ -5,11 +5,17 @@ Imports no torch.
 import importlib
 import shutil
 import sys
-from pathlib import Path
 
 import click
 
-from quantizer.cli.options import MODEL, Options, command, output_option, takes
+from quantizer.cli.options import (
+    MODEL,
+    Options,
+    command,
+    output_option,
+    overwrite_option,
+    takes,
+)
 from quantizer.cli.places import write_output
 from quantizer.cli.render import say_note
 from quantizer.cli.typed import refuse_typed
@@ -69,7 +75,7 @@ _STRATEGIES = {
     show_default=True,
     help="The file to write; - is standard output.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@overwrite_option()
 @takes(*MODEL, model="Change the preset so that it fits this model, and say what was changed.")
 def init(
     *,
@@ -96,8 +102,6 @@ def init(
         return
     name = _preset(device, strategy, preset)
     text = _text(name, device, strategy, preset)
-    if output != "-":
-        _require_writable(output, overwrite=overwrite)
     text = _fitted(text, name, options)
     if output == "-":
         click.echo(text, nl=False)
@@ -107,16 +111,6 @@ def init(
         f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` "
         "explains a key"
     )
-
-
-def _require_writable(output: str, *, overwrite: bool) -> None:
-    """Refuse a file that is there, and a directory."""
-    if Path(output).is_dir():
-        raise UsageError(f"{output} is a directory", help="give the path of a file with -o")
-    if Path(output).exists() and not overwrite:
-        raise UsageError(
-            f"{output} already exists", help="choose another file with -o, or give --overwrite"
-        )
 
 
 def _fitted(text: str, name: str, options: Options) -> str:

@@ -2,7 +2,6 @@
 code.
 """
 
-import errno
 import importlib
 import os
 import sys
@@ -48,7 +47,8 @@ from quantizer.errors import (
 from quantizer.printable import one_line
 from quantizer.sources.user_code import imported_once, user_error
 from quantizer.storage import process_memory
-from quantizer.storage.atomic_write import replace_file
+from quantizer.storage.owned_folder import is_owned
+from quantizer.storage.replacing import replace_file
 
 SUBCOMMANDS = {
     "demo": (
@@ -385,7 +385,7 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
         click.echo(details, err=True)
         where = "the traceback is above"
     elif folder is not None:
-        with suppress(OSError):
+        with suppress(OSError, QuantizerError):
             _append(folder / "run.log", details)
             where = f"the traceback is in {folder / 'run.log'}"
     _show(
@@ -396,9 +396,13 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append to a file of a result folder, but never through a symbolic link."""
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link")
+    """Append to a file of a result folder.
+
+    Raises:
+        OSError: the folder is not one of quantizer's, or cannot be written.
+    """
+    if not is_owned(path.parent):
+        raise FileNotFoundError(path)
     content = path.read_bytes() if path.exists() else b""
     replace_file(path, content + text.encode())
 

@@ -1,5 +1,6 @@
 """`quantizer merge`: merges result folders that were calibrated on parts of the data."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -8,10 +9,11 @@ from quantizer.calibration import steps
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session
+from quantizer.cli.climbing import results_folder_option
 from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options, command, takes
 from quantizer.cli.places import PathType
-from quantizer.cli.reproduction import remember, words_of_merge
+from quantizer.cli.reproduction import read_commands, remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
@@ -19,13 +21,26 @@ from quantizer.graph.parameters import with_views
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated import reuse_or_trace, stored_config
 from quantizer.results.calibrated_inputs import example_batch
-from quantizer.results.folder import ORIGIN_FILES, QuantInfo, open_written, read_info
+from quantizer.results.folder import (
+    COMMANDS_KEY,
+    ORIGIN_FILES,
+    QuantInfo,
+    open_written,
+    read_info,
+)
 from quantizer.results.merge import merged_data, require_mergeable, statistics_of
-from quantizer.results.result_set import locked
+from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.same_calibration import check_model
-from quantizer.results.write import check_owner, write_results
+from quantizer.results.write import check_owner, require_expendable, write_results
 from quantizer.seeding import seed_everything
 from quantizer.sources.data import Batches
+
+
+@dataclass(frozen=True)
+class MergeOptions(Options):
+    """The options of `quantizer merge`."""
+
+    output: str = results_folder_option("The result folder to write.")
 
 
 @command()
@@ -38,9 +53,9 @@ from quantizer.sources.data import Batches
     "overwrite",
     "json",
     model="The model that was calibrated: file.py, file.py:factory or a Hugging Face folder.",
-    output="The result folder to write.  [default: quantize_result]",
+    kind=MergeOptions,
 )
-def merge(folders: tuple[str, ...], options: Options) -> None:
+def merge(folders: tuple[str, ...], options: MergeOptions) -> None:
     """Merge result folders that were calibrated on different data, with the same model and
     config.
 
@@ -55,7 +70,8 @@ def merge(folders: tuple[str, ...], options: Options) -> None:
             "there is only one folder to merge", help="give two or more result folders"
         )
     places = list(map(Path, folders))
-    folder = Path(options.output or "quantize_result")
+    folder = Path(options.output)
+    require_result_folder(folder)
     with session.notes_on_stderr(options.quiet):
         outcome = _merge(places, folder, options)
     session.show(outcome, options)
@@ -64,6 +80,8 @@ def merge(folders: tuple[str, ...], options: Options) -> None:
 def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
     """Merge the statistics of calibrations, and write the results of all data to a folder."""
     infos = [read_info(place) for place in places]
+    is_merged = "merge" in read_commands(folder).get(COMMANDS_KEY, ())
+    require_expendable(folder, places, overwrite=options.overwrite or is_merged)
     first = infos[0]
     config = stored_config(first)
     # The places of settings in the user's config are those of the first calibration.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantizer.cli.completion import layers_of_results
-from quantizer.cli.places import PathType, WrittenPath
+from quantizer.cli.places import OutputFile, PathType, WrittenPath, require_free
 from quantizer.cli.screen import COLORS, screen, set_color, set_quiet, set_verbose
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config import dynamic_sizes
@@ -18,6 +20,7 @@ from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS
 from quantizer.export.choices import CHOICES
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
+from quantizer.storage.permission import replacing
 
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
@@ -62,6 +65,23 @@ class GroupedOption(click.Option):
         return super().type_cast_value(ctx, value)
 
 
+_INPUTS = {
+    "config_file",
+    "data",
+    "deploy_file",
+    "eval_data",
+    "evaluate",
+    "file",
+    "files",
+    "gguf_template",
+    "model",
+    "preprocess",
+    "tokenizer",
+    "weights",
+}
+"""The options and arguments that name what a run reads."""
+
+
 class GroupedCommand(click.Command):
     """A command whose help has a section for each group of options.
 
@@ -80,6 +100,20 @@ class GroupedCommand(click.Command):
             error.ctx = error.ctx or ctx
             raise
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, which replaces no file of the user's without `--overwrite`, and no
+        input at all.
+        """
+        inputs: list[str] = []
+        for name in _INPUTS & ctx.params.keys():
+            inputs += _paths_of(ctx.params[name])
+        with replacing(overwrite=ctx.params.get("overwrite"), inputs=inputs):
+            for parameter in self.params:
+                path = ctx.params.get(parameter.name or "")
+                if isinstance(parameter.type, OutputFile) and path:
+                    require_free(path)
+            return super().invoke(ctx)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in a section for each group."""
         groups: dict[str, list[tuple[str, str]]] = {group: [] for group in _GROUPS}
@@ -94,6 +128,25 @@ class GroupedCommand(click.Command):
             if rows:
                 with formatter.section(group or "Options"):
                     formatter.write_dl(rows, col_max=NAMES_WIDTH)
+
+
+def _paths_of(value: Any) -> list[str]:
+    """Return the paths that the value of an option names: of a file, of a file with a function
+    in it, of a folder, or of the folder of a pattern.
+    """
+    if value is None:
+        return []
+    paths: list[str] = []
+    if isinstance(value, tuple):
+        for item in value:
+            paths += _paths_of(item)
+        return paths
+    file, _, _ = value.rpartition(":")
+    before_pattern = re.split(r"[*?\[]", value, maxsplit=1)[0]
+    paths += [value, file]
+    if before_pattern != value:
+        paths.append(os.path.dirname(before_pattern))
+    return list(filter(None, paths))
 
 
 def _screen_options() -> list[click.Parameter]:
@@ -165,7 +218,11 @@ def option(
 
 
 _FILE = PathType()
-output_option = functools.partial(click.option, "--output", "-o", type=_FILE, metavar="FILE")
+_OUTPUT = OutputFile()
+output_option = functools.partial(click.option, "--output", "-o", type=_OUTPUT, metavar="FILE")
+overwrite_option = functools.partial(
+    click.option, "--overwrite", is_flag=True, help="Replace the file if it exists."
+)
 _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
 _KNOWN_TARGETS = click.Choice(list(EXPORTERS))
@@ -310,7 +367,8 @@ class Options:
         metavar="DIR",
     )
     overwrite: bool = option(
-        "Replace the results of another model in the result folder.",
+        "Replace results of another model, results that were changed by hand, and files that "
+        "exist already.",
         default=False,
         group="Output",
     )
@@ -356,7 +414,7 @@ class Options:
         group="Output",
         shell_complete=layers_of_results,
     )
-    output: str | None = _file("Write the result to FILE.", "-o", group="Output")
+    output: str | None = _file("Write the result to FILE.", "-o", group="Output", type=_OUTPUT)
     json: bool = option("Print the result as JSON.", default=False, group="Output")
     inspect: bool = option(
         "Print the table of layers before the run.", default=False, group="Debugging"
@@ -406,7 +464,7 @@ MODEL = (
     "seq_len",
     "max_unpacked",
 )
-LOOK = ("config_file", *MODEL, "shuffle", "output", "json")
+LOOK = ("config_file", *MODEL, "shuffle", "output", "overwrite", "json")
 """The options of a command that examines a model."""
 TABLE = ("names", "top")
 """The options of a table of layers."""

@@ -2,13 +2,15 @@
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError, UsageError
-from quantizer.storage.atomic_write import replace_file
+from quantizer.storage.permission import changing_in_place
+from quantizer.storage.replacing import replace_file, require_writable
 
 _ERRORS: dict[str, type[QuantizerError]] = {
     "model": ModelError,
@@ -73,13 +75,41 @@ class PathType(WrittenPath):
         return text
 
 
-def write_output(path: str, text: str, *, encoding: str = "utf-8") -> None:
+class OutputFile(PathType):
+    """A file that a command writes. It is checked before the command runs."""
+
+
+def require_free(path: str) -> None:
+    """Check before work begins that a file of `--output` can be written; - is standard output.
+
+    Raises:
+        UsageError: it exists and may not be replaced, or it is an input of the run.
+    """
+    if path == "-":
+        return
+    try:
+        require_writable(Path(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def write_output(
+    path: str, text: str, *, encoding: str = "utf-8", in_place: bool = False
+) -> None:
     """Write the file of `--output` atomically, without translating newlines.
+
+    Args:
+        path: of the file.
+        text: its content.
+        encoding: of the text.
+        in_place: whether the command is to change this file, which is its input.
 
     Raises:
         UsageError: the file cannot be written.
     """
+    permission = changing_in_place() if in_place else nullcontext()
     try:
-        replace_file(Path(path), text.encode(encoding))
+        with permission:
+            replace_file(Path(path), text.encode(encoding))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -36,7 +36,7 @@ class ReportOptions(Options):
 
 @command("report")
 @click.argument("folder", default="quantize_result", type=PathType(), metavar="[DIR]")
-@takes("json", "plots", "plots_as", "tensorboard", kind=ReportOptions)
+@takes("json", "plots", "plots_as", "tensorboard", "overwrite", kind=ReportOptions)
 def report_command(folder: str, options: ReportOptions) -> None:
     """Write report.html and report.json of a result folder again, without model and data.
     Calibration and test mode write them too.

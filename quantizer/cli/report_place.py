@@ -10,9 +10,15 @@ from quantizer.cli import runlog
 from quantizer.cli.options import Options
 from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
-from quantizer.results.folder import INFO_FILE, OpenedResults
-from quantizer.results.result_set import ReadOnlyError, locked, locked_as_opened
+from quantizer.results.folder import INFO_FILE, REPORT_FILE, RUN_FILE, OpenedResults
+from quantizer.results.result_set import (
+    ReadOnlyError,
+    locked,
+    locked_as_opened,
+    require_result_folder,
+)
 
+_FILES = (REPORT_FILE, "report.html", "layers.csv", RUN_FILE, "run.log")
 _logger = logging.getLogger(__name__)
 
 
@@ -30,16 +36,17 @@ def report_place(
     """
     folder = opened.folder
     place = Path(options.report_dir) if options.report_dir else folder
+    require_result_folder(place)
     with ExitStack() as stack:
         if not ranks.is_first:
             yield None, {}
             return
         if place.resolve() != folder.resolve():
             _require_no_results(place)
-            stack.enter_context(locked(place))
+            held = stack.enter_context(locked(place))
         else:
             try:
-                stack.enter_context(locked_as_opened(opened.files))
+                held = stack.enter_context(locked_as_opened(opened.files))
             except ReadOnlyError as error:
                 if options.deploy:
                     remedy = "add --report_dir DIR: exports are written there too"
@@ -48,6 +55,7 @@ def report_place(
                 _logger.warning(text, error.message)
                 yield None, {}
                 return
+        held.require_ours(*_FILES)
         noted = stack.enter_context(runlog.log_run(place, options, ranks.world_size))
         yield place, noted
 

@@ -19,9 +19,9 @@ from quantizer.printable import json_text
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated_folder import CalibratedFolder
 from quantizer.results.folder import open_written
-from quantizer.results.result_set import locked, locked_as_opened
+from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
 from quantizer.results.retune import Change, RetunedFolder, retune_activations
-from quantizer.results.write import check_owner
+from quantizer.results.write import check_owner, require_expendable
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def retune(folder: str, options: RetuneOptions) -> None:
     result = retune_activations(before, change, layers)
     target = Path(options.output_dir or place)
     if not options.dry_run:
+        require_result_folder(target)
+        require_expendable(target, [place], overwrite=options.overwrite)
         _write(before, result, target, overwrite=options.overwrite)
     if options.file:
         write_output(options.file, result.text)

@@ -69,6 +69,8 @@ from quantizer.graph.output_parts import output_parts
 from quantizer.plan.model import Key, Plan
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
+from quantizer.results.checkpoint import Checkpoints
+from quantizer.results.result_set import mark_result_folder, require_result_folder
 from quantizer.seeding import seed_everything
 
 _MODULE_TARGETS = ("safetensors", "compressed-tensors")
@@ -229,6 +231,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     Raises:
         QuantizerError: a step failed, or there is no metric of a gate.
     """
+    require_result_folder(Path(options.output_dir))
     seed_everything(options.seed)
     opened = session.open_run(options)
     if opened.batches.way:
@@ -261,19 +264,23 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
         opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
-        with restored_if_refused(Path(options.output_dir)):
+        folder = Path(options.output_dir)
+        with restored_if_refused(folder):
+            mark_result_folder(folder)
             if options.config_file is None:
                 preset = options.preset or preset_for(name, has_data=has_data)
                 made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
                 path = config_of_run(options, made_for, graph, opened, target=target)
                 options = replace(options, config_file=path)
             calib_options = replace(options, quant_mode="calib", for_=(target,), gate=())
-            calibrated = run_calib(calib_options, opened=opened)
+            calibrated = run_calib(calib_options, opened=opened, has_next_step=True)
         test_options = replace(
             options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
         )
         seed_everything(options.seed)
         tested = run_test(test_options, opened=opened)
+        if not tested.error:
+            Checkpoints(folder).remove()
         assert calibrated.plan is not None
         finished = _Finished(name, test_options, opened, calibrated, tested, calibrated.plan)
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
@@ -356,7 +363,9 @@ def _on_modules(
     for option_name in ("fast_finetune", "dynamic", "max_mb"):
         if getattr(options, option_name):
             raise with_remedy(error, f"--{option_name} works on a trace") from error
-    with restored_if_refused(Path(options.output_dir)):
+    folder = Path(options.output_dir)
+    with restored_if_refused(folder):
+        mark_result_folder(folder)
         if options.config_file is None:
             config = load_text(Text(preset, preset_text(preset))).require()
             require_weights_only(model, config, error)

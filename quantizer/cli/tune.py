@@ -41,8 +41,10 @@ from quantizer.errors import UsageError
 from quantizer.export import require_extras
 from quantizer.graph.output_parts import output_parts
 from quantizer.printable import json_text
+from quantizer.results.result_set import locked, mark_result_folder, require_result_folder
 from quantizer.results.write import check_owner
 from quantizer.seeding import seed_everything
+from quantizer.storage.replacing import require_writable
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ def _require_usable(options: TuneOptions, gates: Sequence[Gate]) -> None:
 
 def _tune(options: TuneOptions, gates: Sequence[Gate]) -> tuple[TunedRun, Tuning]:
     """Change the config step by step, and calibrate and test the best config."""
+    folder = Path(options.output_dir)
+    require_result_folder(folder)
     seed_everything(options.seed)
     opened = session.open_run(options)
     if opened.batches.stands_in:
@@ -119,13 +123,14 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> tuple[TunedRun, Tuning
     if evaluator_of(options, opened.loaded) is None:
         require_known(about_all(gates), names_in_test(MEASURED, options))
     require_known_parts(gates, output_parts(opened.graph))
-    folder = Path(options.output_dir)
-    if folder.exists():
+    with locked(folder):
         check_owner(folder, opened.graph.model, overwrite=options.overwrite)
+    path = folder / TUNED_CONFIG
+    require_writable(path)
     data = divide_data(replace(options, deploy=()), opened)
     judge = GateJudge(opened, data, gates, targets=options.for_, run_as=())
     climb = judge.climb(options.minutes, options.fast_finetune, None)
-    path = folder / TUNED_CONFIG
+    mark_result_folder(folder)
     run = run_tuned(judge, climb, path, opened)
     tuning = Tuning(climb, judge, options.minutes, str(path))
     tuning.write(folder)

@@ -83,7 +83,7 @@ def _fix(name: str) -> int:
         # The check reports that the file is not readable.
         return 0
     if count:
-        write_output(name, text.text, encoding=text.encoding)
+        write_output(name, text.text, encoding=text.encoding, in_place=True)
     return count
 
 

@@ -14,8 +14,9 @@ from quantizer.config.forms.compared import compare_configs
 from quantizer.config.load import load_text
 from quantizer.config.wording import first_names
 from quantizer.errors import QuantizerError, UsageError
-from quantizer.storage.atomic_write import replace_file
 from quantizer.storage.files import cannot_use
+from quantizer.storage.owned_folder import unmark
+from quantizer.storage.replacing import remove_file, replace_file
 
 RUN_CONFIG = "quantize_config.json"
 """The name of the config in the folder of a run."""
@@ -97,6 +98,7 @@ def restored_if_refused(folder: Path) -> Iterator[None]:
     stays.
     """
     path = folder / RUN_CONFIG
+    is_new = not folder.exists()
     before: bytes | None = None
     if path.is_file():
         before = path.read_bytes()
@@ -108,9 +110,10 @@ def restored_if_refused(folder: Path) -> Iterator[None]:
         is_about_config = str(path) in str(error)
         if path.is_file() and not is_about_config:
             if before is None:
-                path.unlink()
+                remove_file(path)
             elif path.read_bytes() != before:
                 replace_file(path, before)
+        unmark(folder, remove_folder=is_new)
         raise
 
 

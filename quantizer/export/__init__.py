@@ -16,6 +16,7 @@ from quantizer.export.exporter import Refusal as Refusal
 from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
+from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,7 +208,8 @@ def export(
 ) -> Verification:
     """Write one file, read it back, and return how far it is from test mode.
 
-    A file that fails is removed.
+    A file that fails is not written, and one of an earlier export is removed from a result
+    folder.
 
     Args:
         events: receives the progress of verification, counted in batches.
@@ -220,6 +222,9 @@ def export(
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
+    # It needs torch
+    from quantizer.export.publishing import new_files
+
     exporter = exporter_of(target, deployment.choices)
     checked = checked_target(target, deployment.choices)
     if not EXPORTERS[target].by_tensor:
@@ -230,10 +235,13 @@ def export(
             require_expressible(
                 checked, deployment.graph, deployment.solution.specs, deployment.opset
             )
-            with exporter.write(deployment, path) as written:
+            with (
+                new_files(exporter, path, deployment.model) as new_path,
+                exporter.write(deployment, new_path) as written,
+            ):
                 verification = exporter.verify(deployment, written)
     except (UsageError, ModelError, VerificationError):
-        exporter.remove(deployment, path)
+        exporter.remove(path)
         raise
     losses = [f"in test mode already: {text}" for text in deployment.warnings]
     return replace(
@@ -247,5 +255,5 @@ def size_on_disk(target: str, path: Path) -> int:
     """Return the bytes of a target's files at `path`, or of the files in its folder."""
     files: Iterable[Path] = exporter_of(target).files(path)
     if path.is_dir():
-        files = path.iterdir()
+        files = [file for file in path.iterdir() if file.name != LIST_FILE]
     return sum(file.stat().st_size for file in files if file.exists())

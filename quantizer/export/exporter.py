@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from quantizer.export.choices import CHOICES
+from quantizer.storage.replacing import remove_file, remove_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +49,12 @@ class Exporter(ABC, Generic[Written]):
 
     It gets a row in `quantizer.export.targets.EXPORTERS`, which has its name, suffix, packages
     and options.
+
+    Attributes:
+        writes_folder: whether `write` gets an empty folder to fill, and not the path of a file.
     """
+
+    writes_folder: ClassVar[bool] = False
 
     def __init__(self, choices: Mapping[str, str] | None = None) -> None:
         """Set up an exporter.
@@ -119,9 +125,12 @@ class Exporter(ABC, Generic[Written]):
 
     @abstractmethod
     def write(self, deployment: Deployment, path: Path) -> AbstractContextManager[Written]:
-        """Write the file, yield what `verify` needs, and publish the file at `path` at the end.
+        """Write the file, and yield what `verify` needs.
 
-        Nothing is published if the body of the `with` statement raises.
+        Args:
+            deployment: what is exported.
+            path: of the file, in a new folder. All files that are there at the end are moved to
+                the user's folder.
 
         Raises:
             UsageError: the target cannot express what the config asks for.
@@ -141,7 +150,10 @@ class Exporter(ABC, Generic[Written]):
         """Return `path` and the files that may be next to it."""
         return path, path.with_name(f"{path.name}.data")
 
-    def remove(self, deployment: Deployment, path: Path) -> None:
-        """Remove an earlier file at `path`."""
+    def remove(self, path: Path) -> None:
+        """Remove what an earlier export has written at `path` in a result folder."""
+        if self.writes_folder:
+            remove_folder(path)
+            return
         for file in self.files(path):
-            file.unlink(missing_ok=True)
+            remove_file(file)

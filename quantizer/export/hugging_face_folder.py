@@ -4,23 +4,21 @@ the model came with.
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from quantizer.config.wording import a_kind
-from quantizer.errors import ResultError, UsageError
+from quantizer.errors import UsageError
 from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
 from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
 from quantizer.sources.quantized_folders.dequantized_folder import (
     GPTQ_FILE,
     QUANTIZATION_KEY,
 )
-from quantizer.storage.atomic_write import replaced_folder
-from quantizer.storage.files import cannot_write, read_json, write_json
+from quantizer.storage.files import read_json, write_json
 from quantizer.storage.tensor_shards import write_shards
 
 QUANTIZATION = QUANTIZATION_KEY
@@ -149,49 +147,3 @@ def _copy_other_files(source: Path, folder: Path) -> list[str]:
     if not missed:
         return []
     return [f"not copied from {source.name}: {', '.join(missed)}"]
-
-
-@contextmanager
-def replaced_checkpoint(path: Path, model: nn.Module, method: str) -> Iterator[Path]:
-    """Yield a new folder, and move it to `path` at the end of the `with` block.
-
-    Args:
-        path: of the checkpoint.
-        model: whose checkpoint it is.
-        method: the `quant_method` of the checkpoint, and of one that may be replaced.
-
-    Raises:
-        UsageError: something else than an earlier export is at `path`.
-        ResultError: the folder cannot be written.
-    """
-    if path.exists() and not _is_earlier_export(path, model, method):
-        remedy = "give a path that does not exist, or that of an earlier export"
-        raise UsageError(f"{path} is not an earlier export, so it is not replaced", help=remedy)
-    try:
-        with replaced_folder(path) as folder:
-            yield folder
-    except OSError as error:
-        raise cannot_write(path, error) from error
-
-
-def remove_earlier_export(path: Path, model: nn.Module, method: str) -> None:
-    """Remove a checkpoint with this `quant_method`, and nothing else."""
-    if _is_earlier_export(path, model, method):
-        shutil.rmtree(path.resolve())
-
-
-def _is_earlier_export(path: Path, model: nn.Module, method: str) -> bool:
-    """Return whether a folder is empty or holds a checkpoint with this `quant_method`.
-
-    The folder that `model` was read from is none.
-    """
-    source = source_folder(model)
-    if not path.is_dir() or (source is not None and path.samefile(source)):
-        return False
-    if not any(path.iterdir()):
-        return True
-    try:
-        config = read_json(path / HUGGING_FACE_CONFIG).get(QUANTIZATION) or {}
-    except (ResultError, AttributeError):
-        return False
-    return bool(config.get("quant_method") == method)

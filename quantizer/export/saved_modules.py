@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantizer.calibration.module_attach import put
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
-from quantizer.errors import ModelError, UsageError, VerificationError
+from quantizer.errors import ModelError, VerificationError
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.model_tensors import first_names
@@ -41,14 +41,26 @@ from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack
 from quantizer.results.result_set import locked, replace_set
 from quantizer.sources.batches import Batch
-from quantizer.storage.atomic_write import replaced_folder
 from quantizer.storage.files import cannot_write, write_json, write_tensors
 from quantizer.storage.opened_files import json_digest
+from quantizer.storage.replacing import replaced_folder
 
 
 def save_quantized(model: nn.Module, folder: Path) -> None:
-    """Write `model.safetensors` and `quantizer.json`; what is there stays until both are
-    written.
+    """Write a quantized model to a folder. What an earlier call has written there stays until
+    the new files are complete.
+
+    Raises:
+        ModelError: the model is not quantized, or has state that is not a tensor.
+        UsageError: the folder holds other files.
+        ResultError: the folder cannot be written.
+    """
+    with locked(folder), replace_set(folder, main=DESCRIPTION) as new:
+        _write_quantized(model, new)
+
+
+def _write_quantized(model: nn.Module, folder: Path) -> None:
+    """Write `model.safetensors` and `quantizer.json` to an empty folder.
 
     The tensors are those of `model.state_dict()`, a tied one once. A quantized parameter is
     stored as its codes, those of fewer than 8 bits packed (`numerics.codes.pack`). The JSON has
@@ -91,18 +103,17 @@ def save_quantized(model: nn.Module, folder: Path) -> None:
             "the model has no quantized layer",
             help="call ModelQuantizer(config).quantize_model first",
         )
-    with locked(folder), replace_set(folder) as new:
-        description = {
-            "format": SAVED_FORMAT,
-            "model": type(model).__name__,
-            "files": {SAVED_TENSORS: write_tensors(new / SAVED_TENSORS, state)},
-            "structure": structure_of(model),
-            "layers": layers,
-            "ties": ties,
-            "biases": biases,
-        }
-        checksum = json_digest(description)
-        write_json(new / DESCRIPTION, {**description, "checksum": checksum})
+    description = {
+        "format": SAVED_FORMAT,
+        "model": type(model).__name__,
+        "files": {SAVED_TENSORS: write_tensors(folder / SAVED_TENSORS, state)},
+        "structure": structure_of(model),
+        "layers": layers,
+        "ties": ties,
+        "biases": biases,
+    }
+    checksum = json_digest(description)
+    write_json(folder / DESCRIPTION, {**description, "checksum": checksum})
 
 
 def _layer_entry(path: str, layer: InPlace, state: dict[str, Tensor]) -> dict[str, Any]:
@@ -146,16 +157,11 @@ def save_verified(
         UsageError: something else is at `folder`.
         VerificationError: what was loaded gives other outputs. Nothing is written.
     """
-    if folder.exists() and not (folder / DESCRIPTION).is_file():
-        raise UsageError(
-            f"{folder} is not a saved model, so it is not replaced",
-            help="move it, or choose another --output_dir",
-        )
     agreement = Agreement("outputs")
     try:
         folder.parent.mkdir(exist_ok=True)
         with replaced_folder(folder) as new:
-            save_quantized(model, new)
+            _write_quantized(model, new)
             load_quantized(reference, new)
             for batch in batches:
                 with torch.no_grad():

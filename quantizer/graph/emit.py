@@ -5,7 +5,6 @@ forward without control flow. All values are literals.
 import json
 import keyword
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,12 +26,6 @@ class {model}(torch.nn.Module):
         super().__init__()
 """
 )
-
-
-def is_emitted(text: str) -> bool:
-    """Return whether a text begins as those of `emit` do."""
-    start = re.match(r'"""\S+ as traced and quantized, written by quantizer\. ', text)
-    return start is not None
 
 
 def emit(graph: Graph) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 from quantizer.config.json_types import JsonMapping
 from quantizer.errors import ResultError, UsageError, pip_line
 from quantizer.report.page.figures import figures, standalone
+from quantizer.report.page.html import Markup
 from quantizer.report.page.rows import layer_name, rows_in_order
-from quantizer.storage.atomic_write import remove_left_over
 from quantizer.storage.files import write_bytes
+from quantizer.storage.replacing import require_writable
 
 _PNG_ZOOM = 2
 """Pixels of a PNG per unit of a drawing."""
@@ -44,7 +45,7 @@ def write_plots(values: JsonMapping, folder: Path, kind: str = "svg") -> list[Pa
         kind: "svg", or "png", which needs the extra "plots".
 
     Raises:
-        UsageError: there is no such kind, or its package is missing.
+        UsageError: there is no such kind, its package is missing, or a file exists.
         ResultError: a file cannot be written.
     """
     if kind not in PLOT_WRITERS:
@@ -53,14 +54,15 @@ def write_plots(values: JsonMapping, folder: Path, kind: str = "svg") -> list[Pa
             help=f"known are {', '.join(PLOT_WRITERS)}",
         )
     to_bytes = PLOT_WRITERS[kind]
-    remove_left_over(folder)
-    written = []
+    drawings: dict[Path, Markup] = {}
     for name, drawing in figures(values):
         stem = re.sub(r"[^\w.-]+", "_", name)
         file = folder / f"{stem}.{kind}"
-        write_bytes(file, to_bytes(standalone(drawing)))
-        written.append(file)
-    return written
+        require_writable(file)
+        drawings[file] = drawing
+    for file in drawings:
+        write_bytes(file, to_bytes(standalone(drawings[file])))
+    return list(drawings)
 
 
 def write_events(values: JsonMapping, folder: Path) -> None:

@@ -3,7 +3,6 @@ leaves a consistent checkpoint.
 """
 
 import logging
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -13,10 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage, Snapshot
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import other_run, reporting_damage
 from quantizer.config.wording import counted
-from quantizer.errors import BatchError, DataError, QuantizerError, ResultError
+from quantizer.errors import (
+    BatchError,
+    CheckpointError,
+    DataError,
+    QuantizerError,
+    ResultError,
+)
+from quantizer.results.result_set import holding
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.files import (
     deferred_tensors,
@@ -26,12 +34,16 @@ from quantizer.storage.files import (
     write_tensors,
 )
 from quantizer.storage.opened_files import json_digest
+from quantizer.storage.owned_folder import listed_names
+from quantizer.storage.replacing import remove_file
 
 SAVE_INTERVAL_S = 30.0
 """Seconds between two checkpoints, which is the work that a kill may cost."""
 # 3: says which tensors were deferred. 4: files are named by digest, and there is a checksum.
 # 5: the histograms of samples have weights.
 _FORMAT = 5
+_PREFIX = "checkpoint."
+"""What the names of all files of checkpoints begin with."""
 _WITHOUT_RESUME = "run without --resume"
 
 
@@ -92,9 +104,9 @@ class Checkpoint:
         write_json(self._info, content | {"checksum": checksum})
         # Tensor files of earlier snapshots are not needed any more
         used = {self._path(entry.digest) for entry in stored.values()}
-        present = set(self._info.parent.glob(f"{self._info.stem}.*.safetensors"))
-        for path in present - used:
-            path.unlink(missing_ok=True)
+        for path in _listed(self._info.parent, f"{self._info.stem}."):
+            if path != self._info and path not in used:
+                remove_file(path)
 
     def _write_new(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors that no file has yet to a new file."""
@@ -104,9 +116,10 @@ class Checkpoint:
                 new[name] = tensor
         if not new:
             return
-        part = self._info.with_suffix(".part.safetensors")
-        digest = write_tensors(part, new)
-        os.replace(part, self._path(digest))
+        with holding(self._info.parent) as place:
+            part = place.work / "part.safetensors"
+            digest = write_tensors(part, new)
+            place.take(part, self._path(digest).name, digest)
         for name, tensor in new.items():
             self._stored[id(tensor)] = _Stored(tensor, digest, name)
 
@@ -164,7 +177,7 @@ class Checkpoint:
             raise ValueError(f"{digest!r:.80} is not a digest")
         path = self._path(digest)
         if not path.is_file() or sha256(path) != digest:
-            raise ResultError(f"{path} is damaged", help=_WITHOUT_RESUME)
+            raise CheckpointError(f"{path} is damaged", help=_WITHOUT_RESUME)
         return deferred_tensors(path)
 
     def _path(self, digest: str) -> Path:
@@ -190,6 +203,17 @@ def _move_to_device(
     return tensor
 
 
+def _listed(folder: Path, prefix: str) -> list[Path]:
+    """Return the files that quantizer has written to a folder whose names begin in this
+    way.
+    """
+    paths: list[Path] = []
+    for name in sorted(listed_names(folder)):
+        if name.startswith(prefix):
+            paths.append(folder / name)
+    return paths
+
+
 class Checkpoints(Events):
     """Saves checkpoints of the stages of a run: at their boundaries, every `SAVE_INTERVAL_S`
     seconds, and when the run stops with an error.
@@ -197,11 +221,15 @@ class Checkpoints(Events):
     Args:
         folder: the result folder.
         resume: whether stages continue from the checkpoints in the folder.
+
+    Attributes:
+        how_to_resume: the end of the message of a run that stops.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
         self.folder = folder
         self.resume = resume
+        self.how_to_resume = "--resume continues from there"
         self._open: dict[str, Checkpoint] = {}
         self._last_save = time.monotonic()
         self._is_unsaved = False
@@ -230,14 +258,14 @@ class Checkpoints(Events):
 
     def exist(self) -> bool:
         """Return whether there is anything to resume from."""
-        return any(self.folder.glob("checkpoint.*"))
+        return bool(_listed(self.folder, _PREFIX))
 
     def remove(self) -> None:
         """Remove all checkpoints of a complete run."""
         # The JSON files go first: they refer to the others
-        for pattern in ("checkpoint.*.json", "checkpoint.*"):
-            for path in sorted(self.folder.glob(pattern)):
-                path.unlink(missing_ok=True)
+        paths = _listed(self.folder, _PREFIX)
+        for path in sorted(paths, key=lambda path: path.suffix != ".json"):
+            remove_file(path)
 
     def started(self, stage: RunStage) -> None:
         """Note that the stage has nothing to save yet."""
@@ -273,7 +301,7 @@ class Checkpoints(Events):
             progress = counted(done, "batch")
         if stage.total and stage.unit != "batches":
             progress = f"{done} of {stage.total} {stage.unit}"
-        text = f"{stage.name} stopped after {progress}; --resume continues from there"
+        text = f"{stage.name} stopped after {progress}; {self.how_to_resume}"
         stage.events.message(logging.WARNING, text)
 
     def _save(self, stage: RunStage) -> Snapshot:
@@ -282,6 +310,31 @@ class Checkpoints(Events):
         self._open[stage.saved_as].save(snapshot)
         self._last_save = time.monotonic()
         return snapshot
+
+
+def calibrated(request: CalibrationRequest, *, must_resume: bool) -> CalibrationState:
+    """Calibrate from where a stopped run has left off, or from the beginning.
+
+    Args:
+        request: with the checkpoints of its folder, or without any.
+        must_resume: whether a checkpoint of another run is an error. If not, it is replaced.
+
+    Raises:
+        QuantizerError: the calibration failed.
+    """
+    checkpoints = request.checkpoints
+    is_optional = isinstance(checkpoints, Checkpoints) and not must_resume
+    if not is_optional or not request.ranks.is_alone:
+        return steps.run_calibration(request)
+    assert isinstance(checkpoints, Checkpoints)
+    checkpoints.resume = checkpoints.exist()
+    try:
+        return steps.run_calibration(request)
+    except CheckpointError as error:
+        checkpoints.resume = False
+        text = f"{error.message}, so calibration begins anew"
+        request.events.message(logging.INFO, text)
+        return steps.run_calibration(request)
 
 
 def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:

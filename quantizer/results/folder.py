@@ -311,6 +311,17 @@ def _read_digests(index: OpenFile) -> dict[str, str]:
     return digests
 
 
+def listed_files(folder: Path) -> list[str]:
+    """Return the names of the files of the calibration in a folder; none if there is none, or
+    if its list of checksums is damaged.
+    """
+    try:
+        index = OpenFile.open(folder / CHECKSUMS_FILE)
+        return [CHECKSUMS_FILE, *_read_digests(index)]
+    except (ResultError, OSError):
+        return []
+
+
 def _checked_info(files: OpenedFiles) -> dict[str, Any]:
     """Return the content of quant_info.json.
 

@@ -17,9 +17,9 @@ from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, encode_parameters, writes_inplace
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.model import Config
-from quantizer.errors import ResultError
+from quantizer.errors import ResultError, UsageError
 from quantizer.graph.edits import with_weights
-from quantizer.graph.emit import emit, is_emitted
+from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
 from quantizer.graph.module_names import path_names
 from quantizer.nn.load import GROUP_SCALES
@@ -41,13 +41,13 @@ from quantizer.results.folder import (
     RUN_FILE,
     STATISTICS_FILE,
     OpenedResults,
+    listed_files,
 )
 from quantizer.results.graph_file import write_graph
-from quantizer.results.result_set import complete_replacement, replace_set
+from quantizer.results.result_set import holding, replace_set
 from quantizer.results.result_tensors import TENSOR_FILES, header_of, tensors_of
 from quantizer.storage.files import (
     json_parts,
-    read_bytes,
     read_json,
     sha256,
     write_bytes,
@@ -55,22 +55,36 @@ from quantizer.storage.files import (
     write_tensors,
 )
 from quantizer.storage.opened_files import json_digest
-from quantizer.storage.tensor_shards import tensor_files_and_index, write_shards
+from quantizer.storage.tensor_shards import write_shards
+
+_NAMES_OF_CALIBRATION = (
+    INFO_FILE,
+    CHECKSUMS_FILE,
+    STATISTICS_FILE,
+    ALGORITHMS_FILE,
+    *GRAPH_FILES,
+    *ORIGIN_FILES,
+    *TENSOR_FILES,
+    *FINDINGS_FILES,
+    RUN_FILE,
+    "run.log",
+    "report.html",
+    "checkpoint.calibration.json",
+    "checkpoint.algorithms.json",
+    "checkpoint.finetune.json",
+)
+"""The files that a calibration writes, but for shards and the code of the network."""
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
-    """Check that no results of another model and no code of the user's would be replaced.
+    """Check that no results of another model and no files of the user's would be replaced.
 
     Raises:
-        ResultError: the folder holds results of another model and `overwrite` is not set, or it
-            holds a file with the name of the network's code.
+        ResultError: the folder holds results of another model and `overwrite` is not set.
+        UsageError: a file in the way is not quantizer's, or was changed.
     """
-    code = folder / f"{model}.py"
-    if code.is_file() and not is_emitted(code.read_text("utf-8", "replace")):
-        raise ResultError(
-            f"{code} is not a file that quantizer wrote, and would be replaced",
-            help="move it to another folder, or choose another --output_dir",
-        )
+    with holding(folder) as place:
+        place.require_ours(*_NAMES_OF_CALIBRATION, f"{model}.py")
     if overwrite or not (folder / INFO_FILE).exists():
         return
     try:
@@ -83,6 +97,27 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
             f"{folder} holds results of {owner}, not of {model}",
             help="choose another --output_dir or add --overwrite",
         )
+
+
+def require_expendable(folder: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
+    """Check that a command that derives results from others replaces no other calibration.
+
+    Args:
+        folder: to write to.
+        sources: the folders that the results are derived from.
+        overwrite: whether the user allows it.
+
+    Raises:
+        UsageError: the folder holds another calibration.
+    """
+    if overwrite or not (folder / INFO_FILE).exists():
+        return
+    for source in sources:
+        if folder.samefile(source):
+            return
+    raise UsageError(
+        f"{folder} holds another calibration", help="choose another folder, or add --overwrite"
+    )
 
 
 def write_results(
@@ -199,21 +234,8 @@ def replace_results(folder: Path) -> Iterator[Path]:
     Raises:
         ResultError: something cannot be written. The old results are complete then.
     """
-    # It may move files into the folder, which are then old files as well
-    complete_replacement(folder)
-    present = [path.name for path in folder.glob("*.safetensors")]
-    old_names = [
-        INFO_FILE,
-        STATISTICS_FILE,
-        ALGORITHMS_FILE,
-        *GRAPH_FILES,
-        *ORIGIN_FILES,
-        *FILES_OF_TESTS,
-    ]
-    for name in TENSOR_FILES:
-        old_names += [name, *tensor_files_and_index(name, present)]
-    old_names += _generated_code(folder)
-    with replace_set(folder, old_names) as new_folder:
+    old_names = [*FILES_OF_TESTS, *listed_files(folder)]
+    with replace_set(folder, old_names, CHECKSUMS_FILE) as new_folder:
         yield new_folder
 
 
@@ -233,21 +255,6 @@ def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
     if config.text:
         content["config"] = config_file(config)
     return content
-
-
-def _generated_code(folder: Path) -> list[str]:
-    """Return a list of the generated code in a result folder. It is empty if there is none.
-
-    The code is called by the name of the model, which may be another one than now.
-    """
-    try:
-        name = f"{read_json(folder / INFO_FILE)['header']['model']}.py"
-        if not name.isprintable() or "/" in name:
-            return []
-        code = read_bytes(folder / name).decode()
-    except (ResultError, KeyError, TypeError, OSError, ValueError):
-        return []
-    return [name] if is_emitted(code) else []
 
 
 def _tensor_entries(

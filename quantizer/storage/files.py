@@ -3,7 +3,6 @@ Errors are sentences for the user.
 """
 
 import errno
-import hashlib
 import itertools
 import json
 import shutil
@@ -15,11 +14,11 @@ from safetensors.torch import load
 from torch import Tensor
 
 from quantizer.errors import ResultError
-from quantizer.storage.atomic_write import replace_file
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenFile
 from quantizer.storage.plain_files import require_file_or_folder
 from quantizer.storage.process_memory import size_text
+from quantizer.storage.replacing import replace_file
 from quantizer.storage.safetensors_file import deferred_file, safetensors_parts
 
 _CALIBRATE_AGAIN = "run --quant_mode calib again"
@@ -36,22 +35,14 @@ def write_bytes(path: Path, content: bytes | Iterable[bytes]) -> str:
         content: the bytes, or their parts in order.
 
     Raises:
+        UsageError: the file is not quantizer's, and may not be replaced.
         ResultError: the folder cannot be written or the disk is full.
     """
-    digest = hashlib.sha256()
-    parts = [content] if isinstance(content, bytes) else content
-
-    def hash_parts() -> Iterator[bytes]:
-        for part in parts:
-            digest.update(part)
-            yield part
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, hash_parts())
+        return replace_file(path, content)
     except OSError as error:
         raise cannot_write(path, error) from error
-    return digest.hexdigest()
 
 
 def cannot_write(path: Path, error: OSError) -> ResultError:

@@ -7,34 +7,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout, UnixFileLock
-
 from quantizer.errors import ResultError
 
-_LOCK = ".lock"
+LOCK = "lock"
+"""The name of the lock file in the work folder."""
 _OWNER_BYTES = 100
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, work: Path) -> Iterator[None]:
     """Hold the lock of a folder inside the `with` block. The system releases it even if the
     process is killed.
 
+    Args:
+        folder: what is locked, for messages.
+        work: the subfolder with the lock file. It is made, and removed at the end if it is
+            empty.
+
     Raises:
         OSError: the lock file cannot be created or opened.
-        ResultError: another process holds the lock, or the lock file is not a file.
+        ResultError: another process holds the lock.
     """
-    path = folder / _LOCK
-    if path.exists() and not path.is_file():
-        raise ResultError(f"{path} is not a file, so it cannot be locked", help="remove it")
+    # Most commands lock nothing
+    from filelock import FileLock, Timeout, UnixFileLock
+
+    path = work / LOCK
     lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ResultError(
-            f"{folder} is in use by another run{_owner(path)}",
-            help="wait for it or choose another --output_dir",
-        ) from None
+    while not lock.is_locked:
+        work.mkdir(exist_ok=True)
+        try:
+            lock.acquire()
+        except FileNotFoundError:
+            # A process that ends has removed the subfolder meanwhile
+            continue
+        except Timeout:
+            raise ResultError(
+                f"{folder} is in use by another run{_owner(path)}",
+                help="wait for it or choose another --output_dir",
+            ) from None
     # The other classes of filelock write to the lock file themselves, and remove it
     is_unix = isinstance(lock, UnixFileLock)
     try:
@@ -42,9 +52,14 @@ def folder_lock(folder: Path) -> Iterator[None]:
             _write_owner(path)
         yield
     finally:
-        if is_unix:
-            path.unlink(missing_ok=True)
-        lock.release()
+        try:
+            if is_unix:
+                path.unlink(missing_ok=True)
+        finally:
+            lock.release()
+        # Another process may have made a lock file in it meanwhile
+        with contextlib.suppress(OSError):
+            work.rmdir()
 
 
 def _write_owner(path: Path) -> None:

@@ -1,9 +1,9 @@
 """Open the files of a folder as one consistent set, even if another process replaces the set
 meanwhile.
 
-`results.result_set` replaces such sets. It writes the new files to a subfolder, and last a list
-of moves. From then on the set is the one with these moves done, whether they are or not. This
-module moves nothing and takes no lock. Imports no torch.
+`storage.owned_folder` replaces such sets. It writes the new files to a subfolder, and then the
+moves into the list of the folder. From then on the set is the one with these moves done,
+whether they are or not. This module moves nothing and takes no lock. Imports no torch.
 """
 
 import hashlib
@@ -18,14 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.errors import ResultError
+from quantizer.storage.folder_list import LIST_FILE, Moves, is_name, parse_list
+from quantizer.storage.owned_folder import NEW_FILES
 from quantizer.storage.positioned_io import REPLACES_OPEN_FILES, open_flags, read_at
 
-NEW_FILES_FOLDER = ".quantizer-new"
-"""The subfolder with files that are to replace those of their names in the folder."""
-MOVES_FILE = "moves.json"
-"""The file there that lists the moves. It is written last: once it exists, the new files are
-valid, and those that they replace are not.
-"""
 _PART_BYTES = 1 << 20
 MAX_OPEN_ATTEMPTS = 100
 """How often `open_files` begins again because the set was replaced meanwhile. A replacement
@@ -178,7 +174,7 @@ def open_files(
     """Open the index of a set and the files that it lists, and compare their sha256.
 
     If another process replaces the set meanwhile, the new set is opened. If a replacement was
-    interrupted after its list of moves was written, its files are read from the subfolder.
+    interrupted after it was decided, its files are read from the subfolder.
 
     Args:
         folder: the folder of the set. It may be a link, but no file in it may.
@@ -241,7 +237,7 @@ def _checked_names(
         ResultError: a name is not of a file in the folder itself.
     """
     for name in listed:
-        if not _is_name_in_set(name) or "/" in name:
+        if not is_name(name) or "/" in name:
             raise ResultError(f"{path} is damaged: it names {name!r:.80}", help=kind.again)
     return listed
 
@@ -265,24 +261,24 @@ def _find_damage(
 
 
 class _SetSnapshot:
-    """The set in a folder at one moment, with the moves of a replacement that is complete.
+    """The set in a folder at one moment, with the moves of a replacement that is decided.
 
     Attributes:
         index: the open index of the set, or None if there is none.
-        state: the identity of the list of moves and of the index. It changes when the set is
-            replaced.
+        state: the moves, and the identity of the index. It changes when the set is replaced.
     """
 
     def __init__(self, folder: Path, kind: FileSetKind) -> None:
         self._folder = folder
-        self._incoming: Collection[str] = ()
-        self._outgoing: Collection[str] = ()
-        self._moves = _open_if_present(folder / NEW_FILES_FOLDER / MOVES_FILE)
-        if self._moves is not None:
-            self._incoming, self._outgoing = parse_moves(self._moves.content(), folder)
+        self._new_files = folder
+        self._moves = Moves((), ())
+        place = _open_if_present(folder / LIST_FILE)
+        if place is not None:
+            content = parse_list(place.content(), place.path)
+            self._moves = content.moves or self._moves
+            self._new_files = folder / content.work_folder / NEW_FILES
         self.index = self.open(kind.index)
-        files = (self._moves, self.index)
-        self.state = [file.identity if file else None for file in files]
+        self.state = (self._moves, self.index and self.index.identity)
 
     def open(self, name: str) -> OpenFile | None:
         """Open the file that has this name in the set, or return None if there is none.
@@ -290,12 +286,14 @@ class _SetSnapshot:
         Raises:
             ResultError: it is a link, no regular file, or cannot be read.
         """
-        if name in self._incoming:
-            file = _open_if_present(self._folder / NEW_FILES_FOLDER / name)
+        if name in self._moves.files:
+            _refuse_link(self._new_files.parent)
+            _refuse_link(self._new_files)
+            file = _open_if_present(self._new_files / name)
             # It is None if the file has been moved already
             if file is not None:
                 return file
-        if name in self._outgoing:
+        if name in self._moves.gone:
             return None
         return _open_if_present(self._folder / name)
 
@@ -304,12 +302,10 @@ def _take_snapshot(folder: Path, kind: FileSetKind) -> _SetSnapshot:
     """Return the set that is in a folder now.
 
     Raises:
-        ResultError: there is no such folder, it cannot be read, or the list of moves is
-            damaged.
+        ResultError: there is no such folder, it cannot be read, or its list is damaged.
     """
     try:
         os.scandir(folder).close()
-        check_new_files_folder(folder)
     except (FileNotFoundError, NotADirectoryError):
         path = folder / (kind.main or kind.index)
         raise ResultError(f"{path} does not exist", help=kind.missing) from None
@@ -318,15 +314,11 @@ def _take_snapshot(folder: Path, kind: FileSetKind) -> _SetSnapshot:
     return _SetSnapshot(folder, kind)
 
 
-def check_new_files_folder(folder: Path) -> None:
-    """Check that the subfolder for new files is a folder, if it exists.
-
-    Raises:
-        ResultError: it is a link or a file.
-    """
-    new_files = folder / NEW_FILES_FOLDER
-    if new_files.is_symlink() or (new_files.exists() and not new_files.is_dir()):
-        raise ResultError(f"{new_files} is not a folder of quantizer", help="remove it")
+def _refuse_link(path: Path) -> None:
+    """Raise `ResultError` if a path is a link, which would lead elsewhere."""
+    if path.is_symlink():
+        help_ = "put the file itself in its place"
+        raise ResultError(f"{path} is a link, which is not followed", help=help_)
 
 
 def _open_if_present(path: Path) -> OpenFile | None:
@@ -336,9 +328,7 @@ def _open_if_present(path: Path) -> OpenFile | None:
         ResultError: it is a link, no regular file, or cannot be read.
     """
     try:
-        if path.is_symlink():
-            help_ = "put the file itself in its place"
-            raise ResultError(f"{path} is a link, which is not followed", help=help_)
+        _refuse_link(path)
         # O_NOFOLLOW, as a link may have taken its place since the check above
         file = OpenFile(path, os.open(path, _READ_FLAGS | open_flags("O_NOFOLLOW")))
         if not stat.S_ISREG(file.mode):
@@ -350,39 +340,6 @@ def _open_if_present(path: Path) -> OpenFile | None:
     except OSError as error:
         raise ResultError(f"cannot read {path}: {error.strerror or error}") from error
     return file
-
-
-def parse_moves(content: bytes, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the files that a replacement adds, and of those that it removes.
-
-    Args:
-        content: of the list of moves.
-        folder: the folder of the set, for messages.
-
-    Raises:
-        ResultError: it is not a list of moves.
-    """
-    try:
-        moves = json.loads(content)
-        incoming = moves["files"]
-        outgoing = moves["gone"]
-        is_sound = all(_is_name_in_set(name) for name in (*incoming, *outgoing))
-    except (ValueError, LookupError, TypeError, RecursionError):
-        is_sound = False
-    if not is_sound or not isinstance(incoming, list) or not isinstance(outgoing, list):
-        help_ = f"remove {folder / NEW_FILES_FOLDER}"
-        raise ResultError(f"{folder / NEW_FILES_FOLDER / MOVES_FILE} is damaged", help=help_)
-    return incoming, outgoing
-
-
-def _is_name_in_set(name: Any) -> bool:
-    """Return whether this is the name of a file in the folder of a set or in a subfolder."""
-    if not isinstance(name, str) or not name.isprintable() or "\\" in name:
-        return False
-    parts = name.split("/")
-    if len(parts) > 2:
-        return False
-    return all(part and part[0] != "." for part in parts)
 
 
 def json_digest(value: Any) -> str:

@@ -25,7 +25,7 @@ def calibration_data():
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(8, 6, generator=generator) for _ in range(2)]
 """
-OF_ONE_RUN = ("run.json", "run.log", "report.html", "report.json")
+OF_ONE_RUN = ("run.json", "run.log", ".quantizer.json", "report.html", "report.json")
 """Only the shell writes logs; reports name its commands."""
 
 

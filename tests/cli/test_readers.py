@@ -4,12 +4,14 @@ lock for it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ import quantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
 from quantizer.results import folder as results_folder
-from quantizer.results import result_set
 from quantizer.results.folder import (
     FILES_OF_TESTS,
     REPORT_FILE,
@@ -31,7 +32,8 @@ from quantizer.results.folder import (
 )
 from quantizer.results.result_set import locked, replace_set
 from quantizer.storage import opened_files
-from quantizer.storage.opened_files import MOVES_FILE, NEW_FILES_FOLDER
+from quantizer.storage.folder_list import LIST_FILE, Moves, parse_list
+from quantizer.storage.owned_folder import OwnedFolder
 
 MODEL = """
 import torch
@@ -47,7 +49,7 @@ def larger():
     return [batch * 3 for batch in calibration_data()]
 """
 STATIC = {"dtype": "int8", "qscheme": "per_tensor"}
-RUN_FILES = ("run.json", "run.log")
+RUN_FILES = ("run.json", "run.log", LIST_FILE)
 CHANGED = "holds other results than when this command began"
 Switch = Callable[[], None]
 Capture = pytest.CaptureFixture[str]
@@ -93,7 +95,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def replace(folder: Path, other: Path) -> None:
+def replace_all(folder: Path, other: Path) -> None:
     """Do what a calibration does when it is complete."""
     with replace_set(folder, FILES_OF_TESTS) as new:
         for path in other.iterdir():
@@ -105,15 +107,19 @@ def begin_to_replace(folder: Path, other: Path) -> None:
     """Do what a calibration does that is stopped in the middle: every second file is in its
     place.
     """
-    (folder / NEW_FILES_FOLDER).mkdir()
+    place = folder / LIST_FILE
+    content = parse_list(place.read_bytes(), place)
+    new_files = folder / content.work_folder / "new"
+    new_files.mkdir(parents=True)
     names = sorted(path.name for path in other.iterdir() if path.name not in RUN_FILES)
+    files = dict(content.files)
     for name in names:
-        shutil.copy(other / name, folder / NEW_FILES_FOLDER / name)
-    (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(
-        json.dumps({"files": names, "gone": []})
-    )
+        shutil.copy(other / name, new_files / name)
+        digest = hashlib.sha256((new_files / name).read_bytes()).hexdigest()
+        files[name] = (*files.get(name, ()), digest)
+    place.write_bytes(replace(content, files=files, moves=Moves(tuple(names), ())).content())
     for name in names[::2]:
-        os.replace(folder / NEW_FILES_FOLDER / name, folder / name)
+        os.replace(new_files / name, folder / name)
 
 
 def everything(opened: QuantInfo) -> list[Any]:
@@ -136,7 +142,7 @@ def everything(opened: QuantInfo) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [replace, begin_to_replace])
+@pytest.mark.parametrize("write", [replace_all, begin_to_replace])
 def test_a_calibration_that_ends_at_any_moment_is_seen_whole_or_not(
     write: Callable[[Path, Path], None],
     calibrations: Path,
@@ -180,7 +186,7 @@ def test_who_meets_writers_again_and_again_gives_up(
     def opening(path: Any, *args: Any, **more: Any) -> int:
         if str(path).endswith("weights.safetensors") and not is_writing[0]:
             is_writing[0] = True
-            replace(folder, calibrations / next(others))
+            replace_all(folder, calibrations / next(others))
             is_writing[0] = False
         return plain(path, *args, **more)
 
@@ -194,7 +200,7 @@ def test_who_meets_writers_again_and_again_gives_up(
 
 def test_what_was_opened_stays_what_it_was(folder: Path, calibrations: Path) -> None:
     before, opened = everything(read_info(folder)), read_info(folder)
-    replace(folder, calibrations / "new")
+    replace_all(folder, calibrations / "new")
     assert everything(opened) == before
     shutil.rmtree(folder)
     assert everything(opened) == before
@@ -215,7 +221,7 @@ def test_readers_move_nothing(folder: Path, calibrations: Path) -> None:
 def locked_elsewhere(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, as another run does that has not cleaned up yet."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(result_set, "_remove_left_over_files", lambda folder: None)
+        patched.setattr(OwnedFolder, "complete", lambda self: None)
         with locked(folder):
             yield
 
@@ -283,7 +289,7 @@ def test_a_command_tells_of_one_calibration_and_writes_about_no_other(
         opened = plain(place)
         if place in to_replace:
             to_replace.remove(place)
-            replace(place, calibrations / "new")
+            replace_all(place, calibrations / "new")
         return opened
 
     monkeypatch.setattr(results_folder, "open_results", open_and_replace)
@@ -291,7 +297,7 @@ def test_a_command_tells_of_one_calibration_and_writes_about_no_other(
     told = capsys.readouterr()
     assert not to_replace
     complete = Path(shutil.copytree(calibrations / "old", tmp_path / "expected"))
-    replace(complete, calibrations / "new")
+    replace_all(complete, calibrations / "new")
     assert contents(folder) == contents(complete)
     if code:
         assert CHANGED in told.err
@@ -311,7 +317,7 @@ def test_python_goes_on_with_what_it_loaded(
     data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(7))]
     expected = quantizer.load(calibrations / "old", model())
     loaded = quantizer.load(folder, model())
-    replace(folder, calibrations / "new")
+    replace_all(folder, calibrations / "new")
     assert loaded.test(data).to_json() == expected.test(data).to_json()
     assert loaded.report().values == expected.report().values
     loaded.save(tmp_path / "saved")
@@ -336,7 +342,7 @@ def test_a_generated_network_is_filled_from_one_calibration(
         value = plain(text, *args, **more)
         if isinstance(value, dict) and "tensors" in value and not switched:
             switched.append(True)
-            replace(folder, calibrations / "new")
+            replace_all(folder, calibrations / "new")
         return value
 
     namespace: dict[str, Any] = {
@@ -387,7 +393,12 @@ def test_what_is_acted_on_is_checked(
         "to": tmp_path / "to",
     }
     code = run_command([word.format(**places) for word in words])
-    assert code == (5 if is_refused else 0)
+    if not is_refused and name in ("test", "retune"):
+        # They would replace a report that was changed by hand
+        assert code == 2
+        assert "holds files that were changed: report.json" in capsys.readouterr().err
+    else:
+        assert code == (5 if is_refused else 0)
     if is_refused:
         assert f"{file} was changed after" in capsys.readouterr().err
         assert contents(folder) == before
@@ -399,7 +410,7 @@ def test_a_report_of_another_calibration_is_none(
     """As a run that is not ours would leave it there."""
     shutil.copy(calibrations / "new" / "report.json", folder / "report.json")
     assert read_info(folder).read_findings(REPORT_FILE) == {}
-    assert run_command(["report", str(folder), "--json"]) == 0
+    assert run_command(["report", str(folder), "--json", "--overwrite"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"] == {}
 
 
@@ -422,6 +433,9 @@ def test_run_json_decides_nothing(
         "to": tmp_path / "to",
     }
     for name in ("diff", "retune elsewhere", "merge", "report", "test"):
-        assert run_command([word.format(**places) for word in READERS[name][0]]) == 0
+        words = [word.format(**places) for word in READERS[name][0]]
+        if name == "test":
+            words.append("--overwrite")
+        assert run_command(words) == 0
         shutil.rmtree(tmp_path / "to", ignore_errors=True)
     assert not ran.exists()

@@ -101,7 +101,7 @@ def written(folder: Path) -> dict[str, bytes]:
     """
     files = [path for path in folder.rglob("*") if path.is_file()]
     names = {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    for name in ("run.json", "run.log"):
+    for name in ("run.json", "run.log", ".quantizer.json"):
         names.pop(name, None)
     report = json.loads(names["report.json"])
     speeds = [export.pop("speed", None) for export in report["exports"]]

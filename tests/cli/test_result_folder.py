@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from support.runs import calibrate, check
 import quantizer
 from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import ResultError
+from quantizer.errors import ResultError, UsageError
 from quantizer.results.folder import read_info
 from quantizer.results.result_set import locked
 from quantizer.results.write import write_info
 from quantizer.storage import atomic_write
-from quantizer.storage.opened_files import MOVES_FILE, NEW_FILES_FOLDER
+from quantizer.storage.folder_list import LIST_FILE, FolderList, Moves, parse_list
+from quantizer.storage.replacing import replace_file
 
 Toy = Callable[..., str]
 
@@ -55,7 +56,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in folder.iterdir()
-        if path.name not in ("run.json", "run.log")
+        if path.name not in ("run.json", "run.log", ".quantizer.json")
     }
 
 
@@ -89,17 +90,17 @@ def test_a_full_disk_leaves_the_old_results(
     folder: Path, toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, other = contents(folder), toy("return [torch.randn(4, 3)] * 2")
+    identity = read_info(folder).identity
     refused = 0
     for _ in filling_disks(monkeypatch):
         code = calibrate(folder, model=other, config=None)
-        if contents(folder)["quant_info.json"] != old["quant_info.json"]:
-            break  # from here on the report is written, about the new results
+        if read_info(folder).identity != identity:
+            break  # from here on the new results are decided
         assert code == 5
         assert re.search(
             r"No space left on device, [\d.]+ [MG]B are free", capsys.readouterr().err
         )
-        assert {name: text for name, text in contents(folder).items() if name in old} == old
-        assert not [name for name in contents(folder) if name.startswith(".")]
+        assert contents(folder) == old
         refused += 1
     assert refused > 5
 
@@ -113,13 +114,17 @@ def test_a_full_disk_leaves_the_model_that_was_saved(
         quantizer.quantize_model(torch.nn.Sequential(torch.nn.Linear(3, n))) for n in (2, 5)
     )
     ModelQuantizer.save(one, tmp_path / "saved")
-    old, refused = contents(tmp_path / "saved"), 0
+    ModelQuantizer.save(other, tmp_path / "other")
+    old, new = contents(tmp_path / "saved"), contents(tmp_path / "other")
+    refused = 0
     for _ in filling_disks(monkeypatch):
         try:
             ModelQuantizer.save(other, tmp_path / "saved")
         except ResultError as error:
             assert "No space left" in error.message
-            assert contents(tmp_path / "saved") == old
+            listed = parse_list((tmp_path / "saved" / LIST_FILE).read_bytes(), tmp_path)
+            if listed.moves is None:
+                assert contents(tmp_path / "saved") in (old, new)
             refused += 1
     assert refused >= 3
     ModelQuantizer.load(torch.nn.Sequential(torch.nn.Linear(3, 5)), tmp_path / "saved")
@@ -132,7 +137,7 @@ def test_a_full_disk_leaves_the_model_that_was_saved(
         "quant_info.json",
         "run.log",
         "checkpoint.calibration.json",
-        ".lock",
+        LIST_FILE,
     ],
 )
 def test_links_are_not_written_through(
@@ -142,7 +147,7 @@ def test_links_are_not_written_through(
     precious.write_text("mine")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(precious)
-    assert calibrate(folder, "--overwrite", model=toy(), config=None) == 5
+    assert calibrate(folder, "--overwrite", model=toy(), config=None) == 2
     assert f"{name} is a link" in capsys.readouterr().err
     assert precious.read_text() == "mine"
 
@@ -153,7 +158,7 @@ def test_files_that_have_another_name_elsewhere_are_replaced_and_not_written_to(
     """Hard links, which nobody can tell from files."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    names = sorted(path.name for path in folder.iterdir() if path.name != "Linear.py")
+    names = sorted(path.name for path in folder.iterdir() if path.name != LIST_FILE)
     assert {"weights.safetensors", "quant_info.json", "run.log"} <= set(names)
     for name in names:
         (folder / name).unlink()
@@ -180,7 +185,7 @@ def test_a_folder_that_may_not_be_written_keeps_the_old_results(
     system_open = os.open
 
     def refuse_new_files(path: Any, flags: int, *mode: int, **more: Any) -> int:
-        if flags & os.O_CREAT and Path(path).suffix == atomic_write.TEMPORARY_SUFFIX:
+        if flags & os.O_CREAT and Path(path).name in ("file", "list"):
             refuse()
         return system_open(path, flags, *mode, **more)
 
@@ -249,45 +254,20 @@ def test_the_code_of_another_model_goes_with_its_results(folder: Path, toy: Toy)
     assert sorted(path.name for path in folder.glob("*.py")) == ["Sequential.py"]
 
 
-@pytest.mark.parametrize(
-    "moves",
-    [
-        *(
-            '{"gone": ["../thesis.tex"], "files": []}',
-            '{"gone": [".profile"], "files": []}',
-            "[]",
-            "{}",
-            "{",
-        ),
-        *(
-            '{"gone": "abc", "files": []}',
-            '{"gone": [1], "files": []}',
-            '{"gone": ["a/b/c"], "files": []}',
-        ),
-        *(
-            '{"gone": [], "files": ["/etc/passwd"]}',
-            '{"gone": [], "files": ["a\\u0000"]}',
-            "[" * 100_000,
-        ),
-    ],
-)
-def test_a_replacement_that_nobody_began_is_refused(
-    moves: str, folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder.parent / "thesis.tex").write_text("years of work")
-    (folder / NEW_FILES_FOLDER).mkdir()
-    (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(moves)
-    assert check(folder, model=toy()) == 5
-    assert "moves.json is damaged" in capsys.readouterr().err
-    assert (folder.parent / "thesis.tex").read_text() == "years of work"
-
-
-def crafted(folder: Path, **moves: list[str]) -> None:
-    """Have a folder ask whoever opens it next to move files."""
-    (folder / NEW_FILES_FOLDER).mkdir(parents=True)
-    (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(
-        json.dumps({"files": [], "gone": []} | moves)
-    )
+def crafted(folder: Path, files: Sequence[str] = (), gone: Sequence[str] = ()) -> Path:
+    """Have the list of a folder ask whoever opens it next to move files, with sha256 that no
+    file has. The subfolder with the new files is returned.
+    """
+    place = folder / LIST_FILE
+    listed = parse_list(place.read_bytes(), place) if place.exists() else FolderList()
+    digests = dict(listed.files)
+    for name in ("weights.safetensors", *files, *gone):
+        digests.setdefault(name, ("0" * 64,))
+    moves = Moves((*files, "weights.safetensors"), tuple(gone))
+    place.write_bytes(FolderList(listed.token, digests, moves).content())
+    new_files = folder / listed.work_folder / "new"
+    new_files.mkdir(parents=True)
+    return new_files
 
 
 OPENERS: dict[str, Callable[[Path, str], int]] = {
@@ -310,13 +290,8 @@ OPENERS: dict[str, Callable[[Path, str], int]] = {
     "ModelQuantizer.save": lambda folder, net: ModelQuantizer.save(quantized(), folder),
 }
 """Whoever opens a folder; each ends with an exit code, or with an exception."""
-LINKED = (
-    "export",
-    NEW_FILES_FOLDER,
-    f"{NEW_FILES_FOLDER}/export",
-    f"{NEW_FILES_FOLDER}/verify.json",
-    "export/verify.json",
-)
+LINKED = ("export", "WORK", "WORK/new", "WORK/new/export", "export/verify.json")
+"""Links that a folder may have on the way to files that are moved; WORK is its work folder."""
 
 
 def quantized() -> torch.nn.Module:
@@ -337,34 +312,32 @@ def test_nothing_outside_is_touched_through_links_whoever_opens_a_folder(
     files to move.
     """
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in ("verify.json", "weights.safetensors", "model.safetensors", MOVES_FILE):
-        (elsewhere / name).write_text("mine")
-    if link == NEW_FILES_FOLDER:
-        (elsewhere / MOVES_FILE).write_text(
-            '{"files": ["weights.safetensors"], "gone": ["report.json"]}'
-        )
+    for inner in (
+        elsewhere,
+        elsewhere / "new",
+        elsewhere / "export",
+        elsewhere / "new" / "export",
+    ):
+        inner.mkdir()
+        for name in ("verify.json", "weights.safetensors", "model.safetensors"):
+            (inner / name).write_text("mine")
     if opener.startswith("ModelQuantizer"):
         shutil.rmtree(folder)
         ModelQuantizer.save(quantized(), folder)
-    if link != NEW_FILES_FOLDER:
-        crafted(folder, files=["export/verify.json"], gone=["export/verify.json"])
-        for inner in (folder / NEW_FILES_FOLDER / "export", folder / "export"):
-            inner.mkdir(exist_ok=True)
-            (inner / "verify.json").write_text("{}")
-    if link == f"{NEW_FILES_FOLDER}/verify.json":
-        (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text(
-            '{"files": ["verify.json"], "gone": []}'
-        )
-    place = folder / link
+    new_files = crafted(folder, files=["export/verify.json"], gone=["export/verify.json"])
+    for inner in (new_files / "export", folder / "export"):
+        inner.mkdir(exist_ok=True)
+        (inner / "verify.json").write_text("{}")
+    place = Path(str(folder / link).replace("WORK", new_files.parent.name))
     if place.is_dir():
         shutil.rmtree(place)
     place.unlink(missing_ok=True)
     place.symlink_to(elsewhere if place.suffix != ".json" else elsewhere / "verify.json")
-    before = {path.name: path.read_text() for path in elsewhere.iterdir()}
-    with contextlib.suppress(ResultError):
+    before = {path: path.read_text() for path in elsewhere.rglob("*") if path.is_file()}
+    with contextlib.suppress(ResultError, UsageError):
         OPENERS[opener](folder, toy())
-    assert {path.name: path.read_text() for path in elsewhere.iterdir()} == before
+    after = {path: path.read_text() for path in elsewhere.rglob("*") if path.is_file()}
+    assert after == before
     assert place.is_symlink() or not place.exists()
 
 
@@ -383,10 +356,10 @@ def test_only_files_that_quantizer_writes_are_moved_or_removed(
         (folder / name / "inner").mkdir(parents=True)
     else:
         (folder / name).write_text("years of work")
-    crafted(folder, **{kind: [name]})
-    (folder / NEW_FILES_FOLDER / "export").mkdir()
-    (folder / NEW_FILES_FOLDER / name).write_text("theirs")
-    with contextlib.suppress(ResultError):
+    new_files = crafted(folder, **{kind: [name]})
+    (new_files / "export").mkdir()
+    (new_files / name).write_text("theirs")
+    with contextlib.suppress(ResultError, UsageError):
         OPENERS[opener](folder, toy())
     assert (
         (folder / name / "inner").is_dir()
@@ -398,15 +371,9 @@ def test_only_files_that_quantizer_writes_are_moved_or_removed(
 def test_folders_are_not_moved(
     folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    crafted(folder, files=["report.json"])
-    (folder / NEW_FILES_FOLDER / "report.json").mkdir()
+    (crafted(folder, files=["report.json"]) / "report.json").mkdir()
     assert check(folder, model=toy()) == 5
     assert "report.json is not a file" in capsys.readouterr().err
-    with (
-        pytest.raises(ResultError, match=r"report\.json is not a file that quantizer writes"),
-        locked(folder),
-    ):
-        pass
 
 
 def test_checkpoints_from_python_are_not_written_through_links(
@@ -417,7 +384,7 @@ def test_checkpoints_from_python_are_not_written_through_links(
     precious.write_text("mine")
     folder.mkdir()
     (folder / "checkpoint.calibration.json").symlink_to(precious)
-    with pytest.raises(ResultError, match=r"checkpoint\.calibration\.json is a link"):
+    with pytest.raises(UsageError, match=r"holds checkpoint\.calibration\.json"):
         quantizer.calibrate(torch.nn.Linear(3, 2), None, [torch.ones(4, 3)] * 2, folder=folder)
     assert precious.read_text() == "mine"
     with (
@@ -434,8 +401,8 @@ def test_code_of_the_user_is_not_replaced(
 ) -> None:
     """A model's own file may have the name of its class."""
     (folder / "Linear.py").write_text("class Linear: ...")
-    assert calibrate(folder, "--overwrite", model=toy(), config=None) == 5
-    assert "Linear.py is not a file that quantizer wrote" in capsys.readouterr().err
+    assert calibrate(folder, model=toy(), config=None) == 2
+    assert "holds files that were changed: Linear.py" in capsys.readouterr().err
     assert (folder / "Linear.py").read_text() == "class Linear: ..."
 
 
@@ -457,36 +424,31 @@ def test_what_is_no_file_is_not_read(kind: str, name: str, folder: Path) -> None
         read_info(folder)
 
 
-def test_reading_leaves_what_another_run_is_writing(folder: Path) -> None:
-    (folder / NEW_FILES_FOLDER).mkdir()
-    (folder / NEW_FILES_FOLDER / "weights.safetensors").write_bytes(b"being written")
-    read_info(folder)
-    assert (folder / NEW_FILES_FOLDER / "weights.safetensors").read_bytes() == b"being written"
-
-
-def test_reading_waits_for_no_run_that_is_about_to_replace_them(folder: Path, toy: Toy) -> None:
+def test_reading_waits_for_no_run_that_is_about_to_replace_them(folder: Path) -> None:
     """The new set is complete, and who wrote it holds the lock."""
-    with locked(folder):
-        (folder / NEW_FILES_FOLDER).mkdir()
-        (folder / NEW_FILES_FOLDER / MOVES_FILE).write_text('{"files": [], "gone": []}')
-        assert read_info(folder).header["model"] == "Linear"
-        assert (folder / NEW_FILES_FOLDER / MOVES_FILE).exists(), (
+    with locked(folder) as place:
+        new_files = crafted(folder)
+        (new_files / "weights.safetensors").write_bytes(b"new")
+        with pytest.raises(ResultError, match=r"weights\.safetensors was changed"):
+            read_info(folder)
+        assert (new_files / "weights.safetensors").exists(), (
             "who holds the lock moves files, nobody else"
         )
-    assert check(folder, model=toy()) == 0
-    assert not (folder / NEW_FILES_FOLDER).exists()
+        # Else the end of this block would take it for an unfinished set
+        place.list = parse_list((folder / LIST_FILE).read_bytes(), folder / LIST_FILE)
 
 
 def test_what_stopped_runs_have_left_goes(folder: Path, toy: Toy) -> None:
-    """Temporary files, and files that were to replace others, of a run that was killed."""
-    (folder / ".quant_info.json.abcd1234.tmp").write_text("half")
-    (folder / NEW_FILES_FOLDER).mkdir()
-    (folder / NEW_FILES_FOLDER / "weights.safetensors").write_bytes(b"half")
-    (folder / ".notes.txt.swp").write_text("mine")
+    """Files of a run that was killed are in the work folder, and nothing else is touched."""
+    listed = parse_list((folder / LIST_FILE).read_bytes(), folder / LIST_FILE)
+    work = folder / listed.work_folder
+    (work / "new").mkdir(parents=True)
+    (work / "new" / "weights.safetensors").write_bytes(b"half")
+    (work / "file").write_bytes(b"half")
+    (folder / ".quant_info.json.abcd1234.tmp").write_text("mine")
     assert check(folder, model=toy()) == 0
-    assert sorted(path.name for path in folder.iterdir() if path.name[0] == ".") == [
-        ".notes.txt.swp"
-    ]
+    hidden = sorted(path.name for path in folder.iterdir() if path.name[0] == ".")
+    assert hidden == [".quant_info.json.abcd1234.tmp", LIST_FILE]
 
 
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
@@ -494,7 +456,7 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    atomic_write.replace_file(pipe, b"text")
+    replace_file(pipe, b"text")
     assert os.read(reader, 10) == b"text"
     os.close(reader)
     assert pipe.is_fifo()

@@ -75,7 +75,7 @@ def differing(one: Path, other: Path) -> set[str]:
         path.name for folder in (one, other) for path in folder.iterdir() if path.is_file()
     }
     _, mismatch, missing = filecmp.cmpfiles(one, other, names, shallow=False)
-    return (set(mismatch) | set(missing)) - {"run.json", "run.log"}
+    return (set(mismatch) | set(missing)) - {"run.json", "run.log", ".quantizer.json"}
 
 
 def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:

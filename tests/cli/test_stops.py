@@ -45,7 +45,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str], int]] = {
         13,
     ),
 }
-RUN_FILES = ("run.json", "run.log")
+RUN_FILES = ("run.json", "run.log", ".quantizer.json")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

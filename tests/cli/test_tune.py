@@ -37,7 +37,7 @@ def evaluation_data():
     return [torch.randn(8, 3, 8, 8, generator=generator) for _ in range(2)]
 """
 Capture = pytest.CaptureFixture[str]
-CHANGING = ("run.json", "run.log", "report.html", "tune.json")
+CHANGING = ("run.json", "run.log", ".quantizer.json", "report.html", "tune.json")
 """Files with times, and the page that shows the command."""
 
 

@@ -17,7 +17,7 @@ from support.runs import DIGITS, EXAMPLE, ROOT
 from support.without_posix import RUN_EACH
 from test_file_names import ODD, folder_of_such_a_name
 
-OF_ONE_RUN = {"run.json", "run.log"}
+OF_ONE_RUN = {"run.json", "run.log", ".quantizer.json"}
 ASCII = {
     "LC_ALL": "C",
     "PYTHONUTF8": "0",

@@ -193,7 +193,7 @@ ABOUT_THE_FILE = (
     "report.html",
     "report.json",
 )
-ABOUT_THE_RUN = ("run.json", "run.log")
+ABOUT_THE_RUN = ("run.json", "run.log", ".quantizer.json")
 
 
 def test_results_of_one_form_are_tested_with_the_file_of_the_other(

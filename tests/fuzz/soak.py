@@ -129,7 +129,7 @@ def resumed(draw: random.Random, given: list[str], folder: Path, place: Path) ->
     names = sorted(
         path.name
         for path in folder.iterdir()
-        if path.is_file() and path.name not in ("run.json", "run.log")
+        if path.is_file() and path.name not in ("run.json", "run.log", ".quantizer.json")
     )
     return [
         f"resume: {name} differs"

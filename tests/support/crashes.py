@@ -118,6 +118,6 @@ def _state(folder: Path) -> frozenset[tuple[str, str]]:
         digest = "folder"
         if path.is_file():
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.name not in ("run.json", "run.log"):
+        if path.name not in ("run.json", "run.log", ".quantizer.json"):
             files.add((name, digest))
     return frozenset(files)

@@ -18,11 +18,7 @@ from quantizer.export.compressed_tensors.placement import place_codes, value_lay
 from quantizer.export.compressed_tensors.verify import verify_folder
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.hugging_face_folder import (
-    remove_earlier_export,
-    replaced_checkpoint,
-    write_folder,
-)
+from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import model_of
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
@@ -46,6 +42,8 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
     settings.
     """
 
+    writes_folder = True
+
     def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return the tensors and specs that checkpoints cannot express."""
         return place_codes(graph, specs).refusals
@@ -56,7 +54,7 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[CheckpointFolder]:
-        """Write the folder, and move it to `path` when the caller has verified it.
+        """Fill the folder at `path`.
 
         Raises:
             UsageError: the format cannot express the config, the model has no config of
@@ -65,35 +63,25 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
         """
         model = model_of(deployment, TARGET_NAME)
         checkpoint = checkpoint_of_network(deployment)
-        with written_folder(checkpoint, model, path) as folder:
-            yield folder
+        yield written_folder(checkpoint, model, path)
 
     def verify(self, deployment: Deployment, written: CheckpointFolder) -> Verification:
         """Compare the outputs of transformers with those of test mode."""
         calls = expected_calls(deployment, deployment.network())
         return verified_folder(written, calls, deployment.sqnr_db)
 
-    def remove(self, deployment: Deployment, path: Path) -> None:
-        """Remove an earlier export, and nothing else."""
-        if deployment.model is not None:
-            remove_earlier_export(path, deployment.model, TARGET_NAME)
 
-
-@contextmanager
 def written_folder(
-    checkpoint: CompressedCheckpoint, model: nn.Module, path: Path
-) -> Iterator[CheckpointFolder]:
-    """Write a checkpoint with the config of `model`, and move it to `path` at the end of the
-    `with` block.
+    checkpoint: CompressedCheckpoint, model: nn.Module, folder: Path
+) -> CheckpointFolder:
+    """Write a checkpoint with the config of `model` to an empty folder.
 
     Raises:
-        UsageError: something else than an earlier export is at `path`.
         ResultError: the folder cannot be written.
     """
-    with replaced_checkpoint(path, model, TARGET_NAME) as folder:
-        quantization = checkpoint.quantization_config()
-        remarks = write_folder(folder, model, checkpoint.stored(), quantization)
-        yield CheckpointFolder(folder, path.name, checkpoint, remarks)
+    quantization = checkpoint.quantization_config()
+    remarks = write_folder(folder, model, checkpoint.stored(), quantization)
+    return CheckpointFolder(folder, folder.name, checkpoint, remarks)
 
 
 def verified_folder(

@@ -27,7 +27,7 @@ from quantizer.export.compressed_tensors.placement import (
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.exporter import Refusal
-from quantizer.export.hugging_face_folder import model_config
+from quantizer.export.hugging_face_folder import model_config, source_folder
 from quantizer.export.model_tensors import state_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
@@ -37,6 +37,9 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import without_cache
+from quantizer.storage.files import cannot_write
+from quantizer.storage.permission import replacing
+from quantizer.storage.replacing import replaced_folder
 
 # What quantization is assumed to cost where there is no float model to compare with.
 UNKNOWN_LOSS_DB = 23.0
@@ -73,12 +76,19 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
             outputs = [leaf.cpu() for leaf in leaves]
             yield ExpectedCall(on_cpu.args, on_cpu.kwargs, outputs)
 
-    with (
-        evaluating(model),
-        without_cache(model),
-        written_folder(checkpoint, model, folder) as written,
-    ):
-        return verified_folder(written, calls(), UNKNOWN_LOSS_DB)
+    source = source_folder(model)
+    sources = [] if source is None else [source]
+    try:
+        with (
+            evaluating(model),
+            without_cache(model),
+            replacing(inputs=sources),
+            replaced_folder(folder) as new,
+        ):
+            written = written_folder(checkpoint, model, new)
+            return verified_folder(written, calls(), UNKNOWN_LOSS_DB)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:

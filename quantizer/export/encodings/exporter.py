@@ -91,8 +91,6 @@ class EncodingsExporter(Exporter[EncodedFile]):
         text = json.dumps(document, indent=1) + "\n"
         with stored_model(proto, _network_path(path)) as source:
             yield EncodedFile(path.name, source, text, tested, _remarks(lowered))
-            # Never new encodings beside an old network.
-            path.unlink(missing_ok=True)
         write_bytes(path, text.encode())
 
     def verify(

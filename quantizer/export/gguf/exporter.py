@@ -35,8 +35,6 @@ from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
-from quantizer.storage.atomic_write import replaced_file
-from quantizer.storage.files import cannot_write
 
 _TARGET = "gguf"
 _NO_LANGUAGE_MODEL = Refusal(
@@ -98,12 +96,8 @@ class GgufExporter(Exporter[GgufFile]):
         remarks = outline.remarks
         if _has_other_scales(deployment.solution, solution):
             remarks = (*remarks, _ROUNDED)
-        try:
-            with replaced_file(path) as file:
-                write_gguf(file, outline, tensors)
-                yield GgufFile(file, outline, values, decoded, network, remarks)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        write_gguf(path, outline, tensors)
+        yield GgufFile(path, outline, values, decoded, network, remarks)
 
     def verify(self, deployment: Deployment, written: GgufFile) -> Verification:
         """Compare what transformers computes with test mode."""

@@ -27,11 +27,7 @@ from quantizer.export.gptq_folder.layout import (
     layer_tensors,
     with_stored_scales,
 )
-from quantizer.export.hugging_face_folder import (
-    remove_earlier_export,
-    replaced_checkpoint,
-    write_folder,
-)
+from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import model_of, with_scales_of_file
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
 from quantizer.graph.ir import Graph
@@ -66,6 +62,8 @@ class GptqExporter(Exporter[GptqFolder]):
     It has config.json with `quantization_config`, and quantize_config.json for older readers.
     """
 
+    writes_folder = True
+
     def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return the tensors and specs that the form cannot express."""
         return tuple(gptq_refusals(graph, specs))
@@ -83,7 +81,7 @@ class GptqExporter(Exporter[GptqFolder]):
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[GptqFolder]:
-        """Write the folder, and move it to `path` when the caller has verified it.
+        """Fill the folder at `path`.
 
         Raises:
             UsageError: the form cannot express the config, the model has no config of
@@ -100,13 +98,12 @@ class GptqExporter(Exporter[GptqFolder]):
             for part, tensor in layer_tensors(layer_path, layer.weight).items():
                 tensors[f"{layer_path}.{part}"] = tensor
         settings = _settings(checkpoint)
-        with replaced_checkpoint(path, model, _FORM) as folder:
-            remarks = write_folder(folder, model, tensors, settings)
-            write_json(folder / GPTQ_FILE, settings)
-            notes = [*checkpoint.remarks, *remarks]
-            if next(model.parameters()).dtype != torch.float32:
-                notes.append(_ROUNDED)
-            yield GptqFolder(folder, path.name, stored.network(), notes)
+        remarks = write_folder(path, model, tensors, settings)
+        write_json(path / GPTQ_FILE, settings)
+        notes = [*checkpoint.remarks, *remarks]
+        if next(model.parameters()).dtype != torch.float32:
+            notes.append(_ROUNDED)
+        yield GptqFolder(path, path.name, stored.network(), notes)
 
     def verify(self, deployment: Deployment, written: GptqFolder) -> Verification:
         """Compare the outputs of the folder, read and dequantized, with those of test mode."""
@@ -121,11 +118,6 @@ class GptqExporter(Exporter[GptqFolder]):
             load, calls, deployment.sqnr_db, written.name, is_exact=True
         )
         return replace(verification, remarks=(*verification.remarks, *written.remarks))
-
-    def remove(self, deployment: Deployment, path: Path) -> None:
-        """Remove an earlier export, and nothing else."""
-        if deployment.model is not None:
-            remove_earlier_export(path, deployment.model, _FORM)
 
 
 def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:

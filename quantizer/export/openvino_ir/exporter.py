@@ -19,8 +19,6 @@ from quantizer.export.openvino_ir.session import IrSession, ir_session
 from quantizer.export.openvino_ir.verify import verify_ir
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs
-from quantizer.storage.atomic_write import replaced_file
-from quantizer.storage.files import cannot_write
 
 
 @dataclass(frozen=True)
@@ -74,15 +72,8 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
             with ir_session(folder, path.name, built, deployment) as session:
                 yield OpenVinoIr(session, built)
             network, weights = self.files(path)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # Never a new network beside old weights.
-                network.unlink(missing_ok=True)
-                for source, target in (("model.bin", weights), ("model.xml", network)):
-                    with replaced_file(target) as file:
-                        shutil.copyfile(folder / source, file)
-            except OSError as error:
-                raise cannot_write(path, error) from error
+            shutil.copyfile(folder / "model.bin", weights)
+            shutil.copyfile(folder / "model.xml", network)
 
     def verify(
         self,

@@ -1,0 +1,616 @@
+"""Replace and remove the files of a folder that quantizer has written, and no others.
+
+A folder is quantizer's if it has a list (`storage.folder_list`), which it gets while it is
+empty. A file in it may be replaced or removed if the list has its name and its sha256. New
+files are written to the work folder, a subfolder whose name the list has. Then they are moved.
+If the process is stopped in between, the next writer completes the moves that the list has, and
+removes the rest. Imports no torch.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from quantizer.errors import UsageError
+from quantizer.storage.atomic_write import exchange, sync_file, sync_folder, write_synced
+from quantizer.storage.folder_list import LIST_FILE, FolderList, Moves, is_name, parse_list
+from quantizer.storage.folder_lock import LOCK, folder_lock
+from quantizer.storage.permission import may_overwrite, require_no_input
+from quantizer.storage.positioned_io import open_flags
+
+NEW_FILES = "new"
+"""The subfolder of the work folder with the files of a set that is being written."""
+_PART_BYTES = 1 << 20
+_LIST_WAIT_S = 1.0
+"""Seconds to wait for the list of a folder that another process is making."""
+EarlierFiles = Callable[[Path], Mapping[str, str]]
+"""Returns the sha256 of each file of a folder that an earlier version, without lists, has
+written; or nothing if it has written none.
+"""
+_held: "dict[Path, OwnedFolder]" = {}
+"""The folders whose locks this process holds."""
+
+
+class OwnedFolder:
+    """A folder of quantizer's whose lock this process holds.
+
+    Attributes:
+        path: of the folder, absolute and after links.
+        list: of its files. It is in the file of the name `list_file`.
+    """
+
+    def __init__(self, path: Path, content: FolderList, list_file: str = LIST_FILE) -> None:
+        self.path = path
+        self.list = content
+        self._list_file = list_file
+        self._digests: dict[str, tuple[tuple[int, ...], str]] = {}
+        """The sha256 of files that this process has read or written, with what the system says
+        of the file.
+        """
+
+    @property
+    def work(self) -> Path:
+        """Return the subfolder for files that are not complete."""
+        return self.path / self.list.work_folder
+
+    @property
+    def new_files(self) -> Path:
+        """Return the subfolder for the files of a set that is not complete."""
+        return self.work / NEW_FILES
+
+    @property
+    def _sibling(self) -> Path:
+        """Return the path of a new folder just before it is exchanged with this one."""
+        return self.path.with_name(f".{self.path.name}.{self.list.token}.tmp")
+
+    def name_of(self, path: Path) -> str:
+        """Return the name of a file in this folder, such as `export/verify.json`."""
+        return path.relative_to(self.path).as_posix()
+
+    def require_ours(self, *names: str, is_strict: bool = False) -> None:
+        """Check that files may be replaced or removed.
+
+        Args:
+            names: of the files, which need not exist.
+            is_strict: whether `--overwrite` allows nothing.
+
+        Raises:
+            UsageError: one is not a file that quantizer has written there, was changed since
+                then, or is an input of the run. `--overwrite` allows the first two.
+            OSError: one cannot be read.
+        """
+        allows_all = may_overwrite() and not is_strict
+        changed: list[str] = []
+        foreign: list[str] = []
+        for name in names:
+            _refuse_links(self.path, name)
+            path = self.path / name
+            if not path.exists():
+                continue
+            if not path.is_file():
+                raise UsageError(
+                    f"{path} is not a file, so it is not replaced",
+                    help="move it to another folder",
+                )
+            require_no_input(path)
+            if allows_all or self._digest(name) in self.list.files.get(name, ()):
+                continue
+            (changed if name in self.list.files else foreign).append(name)
+        for kind, fault in ((foreign, "quantizer has not written"), (changed, "were changed")):
+            if kind:
+                raise UsageError(
+                    f"{self.path} holds files that {fault}: {', '.join(kind)}",
+                    help="move them to another folder, or replace them with --overwrite",
+                )
+
+    def write(self, name: str, parts: Iterable[bytes]) -> str:
+        """Write or replace a file, and return its sha256. At any moment, the folder has the
+        complete old file or the complete new one.
+
+        Raises:
+            UsageError: see `require_ours`.
+            OSError: it cannot be written.
+        """
+        self.require_ours(name)
+        target = self.path / name
+        permissions = None
+        if target.exists():
+            permissions = stat.S_IMODE(target.stat().st_mode)
+        temporary = self.work / "file"
+        temporary.unlink(missing_ok=True)
+        digest = write_synced(temporary, parts, permissions)
+        self.take(temporary, name, digest)
+        return digest
+
+    def write_new(self, path: Path, parts: Iterable[bytes]) -> str:
+        """Write a file in the work folder, and return its sha256."""
+        digest = write_synced(path, parts)
+        self._digests[path.as_posix()] = (_state(path), digest)
+        return digest
+
+    def take(self, path: Path, name: str, digest: str) -> None:
+        """Move a file of the work folder to its place. At any moment, the folder has the
+        complete old file or the complete new one.
+
+        Args:
+            path: of a file that is on the disk.
+            name: of the file that it replaces.
+            digest: the sha256 of the new file.
+
+        Raises:
+            UsageError: see `require_ours`.
+            OSError: it cannot be moved.
+        """
+        target = self.path / name
+        try:
+            self.require_ours(name)
+            if not is_name(name):
+                raise UsageError(f"{target} cannot be written: quantizer has no such names")
+            self._allow(name, digest)
+            target.parent.mkdir(exist_ok=True)
+            os.replace(path, target)
+        finally:
+            path.unlink(missing_ok=True)
+        sync_folder(target.parent)
+        self._digests[name] = (_state(target), digest)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is listed and was not changed.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        path = self.path / name
+        is_file = path.is_file() and not path.is_symlink()
+        if is_file and self._digest(name) in self.list.files.get(name, ()):
+            path.unlink()
+
+    @contextmanager
+    def replaced_set(
+        self, gone: Collection[str] = (), main: str = "", *, is_whole: bool = False
+    ) -> Iterator[Path]:
+        """Yield an empty folder for new files. When the `with` block ends, they replace the
+        files of their names, and the files `gone` are removed: all of this or nothing.
+
+        Args:
+            gone: the names of files that the new set may lack. Only listed ones are removed.
+            main: the name of the file that readers open first. There is none while the others
+                are replaced.
+            is_whole: whether this folder has no other files than old and new ones. It is
+                exchanged in one call then, if the system can do that.
+
+        Raises:
+            UsageError: see `require_ours`. Nothing is replaced then.
+            OSError: something cannot be written. The old files are complete then.
+        """
+        self._clear()
+        # A whole folder has its name from the beginning: messages call it so
+        new = self.new_files / self.path.name if is_whole else self.new_files
+        new.mkdir(parents=True)
+        try:
+            yield new
+            digests = self._new_digests(new)
+            removed: list[str] = []
+            for name in sorted(set(gone) & self.list.files.keys() - digests.keys()):
+                removed.append(name)
+            self.require_ours(*removed, *digests)
+            if digests and not (is_whole and self._exchange(new, digests)):
+                self._decide(digests, removed, main)
+        except BaseException:
+            self._clear()
+            raise
+        self.complete()
+
+    def _new_digests(self, new: Path) -> dict[str, str]:
+        """Return the sha256 of each new file by its name, after writing it to the disk."""
+        digests: dict[str, str] = {}
+        for path in sorted(new.rglob("*")):
+            if path.is_dir() and not path.is_symlink():
+                sync_folder(path)
+                continue
+            name = path.relative_to(new).as_posix()
+            if not is_name(name):
+                raise UsageError(f"{path} cannot be written: quantizer has no such names")
+            state, digest = self._digests.get(path.as_posix(), ((), ""))
+            if state != _state(path):
+                # Another library has written it
+                sync_file(path)
+                digest = file_digest(path)
+            digests[name] = digest
+        sync_folder(new)
+        return digests
+
+    def _exchange(self, new: Path, digests: Mapping[str, str]) -> bool:
+        """Exchange this folder and that of the new files.
+
+        Returns:
+            Whether the system can. If not, the new files are where `complete` looks for them.
+        """
+        content = FolderList(self.list.token, {name: (digests[name],) for name in digests})
+        write_synced(new / LIST_FILE, [content.content()])
+        os.rename(new, self._sibling)
+        if exchange(self._sibling, self.path):
+            sync_folder(self.path.parent)
+            self.list = content
+            return True
+        self.new_files.rmdir()
+        os.rename(self._sibling, self.new_files)
+        (self.new_files / LIST_FILE).unlink()
+        return False
+
+    def _decide(self, digests: Mapping[str, str], gone: Collection[str], main: str) -> None:
+        """Write the moves of the new files into the list."""
+        files = dict(self.list.files)
+        for name, digest in digests.items():
+            files[name] = self._allowed(name, digest)
+        for name in gone:
+            if (self.path / name).is_file():
+                files[name] = (self._digest(name),)
+        order = sorted(digests, key=lambda name: (name != main, name))
+        moves = Moves(tuple(order), tuple(gone))
+        self._write_list(replace(self.list, files=files, moves=moves))
+
+    def complete(self) -> None:
+        """Complete the moves in the list, if it has any, and empty the work folder.
+
+        Raises:
+            UsageError: a file was put in the way after the moves were decided.
+            OSError: something cannot be moved.
+        """
+        moves = self.list.moves
+        if moves is not None:
+            pending: list[str] = []
+            for name in moves.files:
+                _refuse_links(self.work, f"{NEW_FILES}/{name}")
+                if (self.new_files / name).is_file():
+                    pending.append(name)
+            # The list has been read from the folder, which may come from anyone
+            self.require_ours(*moves.gone, *pending, is_strict=True)
+            for name in moves.gone:
+                (self.path / name).unlink(missing_ok=True)
+            self._move(pending, main=moves.files[0])
+            files = dict(self.list.files)
+            for name in moves.gone:
+                del files[name]
+            for name in moves.files:
+                files[name] = files[name][-1:]
+            self._write_list(replace(self.list, files=files, moves=None))
+        self._clear()
+
+    def _move(self, names: Collection[str], main: str) -> None:
+        """Move new files to their places. Never is a new file beside the main file of old ones.
+        The old main file stays in the work folder until the end.
+        """
+        if main in names and len(names) > 1:
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.path / main, self.work / "old")
+        for name in sorted(names, key=lambda name: name == main):
+            target = self.path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self.new_files / name, target)
+            sync_folder(target.parent)
+
+    def forget_missing(self) -> None:
+        """Shorten the list to the files that are there, each with its last sha256."""
+        files: dict[str, tuple[str, ...]] = {}
+        for name, digests in self.list.files.items():
+            if (self.path / name).is_file():
+                files[name] = digests[-1:]
+        if files != self.list.files and self.list.moves is None:
+            self._write_list(replace(self.list, files=files))
+
+    def _allow(self, name: str, digest: str) -> None:
+        """List a file that is about to be replaced, with the new sha256 and that of the file
+        that is there.
+        """
+        allowed = self._allowed(name, digest)
+        if self.list.files.get(name) != allowed:
+            self._write_list(replace(self.list, files={**self.list.files, name: allowed}))
+
+    def _allowed(self, name: str, digest: str) -> tuple[str, ...]:
+        """Return what the list says of a file that is about to be replaced."""
+        if not (self.path / name).is_file():
+            return (digest,)
+        present = self._digest(name)
+        return (digest,) if present == digest else (present, digest)
+
+    def _digest(self, name: str) -> str:
+        """Return the sha256 of a file. One that this process knows is not read again."""
+        path = self.path / name
+        state = _state(path)
+        known_state, digest = self._digests.get(name, ((), ""))
+        if state != known_state:
+            digest = file_digest(path)
+            self._digests[name] = (state, digest)
+        return digest
+
+    def _write_list(self, content: FolderList) -> None:
+        """Replace the list."""
+        temporary = self.work / "list"
+        temporary.unlink(missing_ok=True)
+        write_synced(temporary, [content.content()])
+        before = self.list
+        # First, because Ctrl-C may end this function after the next line
+        self.list = content
+        try:
+            os.replace(temporary, self.path / self._list_file)
+        except OSError:
+            self.list = before
+            raise
+        sync_folder(self.path)
+
+    def _clear(self) -> None:
+        """Remove what is in the work folder, but for the lock, and what is left of an exchange.
+        The names of both contain the token, so nobody else has written there. Files that are
+        still to be moved stay.
+        """
+        if self.list.moves is not None:
+            return
+        shutil.rmtree(self._sibling, ignore_errors=True)
+        if not self.work.is_dir():
+            return
+        for path in self.work.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK:
+                path.unlink()
+
+    def require_only_ours(self) -> None:
+        """Check that the folder has no files but listed ones that were not changed.
+
+        Raises:
+            UsageError: naming one.
+        """
+        for path in sorted(self.path.rglob("*")):
+            is_folder = path.is_dir() and not path.is_symlink()
+            if is_folder or self.work in path.parents or path == self.path / LIST_FILE:
+                continue
+            name = self.name_of(path)
+            if name not in self.list.files:
+                raise UsageError(
+                    f"{path} is not a file that quantizer has written, and the whole folder is "
+                    "replaced",
+                    help="move it to another folder, or give another path",
+                )
+            self.require_ours(name)
+
+
+def _refuse_links(folder: Path, name: str) -> None:
+    """Check that no link is on the way from a folder to a file: it would lead elsewhere.
+
+    Raises:
+        UsageError: naming the link.
+    """
+    path = folder
+    for part in name.split("/"):
+        path /= part
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link, and is not followed", help="remove the link")
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return what the system says of a file, which changes with its content."""
+    status = path.stat()
+    return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def owner_of(path: Path) -> OwnedFolder | None:
+    """Return the innermost folder with this path whose lock this process holds, if any.
+
+    Args:
+        path: absolute and after links.
+    """
+    for parent in path.parents:
+        if parent in _held:
+            return _held[parent]
+    return None
+
+
+def unlocked(folder: Path) -> OwnedFolder:
+    """Return a folder with a list, to ask what may be replaced there. Nothing may be written.
+
+    Raises:
+        ResultError: its list is damaged.
+    """
+    path = folder.resolve()
+    place = path / LIST_FILE
+    return OwnedFolder(path, parse_list(place.read_bytes(), place))
+
+
+def listed_names(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that quantizer has listed and that are there.
+
+    Raises:
+        ResultError: the list is damaged.
+    """
+    if not is_owned(folder):
+        return []
+    place = owner_of(folder.resolve() / LIST_FILE) or unlocked(folder)
+    return [name for name in place.list.files if (folder / name).is_file()]
+
+
+def is_owned(folder: Path) -> bool:
+    """Return whether a folder has a list."""
+    return (folder / LIST_FILE).is_file()
+
+
+def require_ownable(folder: Path, earlier: EarlierFiles) -> None:
+    """Check that a folder is absent, empty, or quantizer's.
+
+    Raises:
+        UsageError: it is a file, or holds other files.
+        ResultError: its list is damaged.
+        OSError: it cannot be read.
+    """
+    _list_of(Path(os.path.realpath(folder)), earlier)
+
+
+def _list_of(folder: Path, earlier: EarlierFiles) -> FolderList | None:
+    """Return the list of a folder, or a new one; None if the folder is absent.
+
+    Raises:
+        UsageError: the folder is a file, or holds files and has no list.
+        ResultError: its list is damaged.
+        OSError: it cannot be read.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", help="give an empty folder")
+    if not folder.exists():
+        return None
+    place = folder / LIST_FILE
+    if place.is_symlink():
+        raise UsageError(f"{place} is a link, and is not followed", help="remove the link")
+    content = _content(place)
+    if content:
+        return parse_list(content, place)
+    files = earlier(folder)
+    if files:
+        return FolderList(files={name: (digest,) for name, digest in files.items()})
+    others = [path.name for path in folder.iterdir() if path.name != LIST_FILE]
+    if others:
+        raise UsageError(
+            f"{folder} holds {min(others)} and is not a folder of quantizer's, so nothing is "
+            "written there",
+            help="give an empty folder, or one that does not exist",
+        )
+    return FolderList()
+
+
+def _content(place: Path) -> bytes:
+    """Return the content of a list, or nothing if there is none. Wait for a list that another
+    process is writing.
+    """
+    deadline = time.monotonic() + _LIST_WAIT_S
+    while True:
+        try:
+            content = place.read_bytes()
+        except FileNotFoundError:
+            return b""
+        if content or time.monotonic() > deadline:
+            return content
+        time.sleep(_LIST_WAIT_S / 100)
+
+
+def mark(folder: Path, earlier: EarlierFiles) -> None:
+    """Make a folder quantizer's: create it if it is absent, and write a list if it has none.
+
+    Raises:
+        UsageError: it is a file, or holds other files.
+        ResultError: its list is damaged.
+        OSError: it cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Path(os.path.realpath(folder))
+    content = _list_of(place, earlier)
+    assert content is not None
+    _create_list(place / LIST_FILE, content)
+
+
+def _create_list(place: Path, content: FolderList) -> None:
+    """Write a list where there is none."""
+    flags = open_flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_NOFOLLOW")
+    if place.is_file() and place.stat().st_size == 0:
+        # A process was stopped between the creation of the list and its first byte
+        flags = open_flags("O_WRONLY", "O_NOFOLLOW")
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(place, flags, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.content())
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(place.parent)
+
+
+@contextmanager
+def owned_files(main: Path) -> Iterator[OwnedFolder]:
+    """Hold a list and a lock of a set of files outside the folders of quantizer. The list is
+    beside the main file for as long as the set is replaced.
+
+    Args:
+        main: of the set; absolute and after links.
+
+    Raises:
+        ResultError: the list is damaged, or another process holds the lock.
+        OSError: the folder cannot be written.
+    """
+    journal = main.with_name(f".{main.name}{LIST_FILE}")
+    _create_list(journal, FolderList())
+    content = parse_list(journal.read_bytes(), journal)
+    place = OwnedFolder(main.parent, content, journal.name)
+    _refuse_links(main.parent, content.work_folder)
+    try:
+        with folder_lock(main, place.work):
+            place.list = parse_list(journal.read_bytes(), journal)
+            place.complete()
+            yield place
+    finally:
+        # Last, because it says how the work folder is called, and only when nothing is pending
+        if place.list.moves is None:
+            journal.unlink(missing_ok=True)
+
+
+@contextmanager
+def owned(folder: Path, earlier: EarlierFiles) -> Iterator[OwnedFolder]:
+    """Make a folder quantizer's, hold its lock inside the `with` block, and complete what
+    stopped runs have left. A new folder in which nothing was written is removed at the end.
+
+    Raises:
+        UsageError: it is a file, or holds other files.
+        ResultError: its list is damaged, or another process holds the lock.
+        OSError: it cannot be made or written.
+    """
+    is_new = not folder.exists()
+    is_marked = not is_new and is_owned(folder)
+    mark(folder, earlier)
+    path = Path(os.path.realpath(folder))
+    content = _list_of(path, earlier)
+    assert content is not None
+    place = OwnedFolder(path, content)
+    _refuse_links(path, content.work_folder)
+    try:
+        with folder_lock(folder, place.work):
+            # Another process may have changed it before this one had the lock
+            place.list = parse_list((path / LIST_FILE).read_bytes(), path / LIST_FILE)
+            place.complete()
+            _held[path] = place
+            try:
+                yield place
+            finally:
+                del _held[path]
+                with contextlib.suppress(OSError):
+                    place._clear()
+                    place.forget_missing()
+    finally:
+        if not is_marked:
+            unmark(path, remove_folder=is_new)
+
+
+def unmark(folder: Path, *, remove_folder: bool) -> None:
+    """Remove the list of a folder in which quantizer has written nothing.
+
+    Args:
+        folder: which has a list.
+        remove_folder: whether the folder is removed, too, if it is empty then.
+    """
+    with contextlib.suppress(OSError):
+        if parse_list((folder / LIST_FILE).read_bytes(), folder / LIST_FILE).files:
+            return
+        (folder / LIST_FILE).unlink()
+        if remove_folder:
+            folder.rmdir()
