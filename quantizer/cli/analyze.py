@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +18,7 @@ from quantizer.cli.analyzed_data import on_device, watched_data
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import say_note
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.weight_widths import with_layer_entries
@@ -124,7 +124,7 @@ def analyze(options: AnalyzeOptions) -> None:
     budget = parse_budget(options)
     changes_config = bool(options.metric or budget)
     _require_consistent(options, budget)
-    reported = read_info(Path(options.report)) if options.report else None
+    reported = read_info(from_start(options.report)) if options.report else None
     with session.notes_on_stderr(options.json), redirect_stdout(sys.stderr):
         subject = _subject(options, reported)
         if options.metric:

@@ -19,6 +19,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import show_layers, table_view
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
@@ -60,7 +61,7 @@ def run_calib(
     read, finetuned = session.config_as_asked(
         options.config_file, options.dpu_accuracy, options.fast_finetune
     )
-    folder = Path(options.output_dir)
+    folder = from_start(options.output_dir)
     require_result_folder(folder)
     opened = opened or session.open_run(options)
     batches = opened.batches

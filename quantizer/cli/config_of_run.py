@@ -1,12 +1,12 @@
 """Writes the config of `quantizer run` into the folder of the run."""
 
 from functools import partial
-from pathlib import Path
 
 from quantizer.cli.analyzed_data import watched_data
 from quantizer.cli.options import Options
 from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun
+from quantizer.cli.start_folder import from_start
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import MadeFor, run_config
 from quantizer.export.sized_widths import SizedRun, config_within
@@ -37,6 +37,6 @@ def config_of_run(
     data = watched_data(options, opened.batches, graph)
     sized = SizedRun(opened.loaded.module, graph, data, say_note)
     finish = partial(config_within, max_mb=made_for.max_mb, run=sized)
-    folder = Path(options.output_dir)
+    folder = from_start(options.output_dir)
     path = run_config(folder, made_for, new_text, finish=finish, overwrite=options.overwrite)
     return str(path)

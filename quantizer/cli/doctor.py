@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 from rich.text import Text
@@ -13,6 +12,7 @@ from quantizer.calibration import memory_prediction
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, Options, command, takes
 from quantizer.cli.plan import peaks_of
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.traced_model import traced_from
 from quantizer.config.load import LoadResult, default_config, load_config
 from quantizer.config.model import Config
@@ -69,7 +69,7 @@ def _print(checks: list[CheckResult]) -> None:
 
 def _checks(options: Options) -> Iterator[CheckResult]:
     """Yield all results. If something cannot be read, the error is one of them."""
-    yield from checkup.check_machine(options.device, Path(options.output_dir))
+    yield from checkup.check_machine(options.device, from_start(options.output_dir))
     result = None
     config: Config | None = default_config()
     if options.config_file:

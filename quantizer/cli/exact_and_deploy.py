@@ -10,6 +10,7 @@ from quantizer.cli.follow import progress
 from quantizer.cli.gates import EXACT_EQUAL
 from quantizer.cli.options import Options
 from quantizer.cli.session import Outcome
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
@@ -135,7 +136,7 @@ def deploy(
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
-    folder = (place or Path(options.output_dir)) / FOLDER
+    folder = (place or from_start(options.output_dir)) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")
     view = table_view(options, deployment.graph)

@@ -18,6 +18,7 @@ from quantizer.cli.gates import (
 )
 from quantizer.cli.options import Options
 from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.start_folder import unmoved
 from quantizer.cli.table_view import config_to_look, show_layers
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
@@ -78,7 +79,7 @@ def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:
             )
         return None
     if options.evaluate:
-        return load_evaluate(options.evaluate, loaded.directions)
+        return load_evaluate(str(unmoved(options.evaluate)), loaded.directions)
     return loaded.evaluate
 
 

@@ -1,7 +1,6 @@
 """`quantizer inspect`: lists the layers of a model, with their names in a config."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,6 +9,7 @@ from quantizer.cli import session
 from quantizer.cli.gates import failed_gates, met_gate_lines, parse_gate, require_known
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.render import say
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import config_to_look, filtered_view
 from quantizer.cli.traced_model import traced_model
 from quantizer.config.wording import counted
@@ -109,7 +109,7 @@ def inspect(
         for line in plan_remarks(plan):
             say(line)
     if options.file:
-        write_text(Path(options.file), emit(plan.graph))
+        write_text(from_start(options.file), emit(plan.graph))
     if not options.json:
         for line in met_gate_lines(gates, metrics):
             click.echo(line)

@@ -27,6 +27,7 @@ from quantizer.cli.options import (
     word_of,
 )
 from quantizer.cli.render import print_diagnostics
+from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
 from quantizer.cli.typed import was_typed
 from quantizer.cli.versions import print_versions
 from quantizer.config.diagnostics import ConfigError
@@ -285,6 +286,7 @@ def main() -> NoReturn:
 
 def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code. Errors are printed on standard error."""
+    enter_start_folder()
     with torchrun.one_voice(arguments), imported_once(), screen.new_screen():
         return _run(arguments)
 
@@ -369,9 +371,10 @@ def _load(target: str) -> Any:
 
 def _show(message: str, help_text: str | None) -> None:
     label = click.style("error:", fg="red", bold=True)
-    click.echo(f"{label} {message}", err=True, color=screen.screen().is_colored)
+    text = as_typed(message)
+    click.echo(f"{label} {text}", err=True, color=screen.screen().is_colored)
     if help_text:
-        click.echo(f"help: {help_text}", err=True)
+        click.echo(f"help: {as_typed(help_text)}", err=True)
 
 
 def _internal_error(error: Exception, arguments: list[str]) -> int:
@@ -411,5 +414,6 @@ def _output_dir(arguments: list[str]) -> Path | None:
     """Return the folder of a run's run.log, if it exists."""
     context = cli.make_context("quantizer", list(arguments), resilient_parsing=True)
     params = context.params
-    folder = Path(params.get("report_dir") or params.get("output_dir") or "quantize_result")
+    typed = params.get("report_dir") or params.get("output_dir") or "quantize_result"
+    folder = from_start(typed)
     return folder if params.get("quant_mode") and folder.is_dir() else None

@@ -15,6 +15,7 @@ from quantizer.cli.options import Options, command, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.reproduction import read_commands, remember, words_of_merge
 from quantizer.cli.session import Outcome
+from quantizer.cli.start_folder import from_start
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.parameters import with_views
@@ -70,7 +71,7 @@ def merge(folders: tuple[str, ...], options: MergeOptions) -> None:
             "there is only one folder to merge", help="give two or more result folders"
         )
     places = list(map(Path, folders))
-    folder = Path(options.output)
+    folder = from_start(options.output)
     require_result_folder(folder)
     with session.notes_on_stderr(options.quiet):
         outcome = _merge(places, folder, options)

@@ -27,6 +27,7 @@ from quantizer.cli.gates import (
 from quantizer.cli.options import Options
 from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.model import Config
@@ -156,7 +157,7 @@ class RunOnModules:
             quantized = copy.deepcopy(model)
         target = ModuleTarget.of(quantized)
         check_kinds(quantized)
-        folder = Path(options.output_dir)
+        folder = from_start(options.output_dir)
         with locked(folder), runlog.log_run(folder, options) as noted:
             check_owner(folder, self.opened.loaded.name, overwrite=options.overwrite)
             say_note(

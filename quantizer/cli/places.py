@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from quantizer.cli.start_folder import from_start
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError, UsageError
 from quantizer.storage.permission import changing_in_place
 from quantizer.storage.replacing import replace_file, require_writable
@@ -110,6 +111,6 @@ def write_output(
     permission = changing_in_place() if in_place else nullcontext()
     try:
         with permission:
-            replace_file(Path(path), text.encode(encoding))
+            replace_file(from_start(path), text.encode(encoding))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None

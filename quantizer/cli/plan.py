@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,6 +9,7 @@ import click
 from quantizer.calibration import memory_prediction
 from quantizer.cli import session
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import filtered_view
 from quantizer.cli.traced_model import TracedModel, traced_model
 from quantizer.config.model import Algorithm, Config
@@ -91,7 +91,7 @@ def plan(options: Options) -> None:
     if traced.way:
         content["synthetic_data"] = traced.way
     if options.file:
-        write_json(Path(options.file), content)
+        write_json(from_start(options.file), content)
     if options.json:
         click.echo(json_text(content))
     else:

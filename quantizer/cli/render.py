@@ -8,6 +8,7 @@ import click
 
 from quantizer import __version__
 from quantizer.cli.screen import screen
+from quantizer.cli.start_folder import as_typed
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.printable import json_text, one_line
 
@@ -28,12 +29,12 @@ def print_diagnostics(diagnostics: Diagnostics, sources: Sources) -> None:
     if screen().quiet:
         diagnostics = [finding for finding in diagnostics if finding.severity == "error"]
     if diagnostics:
-        click.echo(render_text(diagnostics, sources), err=True)
+        click.echo(as_typed(render_text(diagnostics, sources)), err=True)
 
 
 def say(text: str, *, err: bool = False) -> None:
     """Print one line of text, with control characters of names escaped."""
-    click.echo(one_line(text), err=err)
+    click.echo(one_line(as_typed(text)), err=err)
 
 
 def say_note(text: str) -> None:

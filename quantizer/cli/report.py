@@ -1,12 +1,12 @@
 """`quantizer report`: writes report.html of a result folder again."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.typed import refuse_typed
 from quantizer.printable import json_text, one_line
 from quantizer.report.files import REPORT_PAGE, write_report
@@ -50,14 +50,14 @@ def report_command(folder: str, options: ReportOptions) -> None:
     """
     if not options.plots:
         refuse_typed(["plots_as"], "it is the type of the files of --plots DIR")
-    place = Path(folder)
+    place = from_start(folder)
     opened = read_info(place)
     with locked_as_opened(opened.files):
         content = write_report(opened)
     if options.plots:
-        write_plots(content, Path(options.plots), options.plots_as)
+        write_plots(content, from_start(options.plots), options.plots_as)
     if options.tensorboard:
-        write_events(content, Path(options.tensorboard))
+        write_events(content, from_start(options.tensorboard))
     if options.json:
         click.echo(json_text(content))
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantizer.cli import runlog
 from quantizer.cli.options import Options
+from quantizer.cli.start_folder import from_start
 from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
 from quantizer.results.folder import INFO_FILE, REPORT_FILE, RUN_FILE, OpenedResults
@@ -35,7 +36,7 @@ def report_place(
         ResultError: the folder is in use, was replaced meanwhile, or holds another calibration.
     """
     folder = opened.folder
-    place = Path(options.report_dir) if options.report_dir else folder
+    place = from_start(options.report_dir) if options.report_dir else folder
     require_result_folder(place)
     with ExitStack() as stack:
         if not ranks.is_first:

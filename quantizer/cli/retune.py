@@ -11,6 +11,7 @@ from quantizer.cli.completion import layers_of_results
 from quantizer.cli.options import TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.reproduction import remember, with_config
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
@@ -93,11 +94,11 @@ def retune(folder: str, options: RetuneOptions) -> None:
             "--dry_run writes no results",
             help="leave out --output_dir; -o FILE writes the config",
         )
-    place = Path(folder)
+    place = from_start(folder)
     before = CalibratedFolder(place)
     layers = _layers(options.layer, before) if options.layer else None
     result = retune_activations(before, change, layers)
-    target = Path(options.output_dir or place)
+    target = from_start(options.output_dir) if options.output_dir else place
     if not options.dry_run:
         require_result_folder(target)
         require_expendable(target, [place], overwrite=options.overwrite)

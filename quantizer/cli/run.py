@@ -45,6 +45,7 @@ from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.start_folder import as_typed, from_start
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.document.document import Text
@@ -188,7 +189,7 @@ def run(model: str, options: RunOptions) -> None:
     lines = verdict(_facts(finished, gates))
     _show(finished, lines, as_json=options.json)
     append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
-    page = Path(options.output_dir) / "report.html"
+    page = from_start(options.output_dir) / "report.html"
     remedy = finished.remedy or loses_most(page)
     require_met(finished.test_options, gates, finished.tested, remedy=remedy)
     if finished.tested.error:
@@ -231,7 +232,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     Raises:
         QuantizerError: a step failed, or there is no metric of a gate.
     """
-    require_result_folder(Path(options.output_dir))
+    require_result_folder(from_start(options.output_dir))
     seed_everything(options.seed)
     opened = session.open_run(options)
     if opened.batches.way:
@@ -264,7 +265,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
         opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
-        folder = Path(options.output_dir)
+        folder = from_start(options.output_dir)
         with restored_if_refused(folder):
             mark_result_folder(folder)
             if options.config_file is None:
@@ -319,7 +320,7 @@ def _climbed(
     if not data.sentence:
         start = judge.judged_by_metrics(finished.tested.metrics, finished.plan)
     climb = judge.climb(options.minutes, options.fast_finetune, start)
-    folder = Path(options.output_dir)
+    folder = from_start(options.output_dir)
     path = folder / TUNED_CONFIG if has_file else Path(options.config_file or "")
     if not climb.judged.is_met:
         opened = with_advice(opened, climb)
@@ -363,7 +364,7 @@ def _on_modules(
     for option_name in ("fast_finetune", "dynamic", "max_mb"):
         if getattr(options, option_name):
             raise with_remedy(error, f"--{option_name} works on a trace") from error
-    folder = Path(options.output_dir)
+    folder = from_start(options.output_dir)
     with restored_if_refused(folder):
         mark_result_folder(folder)
         if options.config_file is None:
@@ -441,7 +442,7 @@ def _show(finished: _Finished, lines: Sequence[str], *, as_json: bool) -> None:
         }
         if finished.tuning is not None:
             content["tune"] = finished.tuning.content
-        print(json_text(content))
+        print(as_typed(json_text(content)))
         return
     if finished.tuning is not None:
         finished.tuning.show()

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from quantizer import __version__
+from quantizer.cli.start_folder import as_typed
 from quantizer.cli.versions import torch_version
 from quantizer.errors import UsageError
 from quantizer.printable import one_line
@@ -142,7 +143,7 @@ class _StderrHandler(logging.Handler):
         if screen().muted and not screen().verbose and record.levelno < logging.ERROR:
             return
         try:
-            text = self.format(record)
+            text = as_typed(self.format(record))
             is_repeated = record.levelno == logging.WARNING and text in self._warnings
             if is_repeated and not screen().verbose:
                 return

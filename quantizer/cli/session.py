@@ -20,6 +20,7 @@ from quantizer.cli.outcome import Outcome as Outcome
 from quantizer.cli.render import print_diagnostics, say_note
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
 from quantizer.cli.screen import screen, timed
+from quantizer.cli.start_folder import as_typed, from_start, unmoved
 from quantizer.cli.text_options import read_windows
 from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
 from quantizer.config.document.document import Document
@@ -179,10 +180,11 @@ def open_model(options: Options) -> LoadedModel:
     if options.model is None:
         remedy = "give FILE.py with a function model(), or package.module:factory"
         raise UsageError("Missing option '--model'", help=remedy)
+    weights = options.weights
     with timed(f"loading {options.model}"):
         loaded = load_model(
             options.model,
-            options.weights,
+            weights and str(from_start(weights)),
             trust=options.trust,
             max_unpacked=options.max_unpacked,
         )
@@ -241,6 +243,7 @@ def open_data(
     if evaluation:
         option = evaluation_option(options, loaded)
         source = loaded.evaluation_data
+    option = unmoved(option)
     if option is not None:
         source = option
     windows = read_windows(options, loaded, option, seq_len)
@@ -261,7 +264,7 @@ def open_data(
         batch_size=options.batch_size,
         subset_len=options.subset_len,
         seed=options.seed,
-        preprocess=options.preprocess,
+        preprocess=unmoved(options.preprocess),
         windows=windows,
         max_unpacked=options.max_unpacked,
     )
@@ -425,7 +428,7 @@ def console(*, stderr: bool = False, exact: bool = False) -> Console:
 def show(outcome: Outcome, options: Options) -> None:
     """Print the result on stdout."""
     if options.json:
-        print(json_text(outcome.content))
+        print(as_typed(json_text(outcome.content)))
         return
     stdout = console(exact=options.names == "exact")
     for item in outcome.shown:
@@ -438,7 +441,7 @@ def show(outcome: Outcome, options: Options) -> None:
 def print_line(line: str | Text, stream: Console) -> None:
     """Print one line of text. A terminal breaks it between words, never within a path."""
     if isinstance(line, str):
-        line = Text(one_line(line))
+        line = Text(one_line(as_typed(line)))
     starts = []
     if stream.is_terminal:
         starts = starts_of_lines(line.plain, stream.width)

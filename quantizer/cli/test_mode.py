@@ -31,6 +31,7 @@ from quantizer.cli.options import RAISING, Options
 from quantizer.cli.report_place import report_place
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.session import Outcome
+from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import show_layers, table_view
 from quantizer.comparison.output_figures import POOLED_FIGURE
 from quantizer.distributed import ALONE, Ranks, require_alike
@@ -73,7 +74,7 @@ def run_test(
         opened: the model and its calibration data, if they are open. An example input then
             takes the place of missing evaluation data, and the report says so.
     """
-    folder = Path(options.output_dir)
+    folder = from_start(options.output_dir)
     info = read_info(folder)
     if options.exact:
         require_dpu(info.settings.target_device)
@@ -198,7 +199,7 @@ class _TestRun:
             self.batches,
             targets=options.deploy,
             choices=options.target_choices,
-            folder=(self.place or Path(options.output_dir)) / FOLDER,
+            folder=(self.place or from_start(options.output_dir)) / FOLDER,
         )
 
     def _with_late_figures(self, outcome: Outcome) -> Outcome:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import click
 
@@ -36,6 +35,7 @@ from quantizer.cli.gates import (
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import MODEL, Options, command, takes
+from quantizer.cli.start_folder import from_start
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 from quantizer.export import require_extras
@@ -87,7 +87,7 @@ def tune(options: TuneOptions) -> None:
         for line in gate_lines(gates, run.tested.metrics):
             session.print_line(line, console)
     append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
-    page = Path(options.output_dir) / "report.html"
+    page = from_start(options.output_dir) / "report.html"
     require_met(run.test_options, gates, run.tested, remedy=loses_most(page))
     if run.tested.error:
         raise run.tested.error
@@ -114,7 +114,7 @@ def _require_usable(options: TuneOptions, gates: Sequence[Gate]) -> None:
 
 def _tune(options: TuneOptions, gates: Sequence[Gate]) -> tuple[TunedRun, Tuning]:
     """Change the config step by step, and calibrate and test the best config."""
-    folder = Path(options.output_dir)
+    folder = from_start(options.output_dir)
     require_result_folder(folder)
     seed_everything(options.seed)
     opened = session.open_run(options)
