@@ -27,7 +27,7 @@ from quantizer.calibration.events import Events
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import preset_text
-from quantizer.config.run_config import MadeFor, restored_if_refused, run_config
+from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
 from quantizer.config.wording import did_you_mean
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
@@ -147,7 +147,9 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    place = path_of(folder, "folder").absolute()
+    typed = path_of(folder, "folder")
+    # Code of the user's may change the working directory
+    place = typed.absolute()
     require_result_folder(place)
     name = _known_destination(to or default_destination(model))
     destination = DESTINATIONS[name]
@@ -188,7 +190,13 @@ def quantize(
         )
         Checkpoints(place).remove()
     improvement = destination.improvement(has_data=has_data)
-    return _with_verdict(quantized, target, improvement=improvement, config=_name_of(config))
+    name_of_config = _name_of(config)
+    if config == place / RUN_CONFIG:
+        name_of_config = str(typed / RUN_CONFIG)
+    quantized = _with_verdict(
+        quantized, target, typed, improvement=improvement, config=name_of_config
+    )
+    return replace(quantized, folder=typed, path=typed / FOLDER / quantized.path.name)
 
 
 def _with_file(
@@ -221,9 +229,17 @@ def _with_file(
 
 
 def _with_verdict(
-    quantized: Quantized, target: str, *, improvement: str, config: str
+    quantized: Quantized, target: str, folder: Path, *, improvement: str, config: str
 ) -> Quantized:
-    """Return the result with the verdict, after the figures are written."""
+    """Return the result with the verdict, after the figures are written.
+
+    Args:
+        quantized: without a verdict.
+        target: of the file.
+        folder: of the run, as its user calls it.
+        improvement: what would lose less.
+        config: what its user calls the config.
+    """
     path, verification = quantized.path, quantized.verification
     tested = quantized.comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
@@ -232,7 +248,8 @@ def _with_verdict(
         quantized.folder, quantized.comparison, tested, path=path, verification=verification
     )
     plan = quantized.result.plan.plan
-    facts = _verdict_facts(plan, tested, path=path, verification=verification, config=config)
+    shown = folder / FOLDER / path.name
+    facts = _verdict_facts(plan, tested, path=shown, verification=verification, config=config)
     return replace(
         quantized,
         verification=in_python(verification),

@@ -11,6 +11,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.start_folder import from_start
 from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
+from quantizer.export import FOLDER
 from quantizer.results.folder import INFO_FILE, REPORT_FILE, RUN_FILE, OpenedResults
 from quantizer.results.result_set import (
     ReadOnlyError,
@@ -57,6 +58,8 @@ def report_place(
                 yield None, {}
                 return
         held.require_ours(*_FILES)
+        if options.deploy:
+            held.require_folder(FOLDER)
         noted = stack.enter_context(runlog.log_run(place, options, ranks.world_size))
         yield place, noted
 

@@ -131,7 +131,10 @@ class Checkpoint:
         """
         if not self._info.exists():
             return None
-        info = read_json(self._info)
+        try:
+            info = read_json(self._info)
+        except ResultError as error:
+            raise CheckpointError(error.message, help=_WITHOUT_RESUME) from error
         with reporting_damage(str(self._info)):
             for name, value in self._key.items():
                 if info["key"].get(name) != value:

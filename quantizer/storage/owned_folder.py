@@ -110,6 +110,17 @@ class OwnedFolder:
                     help="move them to another folder, or replace them with --overwrite",
                 )
 
+    def require_folder(self, name: str) -> None:
+        """Check that a name is free or that of a folder.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        _refuse_links(self.path, name)
+        path = self.path / name
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is not a folder", help="move it to another folder")
+
     def write(self, name: str, parts: Iterable[bytes]) -> str:
         """Write or replace a file, and return its sha256. At any moment, the folder has the
         complete old file or the complete new one.
@@ -469,8 +480,12 @@ def _list_of(folder: Path, earlier: EarlierFiles) -> FolderList | None:
         ResultError: its list is damaged.
         OSError: it cannot be read.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder", help="give an empty folder")
+    for parent in (folder, *folder.parents):
+        if parent.exists() and not parent.is_dir():
+            raise UsageError(
+                f"cannot use {folder}: {parent.name} is not a folder",
+                help="give another folder",
+            )
     if not folder.exists():
         return None
     place = folder / LIST_FILE

@@ -48,14 +48,14 @@ def test_an_empty_path_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("place", ["taken", "taken/below"])
-def test_a_file_in_place_of_the_result_folder_is_exit_5(
+def test_a_file_in_place_of_the_result_folder_is_refused(
     place: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("taken").write_text("mine")
-    assert run("run", "net.py", "--to", "w8", "-o", place) == 5
+    assert run("run", "net.py", "--to", "w8", "-o", place) == 2
     error = capsys.readouterr().err
-    assert f"error: cannot use {place} for results: taken is not a folder" in error
-    assert run("--quant_mode", "calib", "--model", "net.py", "--output_dir", place) == 5
+    assert f"error: cannot use {place}: taken is not a folder" in error
+    assert run("--quant_mode", "calib", "--model", "net.py", "--output_dir", place) == 2
     assert "taken is not a folder" in capsys.readouterr().err
     assert Path("taken").read_text() == "mine"
 

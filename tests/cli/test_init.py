@@ -246,7 +246,7 @@ def test_a_file_that_is_there_is_refused_before_the_model_is_opened(
     path = tmp_path / "net.json"
     path.write_text("mine")
     assert run_command(["init", "--model", "no_such_model.py", "-o", str(path)]) == 2
-    assert "already exists" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert run_command(["init", "--model", "no_such_model.py", "-o", "-"]) == 3
     assert path.read_text() == "mine"
 

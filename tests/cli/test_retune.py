@@ -318,9 +318,9 @@ def test_nothing_is_left_of_what_was_in_the_folder_before(
 ) -> None:
     plain, other = calibrated("maxmin"), calibrated("gptq", "other")
     assert (other / "algorithms.json").exists()
-    assert (
-        run_command(["retune", str(plain), "--statistic", "mean", "--output_dir", str(other)])
-        == 0
-    )
+    words = ["retune", str(plain), "--statistic", "mean", "--output_dir", str(other)]
+    assert run_command(words) == 2
+    assert (other / "algorithms.json").exists(), "another calibration is not thrown away"
+    assert run_command([*words, "--overwrite"]) == 0
     assert not (other / "algorithms.json").exists()
     assert json.loads((other / "report.json").read_text())["algorithms"] is None

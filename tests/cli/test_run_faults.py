@@ -25,8 +25,9 @@ from torch import Tensor
 import quantizer
 from quantizer.cli import session
 from quantizer.cli.main import run_command
-from quantizer.results.result_set import locked
+from quantizer.results.result_set import locked, mark_result_folder
 from quantizer.storage import atomic_write
+from quantizer.storage.folder_list import LIST_FILE, parse_list
 
 Toy = Callable[..., str]
 Capture = pytest.CaptureFixture[str]
@@ -300,8 +301,12 @@ def test_a_second_run_in_one_folder_waits_its_turn(tmp_path: Path, capsys: Captu
 def test_what_a_lock_holds_is_not_shown_if_it_is_no_line(
     text: bytes, tmp_path: Path, capsys: Capture
 ) -> None:
-    (tmp_path / ".lock").write_bytes(text)
-    with open(tmp_path / ".lock") as held:
+    mark_result_folder(tmp_path)
+    listed = parse_list((tmp_path / LIST_FILE).read_bytes(), tmp_path)
+    work = tmp_path / listed.work_folder
+    work.mkdir()
+    (work / "lock").write_bytes(text)
+    with open(work / "lock") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert calibrate(tmp_path) == 5
         assert "is in use by another run\n" in one_sentence(capsys)
@@ -309,8 +314,8 @@ def test_what_a_lock_holds_is_not_shown_if_it_is_no_line(
 
 def test_the_output_folder_is_a_file(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "out").write_text("")
-    assert calibrate(tmp_path / "out") == 5
-    assert "choose another --output_dir" in one_sentence(capsys)
+    assert calibrate(tmp_path / "out") == 2
+    assert "out is not a folder" in one_sentence(capsys)
 
 
 INTERRUPTED = """
@@ -384,8 +389,10 @@ def test_a_damaged_checkpoint(
     capsys.readouterr()
     for path in (tmp_path / "out").glob(name):
         path.write_bytes(content)
-    assert calibrate(tmp_path / "out", "--resume", model=model, config=None) == 5
+    more = ("--resume", "--overwrite")
+    assert calibrate(tmp_path / "out", *more, model=model, config=None) == 5
     assert said in one_sentence(capsys)
+    assert calibrate(tmp_path / "out", "--overwrite", model=model, config=None) == 0
 
 
 @pytest.mark.parametrize("data", ["return [torch.ones(4, 3)] * 9", "return [torch.ones(4, 3)]"])
@@ -487,9 +494,8 @@ def test_killed_at_every_write(
         monkeypatch.setattr(atomic_write.os, "replace", original)
         capsys.readouterr()
         assert check(folder, model=model) == 0, name
-        assert not [path for path in folder.iterdir() if path.name.startswith(".")], (
-            "no temporary file stays"
-        )
+        hidden = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        assert hidden == [LIST_FILE], "no temporary file stays"
     assert calibrate(folder, model=model, config=None) == 0
     assert check(folder, model=model) == 0
 

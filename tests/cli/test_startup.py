@@ -31,6 +31,7 @@ from quantizer.errors import (
     ResultError,
     UsageError,
 )
+from quantizer.results.result_set import mark_result_folder
 
 CASES = Path(__file__).parents[1] / "cases" / "configs"
 
@@ -307,6 +308,12 @@ def test_an_unexpected_error_is_one_sentence_and_a_log(
     runner(monkeypatch, RuntimeError("boom"))
     arguments = ["--quant_mode", "calib", "--output_dir", str(tmp_path)]
     assert run_command(arguments) == 70
+    assert not list(tmp_path.iterdir()), (
+        "nothing is written to a folder that is not quantizer's"
+    )
+    capsys.readouterr()
+    mark_result_folder(tmp_path)
+    assert run_command(arguments) == 70
     told = capsys.readouterr().err
     assert "internal error: RuntimeError: boom" in told
     assert "Traceback" not in told
@@ -324,6 +331,7 @@ def test_the_log_of_an_unexpected_error_is_not_written_through_a_link(
 ) -> None:
     (tmp_path / "precious").write_text("mine\n")
     (tmp_path / "out").mkdir()
+    mark_result_folder(tmp_path / "out")
     link(tmp_path / "out" / "run.log", tmp_path / "precious")
     runner(monkeypatch, RuntimeError("boom"))
     assert run_command(["--quant_mode", "calib", "--output_dir", str(tmp_path / "out")]) == 70

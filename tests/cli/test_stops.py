@@ -131,7 +131,17 @@ def test_at_every_moment_there_are_old_or_new_results_and_a_run_goes_on(
 OPTIONS = ["--config_file", "{config}", "--model", "{model}", "-q"]
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "merge": (
-        ["merge", "{first}", "{second}", "--model", "{model}", "--output", "{out}", "-q"],
+        [
+            "merge",
+            "{first}",
+            "{second}",
+            "--model",
+            "{model}",
+            "--output",
+            "{out}",
+            "--overwrite",
+            "-q",
+        ],
         5,
     ),
     "report": (["report", "{out}", "--plots", "{out}/plots"], 3),

@@ -17,6 +17,7 @@ from torch import nn
 
 from quantizer import ModelQuantizer
 from quantizer.cli.main import run_command
+from quantizer.results.result_set import mark_result_folder
 
 MODEL = """import torch
 
@@ -97,7 +98,7 @@ def test_two_runs_give_the_same_bytes_and_an_evaluate_is_asked(write: Write) -> 
     model = write(f"{MODEL}\n{evaluate}")
     assert run_command(["run", model, "-q", "--to", "w8"]) == 0
     files = {path.name: path.read_bytes() for path in FILE.iterdir()}
-    assert set(files) == {"model.safetensors", "quantizer.json"}
+    assert set(files) == {".quantizer.json", "model.safetensors", "quantizer.json"}
     assert result_of_run()["pairs"] == {"rows": {"float": 16.0, "quantized": 16.0}}
     assert run_command(["run", model, "-q", "--to", "w8", "--gate", "rows==16"]) == 0
     assert {path.name: path.read_bytes() for path in FILE.iterdir()} == files
@@ -152,11 +153,12 @@ def test_calib_mode_names_the_way_that_needs_no_trace(write: Write, capsys: Capt
 
 
 def test_a_folder_of_the_user_is_not_replaced(write: Write, capsys: Capture) -> None:
+    mark_result_folder(FILE.parents[1])
     FILE.mkdir(parents=True)
     notes = FILE / "notes.txt"
     notes.write_text("mine")
     assert run_command(["run", write(MODEL), "-q", "--to", "w8"]) == 2
-    assert "is not a saved model, so it is not replaced" in capsys.readouterr().err
+    assert "holds notes.txt and is not a folder of quantizer's" in capsys.readouterr().err
     assert [path.name for path in FILE.iterdir()] == ["notes.txt"]
 
 

@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from quantizer.cli.main import run_command
+from quantizer.storage import owned_folder
 
 KILLED = 99
-OPERATIONS = tuple(
-    (os, name) for name in ("replace", "rename", "unlink", "fsync", "mkdir", "rmdir")
+OPERATIONS = (
+    *((os, name) for name in ("replace", "rename", "unlink", "fsync", "mkdir", "rmdir")),
+    (owned_folder, "exchange"),
 )
 
 
