@@ -99,7 +99,8 @@ def call_with_shapes(
     resized: list[Any] = []
     for leaf, shape in zip(leaves, shapes, strict=True):
         if isinstance(leaf, Tensor) and shape is not None:
-            sizes = _with_batch_size(shape, len(leaf))
+            axis = shape.index(None) if None in shape else 0
+            sizes = _with_batch_size(shape, leaf.shape[axis] if leaf.dim() else 1)
             resized.append(leaf.new_zeros(sizes))
         else:
             resized.append(leaf)
