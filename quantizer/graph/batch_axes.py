@@ -73,6 +73,14 @@ def has_open_batch(graph: Graph) -> bool:
     return any(axis is not None for axis in axes_of_graph(graph))
 
 
+def fixed_batch(graph: Graph) -> int | None:
+    """Return the number of samples that a call has to have; None if it is open."""
+    for node in graph.nodes:
+        if node.op == "input" and node.shape:
+            return None if has_open_batch(graph) else node.shape[0]
+    return None
+
+
 def samples_in(call: Call, axes: BatchAxes) -> int:
     """Return how many samples a call has, 1 if no leaf counts them."""
     for leaf, axis in zip(pytree.tree_leaves(call), axes, strict=True):
