@@ -64,17 +64,19 @@ def compare_with_model(
     """
     if graph.is_deferred:
         return ()
-    sizes: tuple[int | None, ...] = COMPARED_SAMPLES if has_open_batch(graph) else (None,)
-    far: dict[int | None, float] = {}
-    compared = 0
+    sizes: tuple[int | None, ...] = (None,)
+    if has_open_batch(graph):
+        sizes = COMPARED_SAMPLES
+    differences: dict[int | None, float] = {}
     user_code = user_exits("running the model on the first batch again", ModelError)
     with torch.no_grad(), preserve_module_state(module) as state, evaluating(module), user_code:
         for samples in sizes:
             call = _small(graph, batch, samples)
-            is_called_twice = twice and samples == sizes[0]
             try:
                 first = _output(module, call, seed=1)
-                again = _output(module, call, seed=2) if is_called_twice else first
+                again = first
+                if twice and samples == sizes[0]:
+                    again = _output(module, call, seed=2)
             # Whatever users raise: calibration names the layer and the batch
             except Exception as error:  # noqa: BLE001
                 logger.debug("the model is not compared with its trace: %s", error)
@@ -82,17 +84,25 @@ def compare_with_model(
             if not _is_near(output_distance(first, again), first):
                 _report_change(module, graph, call, state, first=first)
                 return ()
-            compared += 1
             difference = output_distance(first, _output_of_trace(graph, call))
-            if not _is_near(difference, first):
-                far[samples] = difference
-        if len(far) < compared:
-            return tuple(size for size in far if size is not None)
-        if far and twice:
+            if _is_near(difference, first):
+                difference = 0.0
+            differences[samples] = difference
+        far: list[int | None] = []
+        for samples, difference in differences.items():
+            if difference:
+                far.append(samples)
+        if twice and far and len(far) == len(differences):
             state.restore()
             call = _small(graph, batch, sizes[0])
-            _report_difference(module, graph, call, max(far.values()))
-    return ()
+            _report_difference(module, graph, call, max(differences.values()))
+    some: list[int] = []
+    if len(far) < len(differences):
+        for size in far:
+            # A fixed batch is compared once, so it is not among some of several
+            assert size is not None
+            some.append(size)
+    return tuple(some)
 
 
 def _report_difference(module: nn.Module, graph: Graph, call: Call, difference: float) -> None:
@@ -144,7 +154,11 @@ def _copied(call: Call) -> Call:
     return copied
 
 
-def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
+def _output(
+    model: nn.Module,
+    call: Call,
+    seed: int,
+) -> list[Tensor]:
     """Return copies of the tensors that a model returns for copies of the arguments."""
     seed_everything(seed)
     args, kwargs = _copied(call)
@@ -154,10 +168,14 @@ def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
     return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _output_of_trace(graph: Graph, call: Call) -> list[Tensor]:
+def _output_of_trace(
+    graph: Graph,
+    call: Call,
+) -> list[Tensor]:
     """Return what a trace computes; nothing if it cannot run on so many samples."""
+    network = Network(graph)
     try:
-        return _output(Network(graph), call, seed=1)
+        return _output(network, call, seed=1)
     except DataError as error:
         logger.debug("the trace does not run: %s", error)
         return []

@@ -7,6 +7,7 @@ one, and tables that all samples share have none.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -32,72 +33,100 @@ def choices_of_axes(call: Call) -> list[BatchAxes]:
     >>> choices_of_axes(((features, state), {}))
     [(0, 1), (0, 2), (0, None)]
     """
-    size: int | None = None
-    starts_alike = True
-    of_leaves: list[list[int | None]] = []
-    for leaf in pytree.tree_leaves(call):
-        axes: list[int | None] = []
-        if isinstance(leaf, Tensor) and leaf.dim():
-            if size is None:
-                size = leaf.shape[0]
-                axes = [0]
-            else:
-                axes += [axis for axis in range(leaf.dim()) if leaf.shape[axis] == size]
-                starts_alike &= leaf.shape[0] == size
-        of_leaves.append(axes or [None])
-    if size is None:
+    leaves = pytree.tree_leaves(call)
+    shapes: list[tuple[int, ...]] = []
+    for leaf in leaves:
+        is_tensor = isinstance(leaf, Tensor)
+        shape = tuple(leaf.shape) if is_tensor else ()
+        shapes.append(shape)
+    first = next((index for index, shape in enumerate(shapes) if shape), None)
+    if first is None:
         return []
-    if not starts_alike:
-        of_leaves = [axes if axes == [0] else [*axes, None] for axes in of_leaves]
-    few = itertools.islice(itertools.product(*map(dict.fromkeys, of_leaves)), _MOST_PRODUCTS)
-    choices = sorted(few, key=_unlikeliness)
+    size = shapes[first][0]
+    starts_alike = all(shape[0] == size for shape in shapes if shape)
+    of_leaves: list[list[int | None]] = []
+    for index, shape in enumerate(shapes):
+        axes: list[int | None] = []
+        for axis, length in enumerate(shape):
+            if length == size:
+                axes.append(axis)
+        if index == first:
+            axes = [0]
+        elif not axes or not starts_alike:
+            axes.append(None)
+        of_leaves.append(axes)
+    products = itertools.product(*of_leaves)
+    choices = sorted(
+        itertools.islice(products, _MOST_PRODUCTS),
+        key=_unlikeliness,
+    )
     return choices[:_MOST_CHOICES]
 
 
 def _unlikeliness(axes: BatchAxes) -> tuple[int, int]:
-    return axes.count(None), sum(axis for axis in axes if axis is not None)
+    """Return how many leaves have no axis, and how far behind the axes of the others are."""
+    total = 0
+    for axis in axes:
+        if axis is not None:
+            total += axis
+    return axes.count(None), total
 
 
 def axes_of_graph(graph: Graph) -> BatchAxes:
     """Return the axis of each input whose size follows the batch."""
     axes: list[int | None] = []
     for node in graph.nodes:
-        if node.op == "input":
-            shape = node.shape or ()
-            axes.append(shape.index(None) if None in shape else None)
+        if node.op != "input":
+            continue
+        axis: int | None = None
+        if node.shape and None in node.shape:
+            axis = node.shape.index(None)
+        axes.append(axis)
     return tuple(axes)
 
 
 def has_open_batch(graph: Graph) -> bool:
     """Return whether a call may have any number of samples."""
-    return any(axis is not None for axis in axes_of_graph(graph))
+    axes = axes_of_graph(graph)
+    return any(axis is not None for axis in axes)
 
 
 def fixed_batch(graph: Graph) -> int | None:
     """Return the number of samples that a call has to have; None if it is open."""
+    if has_open_batch(graph):
+        return None
     for node in graph.nodes:
         if node.op == "input" and node.shape:
-            return None if has_open_batch(graph) else node.shape[0]
+            return node.shape[0]
     return None
 
 
-def samples_in(call: Call, axes: BatchAxes) -> int:
+def samples_in(
+    call: Call,
+    axes: BatchAxes,
+) -> int:
     """Return how many samples a call has, 1 if no leaf counts them."""
-    for leaf, axis in zip(pytree.tree_leaves(call), axes, strict=True):
+    leaves = pytree.tree_leaves(call)
+    for leaf, axis in zip(leaves, axes, strict=True):
         if axis is not None:
             return int(leaf.shape[axis])
     return 1
 
 
-def with_samples(call: Call, axes: BatchAxes, count: int) -> Call:
+def with_samples(
+    call: Call,
+    axes: BatchAxes,
+    count: int,
+) -> Call:
     """Return the call with its samples cut or repeated to `count`."""
     leaves, structure = pytree.tree_flatten(call)
     for index, axis in enumerate(axes):
         if axis is None:
             continue
         tensor = leaves[index].detach()
-        samples = tensor.narrow(axis, 0, min(count, tensor.shape[axis]))
-        repeats = -(-count // samples.shape[axis])
+        size = min(count, tensor.shape[axis])
+        samples = tensor.narrow(axis, 0, size)
+        repeats = math.ceil(count / size)
         repeated = torch.cat([samples] * repeats, axis)
         leaves[index] = repeated.narrow(axis, 0, count)
     resized: Call = pytree.tree_unflatten(leaves, structure)

@@ -52,10 +52,8 @@ logger = logging.getLogger(__name__)
 EXAMPLE_BATCH = 2
 """Samples in the example: torch takes a batch of one for a constant."""
 UNUSUAL_BATCH = 7
-"""Samples in the second example: a size that the model has probably not cached, and that no
-other size is a small multiple of. torch accepts a comparison with such a size only with
-`Dim.AUTO`.
-"""
+"""Samples in the second example: probably no size that the model has cached, or that is equal
+to another one by chance. torch accepts a comparison with those only with `Dim.AUTO`."""
 _BATCH = Dim("batch", min=1)
 _BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
 """On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
@@ -108,7 +106,10 @@ def trace(
     check_names(module)
     with without_values(module) as deferred:
         call = (tuple(args), dict(kwargs or {}))
-        graph = _trace(module, call, [] if fixed else choices_of_axes(call), sizes)
+        choices: Sequence[BatchAxes] = []
+        if not fixed:
+            choices = choices_of_axes(call)
+        graph = _trace(module, call, choices, sizes)
     tensors = dict(graph.tensors)
     for path in tensors:
         if path in deferred:

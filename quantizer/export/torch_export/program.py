@@ -3,6 +3,7 @@
 The program keeps no trace of where it was made, and of the code that it was made from.
 """
 
+import contextlib
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -92,13 +93,14 @@ def _equal_number_types(node: Node) -> None:
     if schema is None:
         return
     numbers: dict[int, Any] = {}
-    for index, parameter in enumerate(schema.arguments[: len(node.args)]):
-        if "number" in str(parameter.type).lower():
-            numbers[index] = node.args[index]
-    if not any(isinstance(number, float) for number in numbers.values()):
-        return
+    has_floats = False
+    for index, argument in enumerate(node.args):
+        kind = str(schema.arguments[index].type)
+        if "number" in kind.lower():
+            numbers[index] = argument
+            has_floats |= isinstance(argument, float)
     for index, number in numbers.items():
-        if type(number) is int:
+        if has_floats and type(number) is int:
             node.update_arg(index, float(number))
 
 
@@ -137,29 +139,27 @@ def _with_open_sizes(
     equal to another size by chance.
     """
     batch: Any = None
-    axes = axes_of_graph(graph)
-    attempts: list[tuple[Call, Any, Callable[[Length], Any]]] = []
     if most_samples != 1:
         batch = Dim("batch", min=1, max=most_samples)
+    ways = [_guarded_length]
     if graph.lengths:
-        attempts.append((call, batch, _proven_length))
-    attempts.append((call, batch, _guarded_length))
-    if batch is not None and most_samples is None and has_open_batch(graph):
-        unusual = with_samples(call, axes, UNUSUAL_BATCH)
-        attempts.append((unusual, Dim.AUTO, _guarded_length))
-    failures: list[Exception] = []
+        ways.insert(0, _proven_length)
+    failure: Exception | None = None
     with torch.no_grad(), lean_export():
-        for example, size, of_length in attempts:
-            args, kwargs = example
-            shapes = _dynamic_shapes(graph, example, size, of_length)
+        for of_length in ways:
             try:
-                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
-            except Exception as error:  # noqa: BLE001 - the first one is raised below
-                failures.append(error)
-                continue
-            if size is not Dim.AUTO or excludes_single_batches(program, axes):
-                return program
-    raise failures[-1] if len(failures) < len(attempts) else failures[0]
+                return _export(module, graph, call, batch=batch, of_length=of_length)
+            except Exception as error:  # noqa: BLE001 - the last one is raised below
+                failure = error
+        axes = axes_of_graph(graph)
+        if most_samples is None and has_open_batch(graph):
+            unusual = with_samples(call, axes, UNUSUAL_BATCH)
+            with contextlib.suppress(Exception):
+                program = _export(module, graph, unusual, batch=Dim.AUTO)
+                if excludes_single_batches(program, axes):
+                    return program
+    assert failure is not None
+    raise failure
 
 
 def _torch_error(what: str, error: Exception) -> ModelError:
@@ -225,6 +225,20 @@ def _guarded_length(length: Length) -> Any:
     The program may refuse to run at some lengths, often at a single token.
     """
     return Dim.DYNAMIC(min=length.least, max=length.most)
+
+
+def _export(
+    module: nn.Module,
+    graph: Graph,
+    call: Call,
+    *,
+    batch: Any,
+    of_length: Callable[[Length], Any] = _guarded_length,
+) -> ExportedProgram:
+    """Export with open sizes: `batch` samples, and lengths as `of_length` makes them."""
+    args, kwargs = call
+    shapes = _dynamic_shapes(graph, call, batch, of_length)
+    return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
 
 
 def _dynamic_shapes(
