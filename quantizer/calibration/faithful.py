@@ -71,6 +71,7 @@ def compare_with_model(
     user_code = user_exits("running the model on the first batch again", ModelError)
     with torch.no_grad(), preserve_module_state(module) as state, evaluating(module), user_code:
         for samples in sizes:
+            state.restore()
             call = _small(graph, batch, samples)
             try:
                 first = _output(module, call, seed=1)

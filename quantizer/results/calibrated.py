@@ -277,8 +277,9 @@ def _trace_as_calibrated(
         return original
     args, kwargs = call
     resized = replace(batch, args=args, kwargs=kwargs)
+    is_fixed = not any(shape and None in shape for shape in shapes)
     try:
-        return trace_module(module, resized)
+        return trace_module(module, resized, fixed=is_fixed)
     except (ModelError, DataError) as error:
         check_model(info, original)
         text += f", which the model cannot take: {error.message}"
