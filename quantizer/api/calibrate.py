@@ -1,9 +1,10 @@
 """Defines `calibrate` and `load`, which do in Python what the shell does."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
+from quantizer.export.made_programs import exportable
 from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.resolve import resolve_plan
@@ -351,22 +353,26 @@ def _example_batches(info: QuantInfo) -> Batches:
     return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
-def trace_compared(model: nn.Module, batches: Batches, dynamic: str | None) -> Graph:
+def trace_compared(
+    model: nn.Module, batches: Batches, dynamic: str | None, targets: Sequence[str] = ()
+) -> Graph:
     """Trace a model on the first batch, and compare the graph's outputs with the model's.
 
     Args:
         model: the float model.
         batches: the data.
         dynamic: as in `calibrate`.
+        targets: of files that will be written.
 
     Raises:
-        ModelError: a weight is not finite, or the model cannot be traced.
+        ModelError: a weight is not finite, or the model cannot be traced or exported.
     """
     sizes = dynamic_sizes(dynamic)
     check_finite(model)
     batch = _first_batch(model, batches)
+    traced = partial(trace_module, model, batch, compared=True, sizes=sizes)
     with evaluating(model), without_cache(model):
-        return trace_module(model, batch, compared=True, sizes=sizes)
+        return exportable(traced(), batch, targets, partial(traced, fixed=True))
 
 
 def _first_batch(model: nn.Module, batches: Batches) -> Batch:

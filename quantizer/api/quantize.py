@@ -58,6 +58,7 @@ from quantizer.graph.ir import Graph
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
+from quantizer.plan.remarks import size_remarks
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -281,6 +282,7 @@ def _verdict_facts(
         tested=tested,
         config=config,
         improvement=tested["improvement"],
+        notes=size_remarks(plan.graph),
     )
 
 
@@ -300,7 +302,7 @@ def _trace(
             do not fit it.
     """
     require_model(target, choices, model)
-    graph = trace_compared(model, batches, dynamic)
+    graph = trace_compared(model, batches, dynamic, [target])
     require_fitting_names(choices, model, graph)
     return graph
 

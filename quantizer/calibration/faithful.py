@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import first_names
-from quantizer.errors import ModelError
+from quantizer.errors import DataError, ModelError
+from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.ir import Call, Graph
 from quantizer.nn.function import topk
 from quantizer.nn.network import Network
@@ -29,43 +30,89 @@ from quantizer.sources.user_code import user_exits
 
 logger = logging.getLogger(__name__)
 
-COMPARED_SAMPLES = 3
-"""Samples that are compared if the batch is open: one more than a trace is made with."""
+COMPARED_SAMPLES = (2, 1, 3)
+"""Samples that are compared if the batch is open: as many as a trace is made with, one, for
+which models often have code of their own, and one more."""
 _COMPARED_LENGTH = 32
 """The length of dynamic axes in the comparison."""
 _TOLERANCE = 0.01
 """A difference of more than this share of the output is an error; less is a warning."""
 
 
-def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
+def compare_with_model(
+    module: nn.Module, graph: Graph, batch: Batch, *, twice: bool = True
+) -> tuple[int, ...]:
     """Check that the module computes the same in each call, and the same as its trace.
 
-    The state of the module is restored. A model whose weights stay in their files is not run.
-    If the model fails, calibration reports it.
+    With an open batch they are compared at three numbers of samples: a trace is made with
+    several samples, and does not see what the model does with a single one. The state of the
+    module is restored. A model whose weights stay in their files is not run. If the model
+    fails, calibration reports it.
+
+    Args:
+        module: the model.
+        graph: its trace.
+        batch: inputs.
+        twice: whether the module is called twice, and differences at all sizes are an error.
+
+    Returns:
+        The numbers of samples at which the trace computes something else; empty if it does so
+        at all of them, or at none.
 
     Raises:
         ModelError: it keeps values from call to call, or the trace computes something else.
     """
     if graph.is_deferred:
-        return
-    call = _small(graph, batch)
+        return ()
+    sizes: tuple[int | None, ...] = (None,)
+    if has_open_batch(graph):
+        sizes = COMPARED_SAMPLES
+    differences: dict[int | None, float] = {}
     user_code = user_exits("running the model on the first batch again", ModelError)
     with torch.no_grad(), preserve_module_state(module) as state, evaluating(module), user_code:
-        try:
-            first = _output(module, call, seed=1)
-            again = _output(module, call, seed=2)
-        # Whatever users raise: calibration names the layer and the batch
-        except Exception as error:  # noqa: BLE001
-            logger.debug("the model is not compared with its trace: %s", error)
-            return
-        if not _is_near(output_distance(first, again), first):
-            _report_change(module, graph, call, state, first=first)
-            return
-        difference = output_distance(first, _output(Network(graph), call, seed=1))
-        if _is_near(difference, first):
-            return
-        state.restore()
-        layer = _first_difference(module, graph, call)
+        for samples in sizes:
+            state.restore()
+            call = _small(graph, batch, samples)
+            try:
+                first = _output(module, call, seed=1)
+                again = first
+                if twice and samples == sizes[0]:
+                    again = _output(module, call, seed=2)
+            # Whatever users raise: calibration names the layer and the batch
+            except Exception as error:  # noqa: BLE001
+                logger.debug("the model is not compared with its trace: %s", error)
+                continue
+            if not _is_near(output_distance(first, again), first):
+                _report_change(module, graph, call, state, first=first)
+                return ()
+            difference = output_distance(first, _output_of_trace(graph, call))
+            if _is_near(difference, first):
+                difference = 0.0
+            differences[samples] = difference
+        far: list[int | None] = []
+        for samples, difference in differences.items():
+            if difference:
+                far.append(samples)
+        if twice and far and len(far) == len(differences):
+            state.restore()
+            call = _small(graph, batch, sizes[0])
+            _report_difference(module, graph, call, max(differences.values()))
+    some: list[int] = []
+    if len(far) < len(differences):
+        for size in far:
+            # A fixed batch is compared once, so it is not among some of several
+            assert size is not None
+            some.append(size)
+    return tuple(some)
+
+
+def _report_difference(module: nn.Module, graph: Graph, call: Call, difference: float) -> None:
+    """Warn of a small difference between a module and its trace.
+
+    Raises:
+        ModelError: it is not small.
+    """
+    layer = _first_difference(module, graph, call)
     name = type(module).__name__
     text = (
         f"the trace of {name} computes something else than {name}: outputs differ by "
@@ -83,15 +130,18 @@ def compare_with_model(module: nn.Module, graph: Graph, batch: Batch) -> None:
     )
 
 
-def _small(graph: Graph, batch: Batch) -> Call:
-    """Return copies of a batch's arguments, with few samples and tokens where axes are open."""
-    is_open = True
-    for node in graph.nodes:
-        if node.op == "input" and node.shape:
-            is_open &= node.shape[0] is None
-    if is_open:
-        batch = batch.first(COMPARED_SAMPLES)
-    leaves, structure = pytree.tree_flatten((batch.args, dict(batch.kwargs)))
+def _small(graph: Graph, batch: Batch, samples: int | None) -> Call:
+    """Return copies of a batch's arguments, with few tokens where axes are open.
+
+    Args:
+        graph: of the model.
+        batch: inputs.
+        samples: so many of them, if the batch is open; None for all.
+    """
+    call: Call = (batch.args, dict(batch.kwargs))
+    if samples is not None:
+        call = with_samples(call, axes_of_graph(graph), samples)
+    leaves, structure = pytree.tree_flatten(call)
     for length in graph.lengths:
         for index, axis in length.axes:
             tensor = leaves[index]
@@ -105,7 +155,11 @@ def _copied(call: Call) -> Call:
     return copied
 
 
-def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
+def _output(
+    model: nn.Module,
+    call: Call,
+    seed: int,
+) -> list[Tensor]:
     """Return copies of the tensors that a model returns for copies of the arguments."""
     seed_everything(seed)
     args, kwargs = _copied(call)
@@ -113,6 +167,19 @@ def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
         output = model(*args, **kwargs)
     leaves = pytree.tree_leaves(output)
     return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _output_of_trace(
+    graph: Graph,
+    call: Call,
+) -> list[Tensor]:
+    """Return what a trace computes; nothing if it cannot run on so many samples."""
+    network = Network(graph)
+    try:
+        return _output(network, call, seed=1)
+    except DataError as error:
+        logger.debug("the trace does not run: %s", error)
+        return []
 
 
 class _FirstOfEqual(TorchFunctionMode):

@@ -68,6 +68,7 @@ from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.plan.model import Key, Plan
+from quantizer.plan.remarks import size_remarks
 from quantizer.printable import json_text
 from quantizer.report.verdict import VerdictFacts, verdict
 from quantizer.results.checkpoint import Checkpoints
@@ -241,8 +242,12 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
     name = options.to or default_destination(model)
     destination = DESTINATIONS[name]
     has_data = not opened.batches.stands_in
-    opened = replace(opened, improvement=destination.improvement(has_data=has_data))
     target = destination.target_of(model)
+    opened = replace(
+        opened,
+        options=replace(options, for_=(target,)),
+        improvement=destination.improvement(has_data=has_data),
+    )
     has_file = options.config_file is not None
     with in_words_of_run(target, name):
         require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
@@ -410,6 +415,7 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         activation_codes = verified.activation_codes
         if tested.exports[-1]["target"] in _NOTED_TARGETS:
             notes = verified.remarks
+    notes = tuple(dict.fromkeys([*notes, *size_remarks(finished.plan.graph)]))
     facts = VerdictFacts.of(
         finished.plan,
         floating=floating,

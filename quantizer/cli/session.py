@@ -31,6 +31,7 @@ from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config, StructureNames
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
+from quantizer.export.made_programs import exportable
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module, with_views
@@ -335,12 +336,13 @@ def missing_data() -> UsageError:
 def trace_model(
     options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False
 ) -> Graph:
-    """Return the model's graph, traced on the first batch and optionally compared on it."""
+    """Return the model's graph, traced on the first batch so that `--for` can be written."""
     first = batches.first().to(device_of(options))
     # torch.export imports it.
     with process_memory.importing("torch._dynamo"), timed("tracing the model"):
         sizes = dynamic_sizes(options.dynamic)
-        graph = trace_module(loaded.module, first, compared=compared, sizes=sizes)
+        traced = partial(trace_module, loaded.module, first, compared=compared, sizes=sizes)
+        graph = exportable(traced(), first, options.for_, partial(traced, fixed=True))
     _logger.debug("%s has %s", graph.model, counted(len(graph.nodes), "layer"))
     return with_views(graph)
 

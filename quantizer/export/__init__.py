@@ -16,6 +16,7 @@ from quantizer.export.exporter import Refusal as Refusal
 from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
+from quantizer.plan.remarks import size_remarks
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def export(
     losses = [f"in test mode already: {text}" for text in deployment.warnings]
     return replace(
         verification,
-        remarks=(*verification.remarks, *losses),
+        remarks=(*verification.remarks, *size_remarks(deployment.graph), *losses),
         activation_codes=exporter.activation_codes,
     )
 

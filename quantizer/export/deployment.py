@@ -25,6 +25,7 @@ from quantizer.export.value_names import (
     output_names,
     require_apart,
 )
+from quantizer.graph.batch_axes import fixed_batch
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.lengths import Length
 from quantizer.graph.output_names import unused_names
@@ -286,8 +287,14 @@ def _asked_lengths(graph: Graph) -> list[Length]:
 
 
 def _open_sizes(graph: Graph) -> dict[str, str]:
-    """Return which sizes a network takes, as `8 or more in steps of 4`, by their names."""
+    """Return which sizes a network takes, as `8 or more in steps of 4`, by their names.
+
+    The number of samples is among them if it is fixed.
+    """
     sizes: dict[str, str] = {}
+    samples = fixed_batch(graph)
+    if samples is not None:
+        sizes["batch"] = str(samples)
     for length in _asked_lengths(graph):
         accepted = str(length)
         sizes[length.name] = accepted

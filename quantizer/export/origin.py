@@ -19,7 +19,8 @@ class Origin:
     Attributes:
         config: as config.resolved.json has it.
         metrics: of the test.
-        sizes: of images and sounds that the network takes, by the name of their dimension.
+        sizes: of images and sounds that the network takes, by the name of their dimension, and
+            its number of samples if that is fixed.
     """
 
     config: JsonMapping = field(default_factory=dict)

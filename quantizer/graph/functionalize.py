@@ -29,7 +29,14 @@ def functionalize(
     decomposes = bool(writes.written) and not writes.is_known
     if decomposes or _has_subprograms(program.graph):
         # torch's own decomposition traces the program again
+        before = _input_sizes(program)
         program = program.run_decompositions({})
+        if _input_sizes(program) != before:
+            raise ModelError(
+                f"{model} cannot be traced for any batch size: torch fixes it where forward() "
+                "writes into a view",
+                help="compute a new tensor instead of changing a part of one",
+            )
         owned = _tensors_of_module(program)
         writes = ViewWrites(program.graph, owned)
     for changed in _changed_state(program, writes, owned):
@@ -40,6 +47,16 @@ def functionalize(
         )
     writes.rewrite()
     return program
+
+
+def _input_sizes(program: ExportedProgram) -> list[bool]:
+    """Return of each size of the inputs, in order, whether it is open."""
+    are_open: list[bool] = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        for size in getattr(node.meta.get("val"), "shape", ()):
+            # A symbol that torch has fixed is still a symbol
+            are_open.append(not isinstance(size, int) and not size.node.expr.is_number)
+    return are_open
 
 
 def _tensors_of_module(program: ExportedProgram) -> dict[fx.Node, str]:

@@ -180,13 +180,19 @@ def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
     return lengths
 
 
-def excludes_single_batches(program: ExportedProgram) -> bool:
+def excludes_single_batches(program: ExportedProgram, axes: Sequence[int | None]) -> bool:
     """Return whether a trace is valid for all batch sizes except single ones.
 
     A model that compares its batch with a cached size excludes that size.
+
+    Args:
+        program: what was traced.
+        axes: by input the axis that counts the samples; None without.
     """
-    values = [value for value in _inputs(program) if isinstance(value, Tensor)]
-    batches: list[Any] = [value.shape[0] for value in values if value.dim()]
+    batches: list[Any] = []
+    for value, axis in zip(_inputs(program), axes, strict=True):
+        if axis is not None:
+            batches.append(value.shape[axis])
     for batch in batches:
         if not _is_symbol(batch):
             return False
@@ -227,11 +233,17 @@ def axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]]
     among them.
     """
     axes: dict[Any, list[tuple[int, int]]] = {}
+    batches: set[Any] = set()
     for leaf, value in enumerate(_inputs(program)):
         shape: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
         for axis, size in enumerate(shape):
-            if axis and _is_symbol(size):
-                axes.setdefault(size.node.expr, []).append((leaf, axis))
+            if not _is_symbol(size):
+                continue
+            axes.setdefault(size.node.expr, []).append((leaf, axis))
+            if axis == 0:
+                batches.add(size.node.expr)
+    for symbol in batches:
+        del axes[symbol]
     return axes
 
 

@@ -8,6 +8,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.dynamic_sizes import AXES
 from quantizer.config.wording import listed, with_article
 from quantizer.errors import ModelError
+from quantizer.graph.batch_axes import BatchAxes, choices_of_axes, samples_in, with_samples
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Call, Graph
@@ -47,10 +49,11 @@ from quantizer.storage.process_memory import pause_garbage_collection
 
 logger = logging.getLogger(__name__)
 
-_EXAMPLE_BATCH = 2
+EXAMPLE_BATCH = 2
 """Samples in the example: torch takes a batch of one for a constant."""
-_UNUSUAL_BATCH = 7
-"""Samples in the second example: a size that the model has probably not cached."""
+UNUSUAL_BATCH = 7
+"""Samples in the second example: probably no size that the model has cached, or that is equal
+to another one by chance. torch accepts a comparison with those only with `Dim.AUTO`."""
 _BATCH = Dim("batch", min=1)
 _BATCH_OF_A_DEVICE = Dim("batch", min=1, max=65535)
 """On a GPU, torch promises batch normalization for no larger batches. Graphs have no limit."""
@@ -63,23 +66,38 @@ _CONVOLUTIONS = (
 _NO_STACK_TRACES = "do_not_emit_stack_traces"
 
 
+@dataclass(frozen=True)
+class OpenBatch:
+    """A number of samples that stays open.
+
+    Args:
+        axes: of the inputs that count the samples.
+        size: torch's dimension.
+    """
+
+    axes: BatchAxes
+    size: Any
+
+
 def trace(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     sizes: Sequence[str] = (),
+    *,
+    fixed: bool = False,
 ) -> Graph:
     """Return the graph of `module` for calls shaped like the example.
 
-    The first dimension of the inputs stays dynamic, and so does the number of tokens where the
-    model allows it. `args` and `kwargs` may be nested. Their tensors are cut or repeated to a
-    batch of two.
+    The number of samples stays dynamic, and so does the number of tokens where the model allows
+    it. `args` and `kwargs` may be nested. Their tensors are cut or repeated to a batch of two.
 
     Args:
         module: what is traced.
         args: the positional arguments of the example.
         kwargs: its keyword arguments.
         sizes: names in `AXES` of the sizes that have to stay dynamic, too.
+        fixed: whether the number of samples is that of the example.
 
     Raises:
         ModelError: a name is unsafe, the module raises, its control flow depends on tensor
@@ -87,7 +105,11 @@ def trace(
     """
     check_names(module)
     with without_values(module) as deferred:
-        graph = _trace(module, (tuple(args), dict(kwargs or {})), sizes)
+        call = (tuple(args), dict(kwargs or {}))
+        choices: Sequence[BatchAxes] = []
+        if not fixed:
+            choices = choices_of_axes(call)
+        graph = _trace(module, call, choices, sizes)
     tensors = dict(graph.tensors)
     for path in tensors:
         if path in deferred:
@@ -95,16 +117,15 @@ def trace(
     return graph.replaced(tensors=tensors)
 
 
-def _trace(module: nn.Module, call: Call, sizes: Sequence[str]) -> Graph:
-    size = _batch_size(call)
+def _trace(
+    module: nn.Module, call: Call, choices: Sequence[BatchAxes], sizes: Sequence[str]
+) -> Graph:
+    """Return the graph; `choices` are the axes of the inputs that may count the samples."""
     lengths: Sequence[Length] = ()
     if sizes:
-        example, program, lengths = _export_sizes(module, call, size, sizes)
-    elif size is None:
-        example = call
-        program = _export(module, *call, batch=None)
+        example, program, lengths = _export_sizes(module, call, choices, sizes)
     else:
-        example, program = _export_batches(module, call, size)
+        example, program = _export_batches(module, call, choices)
     paths: list[tuple[Any, ...]] = []
     shapes: list[Sequence[int]] = []
     for path, leaf in pytree.tree_flatten_with_path(example)[0]:
@@ -116,15 +137,6 @@ def _trace(module: nn.Module, call: Call, sizes: Sequence[str]) -> Graph:
     return graph
 
 
-def _batch_size(call: Call) -> int | None:
-    """Return the first dimension that all tensors share, None if they share none."""
-    sizes: set[int] = set()
-    for leaf in pytree.tree_leaves(call):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            sizes.add(leaf.shape[0])
-    return sizes.pop() if len(sizes) == 1 else None
-
-
 def _step(key: Any) -> Any:
     """Return the index, key or attribute that an entry of a pytree path stands for."""
     for attribute in ("idx", "key", "name"):
@@ -134,7 +146,7 @@ def _step(key: Any) -> Any:
 
 
 def _export_sizes(
-    module: nn.Module, call: Call, size: int | None, names: Sequence[str]
+    module: nn.Module, call: Call, choices: Sequence[BatchAxes], names: Sequence[str]
 ) -> tuple[Call, ExportedProgram, Sequence[Length]]:
     """Export with open sizes, and a dynamic batch if the model allows it.
 
@@ -149,10 +161,12 @@ def _export_sizes(
     for token_axes, asked_axes in zip(length_axes(call), asked, strict=True):
         axes.append((*token_axes, *asked_axes))
     _require_inputs(module, asked, names)
-    attempts: list[tuple[Call, Any]] = [(call, None)]
-    if size is not None:
-        example = _with_batch(call, size, _EXAMPLE_BATCH)
-        attempts = [(example, batch) for batch in _batch_dimensions(example)] + attempts
+    attempts: list[tuple[Call, OpenBatch | None]] = []
+    for batch_axes in choices:
+        example = with_samples(call, batch_axes, EXAMPLE_BATCH)
+        for dimension in _batch_dimensions(example):
+            attempts.append((example, OpenBatch(batch_axes, dimension)))
+    attempts.append((call, None))
     failures: list[ModelError] = []
     for example, batch in attempts:
         guarded = GuardedTrace(module)
@@ -168,7 +182,8 @@ def _export_sizes(
         lengths = sized.lengths(program)
         for remark in sized.remarks(lengths):
             logger.info("%s", remark)
-        if batch is None and size is not None:
+        if batch is None and choices:
+            size = samples_in(call, choices[0])
             logger.warning(_FIXED_BATCH, type(module).__name__, size, "")
         return example, program, lengths
     raise failures[0]
@@ -188,34 +203,39 @@ def _require_inputs(
     )
 
 
-def _export_batches(module: nn.Module, call: Call, size: int) -> tuple[Call, ExportedProgram]:
+def _export_batches(
+    module: nn.Module, call: Call, choices: Sequence[BatchAxes]
+) -> tuple[Call, ExportedProgram]:
     """Export with a dynamic batch if the model allows it, else with the batch of `call`.
 
     Returns:
         the call that was traced, and its program.
     """
-    example = _with_batch(call, size, _EXAMPLE_BATCH)
-    for batch in _batch_dimensions(example):
-        program = _export_with_lengths(module, example, batch)
-        if program is not None:
+    for axes in choices:
+        example = with_samples(call, axes, EXAMPLE_BATCH)
+        for dimension in _batch_dimensions(example):
+            batch = OpenBatch(axes, dimension)
+            program = _export_with_lengths(module, example, batch)
+            if program is not None:
+                return example, program
+            try:
+                return example, _export(module, *example, batch=batch)
+            except SameForAllExamplesError:
+                raise
+            except ModelError as error:
+                logger.debug("no dynamic batch: %s", error)
+    for axes in choices[:1]:
+        example = with_samples(call, axes, UNUSUAL_BATCH)
+        program = _try_export(module, example, batch=OpenBatch(axes, Dim.AUTO))
+        if program is not None and excludes_single_batches(program, axes):
             return example, program
-        try:
-            return example, _export(module, *example, batch=batch)
-        except SameForAllExamplesError:
-            raise
-        except ModelError as error:
-            logger.debug("no dynamic batch: %s", error)
-    # Models that cache something per batch size compare the batch with the cached size.
-    # torch accepts such a comparison only with `Dim.AUTO`.
-    example = _with_batch(call, size, _UNUSUAL_BATCH)
-    program = _try_export(module, example, batch=Dim.AUTO)
-    if program is not None and excludes_single_batches(program):
-        return example, program
     program = _export_with_lengths(module, call, None)
     if program is None:
         program = _export(module, *call, batch=None)
-    remedy = _undeclared_arguments(module, call) or _missing_axis(program)
-    logger.warning(_FIXED_BATCH, type(module).__name__, size, remedy)
+    if choices:
+        remedy = _undeclared_arguments(module, call) or _missing_axis(program)
+        size = samples_in(call, choices[0])
+        logger.warning(_FIXED_BATCH, type(module).__name__, size, remedy)
     return call, program
 
 
@@ -230,19 +250,6 @@ def _missing_axis(program: ExportedProgram) -> str:
             if len(shape) < weight.meta["val"].dim():
                 return f"; {shape} has no axis of samples: add it with unsqueeze(0)"
     return ""
-
-
-def _with_batch(call: Call, size: int, count: int) -> Call:
-    """Return the call with its batch of `size` samples cut or repeated to `count`."""
-    repeats = -(-count // size)
-
-    def resized(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        samples = value.detach()[:count]
-        return torch.cat([samples] * repeats)[:count]
-
-    return pytree.tree_map(resized, call)  # type: ignore[no-any-return]
 
 
 def _undeclared_arguments(module: nn.Module, call: Call) -> str:
@@ -263,7 +270,7 @@ def _batch_dimensions(call: Call) -> list[Dim]:
 
 
 def _export_with_lengths(
-    module: nn.Module, example: Call, batch: Dim | None
+    module: nn.Module, example: Call, batch: OpenBatch | None
 ) -> ExportedProgram | None:
     """Export with those lengths dynamic that the model allows; return None if the example has
     no lengths, or if torch fails.
@@ -315,7 +322,7 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    batch: Any,
+    batch: OpenBatch | None,
     lengths: Sequence[Sequence[int]] = (),
     stop: str = "",
 ) -> ExportedProgram:
@@ -325,7 +332,7 @@ def _export(
         module: what is exported.
         args: the positional arguments of the example.
         kwargs: its keyword arguments.
-        batch: the dynamic size of the first axes, None to fix it.
+        batch: the dynamic number of samples, None to fix it.
         lengths: for each leaf of the example further axes that may be dynamic.
         stop: "few" to stop if few lengths are accepted, "fixed" also if only one is.
 
@@ -370,7 +377,7 @@ def _export(
 
 
 def _dynamic_shapes(
-    module: nn.Module, call: Call, batch: Any, lengths: Sequence[Sequence[int]]
+    module: nn.Module, call: Call, batch: OpenBatch | None, lengths: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Return the `dynamic_shapes` of `torch.export`, by the parameters of `forward`.
 
@@ -379,12 +386,17 @@ def _dynamic_shapes(
     """
     leaves, structure = pytree.tree_flatten(call)
     shapes: list[Any] = []
-    for leaf, axes in zip(leaves, lengths or [()] * len(leaves), strict=True):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            samples = {} if batch is None else {0: batch}
-            shapes.append({**samples, **dict.fromkeys(axes, Dim.AUTO)})
-        else:
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.dim():
             shapes.append(None)
+            continue
+        opened: dict[int, Any] = {}
+        if lengths:
+            opened = dict.fromkeys(lengths[index], Dim.AUTO)
+        axis = None if batch is None else batch.axes[index]
+        if batch is not None and axis is not None:
+            opened[axis] = batch.size
+        shapes.append(opened)
     args, kwargs = pytree.tree_unflatten(shapes, structure)
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 

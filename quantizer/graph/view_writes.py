@@ -23,6 +23,8 @@ _SCATTERS: dict[Any, Any] = {
     _ATEN.slice.Tensor: _ATEN.slice_scatter.default,
 }
 """What writes into a view, by the operator that makes the view."""
+_PARTS = (_ATEN.unbind.int, _ATEN.split.Tensor, _ATEN.split_with_sizes.default)
+"""Operators that make several views, which `getitem` picks from."""
 _VIEWS = (
     *_SCATTERS,
     _ATEN.view.default,
@@ -31,9 +33,7 @@ _VIEWS = (
     _ATEN.unsqueeze.default,
     _ATEN.squeeze.dim,
     _ATEN.expand.default,
-    _ATEN.split.Tensor,
-    _ATEN.split_with_sizes.default,
-    _ATEN.unbind.int,
+    *_PARTS,
     operator.getitem,
 )
 """Operators that never copy. Others, such as `reshape`, do so for some strides."""
@@ -113,18 +113,25 @@ class ViewWrites:
         self,
         node: fx.Node,
     ) -> bool:
-        """Return whether a write has a twin that computes the same dtype, and goes to a view of
-        a kind in `_SCATTERS`.
+        """Return whether a write has a twin that computes the same dtype, and goes to a view
+        whose values can be written back.
         """
         if not _has_twin(node):
             return False
         view = self._sources[node]
         while view in self._sources:
-            is_part = view.target in _SCATTERS
-            if not is_part and not is_inplace(view):
+            if is_inplace(view):
+                view = self._sources[view]
+            elif _written_back(view, view, None) is None:
                 return False
-            view = self._sources[view]
+            else:
+                view = self._whole(view)
         return True
+
+    def _whole(self, view: fx.Node) -> fx.Node:
+        """Return what a view is a part of."""
+        source = self._sources[view]
+        return self._sources[source] if source.target in _PARTS else source
 
     def rewrite(self) -> None:
         """Replace the writes to all tensors in `written`."""
@@ -201,14 +208,13 @@ class ViewWrites:
         view = self._without_writes(node)
         while view is not owner:
             views[view] = value
-            source = self._sources[view]
-            whole = self._without_writes(source)
-            value = self._call(
-                _SCATTERS[view.target],
-                (self._current(whole), value, *view.args[1:]),
-                view.kwargs,
-                {**node.meta, "val": whole.meta["val"]},
-            )
+            whole = self._without_writes(self._whole(view))
+            call = _written_back(view, self._current(whole), value)
+            # `is_known` says so
+            assert call is not None
+            target, args, kwargs = call
+            meta = {**node.meta, "val": whole.meta["val"]}
+            value = self._call(target, args, kwargs, meta)
             view = whole
         self._newest[owner] = value
         self._views[owner] = views
@@ -246,6 +252,51 @@ def _is_view(node: fx.Node) -> bool:
         if alias is not None and not alias.is_write:
             return True
     return False
+
+
+def _written_back(view: fx.Node, whole: fx.Node, value: Any) -> tuple[Any, ...] | None:
+    """Return the operator and the arguments that put new values of a view into a tensor.
+
+    Args:
+        view: the node that makes the view.
+        whole: the tensor.
+        value: the new values; any object, to ask whether there is such an operator.
+
+    Returns:
+        (operator, positional arguments, keyword arguments); None if there is no operator.
+    """
+    source: Any = view.args[0]
+    arguments: tuple[Any, ...] = view.args[1:]
+    if view.target in _SCATTERS:
+        return _SCATTERS[view.target], (whole, value, *arguments), view.kwargs
+    if source.target in _PARTS:
+        return _part_written_back(source, arguments[0], whole, value)
+    if view.target is _ATEN.transpose.int:
+        return view.target, (value, *arguments), {}
+    if view.target is _ATEN.permute.default:
+        dims = [dim % len(arguments[0]) for dim in arguments[0]]
+        return view.target, (value, [dims.index(axis) for axis in range(len(dims))]), {}
+    if view.target is _ATEN.unsqueeze.default:
+        return _ATEN.squeeze.dim, (value, *arguments), {}
+    if view.target is _ATEN.view.default:
+        sizes = [size if isinstance(size, int) else -1 for size in source.meta["val"].shape]
+        if sizes.count(-1) <= 1:
+            return _ATEN.reshape.default, (value, sizes), {}
+    return None
+
+
+def _part_written_back(
+    parts: fx.Node, index: int, whole: fx.Node, value: Any
+) -> tuple[Any, ...] | None:
+    """Return the same for one of several views that an operator makes."""
+    dim = targets.named_arguments(parts).get("dim", 0)
+    if parts.target is _ATEN.unbind.int:
+        return _ATEN.select_scatter.default, (whole, value, dim, index), {}
+    sizes = [part.shape[dim] for part in parts.meta["val"][: index + 1]]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    end = sum(sizes)
+    return _ATEN.slice_scatter.default, (whole, value, dim, end - sizes[-1], end), {}
 
 
 def _twin(node: fx.Node) -> Any:

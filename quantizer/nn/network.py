@@ -126,8 +126,8 @@ class Network(nn.Module):
             value = _argument(node, path, args, kwargs)
             _check_input(node, value, lengths.get(index, {}))
             values.append(value)
-            if node.shape and node.shape[0] is None:
-                batches[node.name] = value.shape[0]
+            if node.shape and None in node.shape:
+                batches[node.name] = value.shape[node.shape.index(None)]
         count = len(pytree.tree_leaves((args, dict(kwargs))))
         if count != len(values):
             raise DataError(
@@ -239,7 +239,11 @@ def _check_input(
             expected.append(str(size))
             fits = fits and value.shape[axis] == size
     if not fits:
-        remedy = "all batches need the shape and dtype of the first one; b is their size"
+        remedy = "all batches need the shape and dtype of the first one"
+        if "b" in expected:
+            remedy += "; b is their size"
+        elif value.dim() == node.rank and list(value.shape[1:]) == list(node.shape[1:]):
+            remedy += ": leave out a last one that is smaller, as drop_last=True does"
         # Only its height or width may be another
         is_alike = value.dtype == node.dtype and value.shape[1:2] == node.shape[1:2]
         if is_alike and node.is_float and node.rank == value.dim() == _IMAGE_RANK:

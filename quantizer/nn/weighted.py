@@ -198,6 +198,9 @@ class _Recurrent(_Filled, nn.RNNBase):
         """
         if self.quantizers:
             (input, hx), _ = self.quantize_inputs((input, hx), {})  # noqa: A001
+        if torch.compiler.is_exporting() and not input.is_contiguous():
+            # torch.export compares the strides of a slice with sizes, and may fix the batch
+            input = input.contiguous()  # noqa: A001
         weights = [getattr(self, name) for name in self._flat_weights_names]
         dropout = 0.0
         is_training = False

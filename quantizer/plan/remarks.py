@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.config.wording import first_names
+from quantizer.config.wording import counted, first_names
+from quantizer.graph.batch_axes import fixed_batch
+from quantizer.graph.ir import Graph
 from quantizer.graph.passes import summary
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
@@ -22,6 +24,7 @@ def plan_remarks(plan: Plan) -> Iterator[str]:
             f"{length.name}: any size of {length} ({inputs}); shapes and figures are those of "
             "the first batch"
         )
+    yield from size_remarks(plan.graph)
     waiting = [join.name for join in plan.joins if not join.is_single]
     if waiting:
         text = "calibration decides whether what they join shares a scale or keeps its own"
@@ -41,6 +44,14 @@ def plan_remarks(plan: Plan) -> Iterator[str]:
         if plan.floats.get(node.name) == NO_RULES:
             without_rules.append(node.op)
     yield from left_float(without_rules)
+
+
+def size_remarks(graph: Graph) -> list[str]:
+    """Return a sentence on the number of samples, if the model fixes it."""
+    samples = fixed_batch(graph)
+    if samples is None:
+        return []
+    return [f"only batches of {counted(samples, 'sample')} can run"]
 
 
 def share_left(share: float) -> str:

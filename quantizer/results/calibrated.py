@@ -28,7 +28,9 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document, default_config
 from quantizer.config.model import Config, Settings
 from quantizer.config.roles import is_parameter
+from quantizer.config.wording import listed
 from quantizer.errors import DataError, ModelError, ResultError
+from quantizer.graph.batch_axes import has_open_batch
 from quantizer.graph.edits import with_insertions, with_weights
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output, parts_named_as
@@ -134,15 +136,24 @@ class Calibrated:
 
 
 def trace_module(
-    module: nn.Module, batch: Batch, *, compared: bool = False, sizes: Sequence[str] = ()
+    module: nn.Module,
+    batch: Batch,
+    *,
+    compared: bool = False,
+    sizes: Sequence[str] = (),
+    fixed: bool = False,
 ) -> Graph:
     """Return the graph of a module. Lazy layers get their shapes first.
+
+    If the module computes something else for some numbers of samples, only batches of this size
+    can run.
 
     Args:
         module: the user's model.
         batch: the inputs to trace it on.
         compared: whether to check that graph and module have the same outputs.
         sizes: of the inputs that stay dynamic, besides batch and tokens; see `AXES`.
+        fixed: whether the number of samples is that of the batch.
 
     Raises:
         ModelError: it cannot be traced, or the graph computes something else.
@@ -155,7 +166,7 @@ def trace_module(
     materialize_lazy_layers(module, batch)
     with preserve_module_state(module):
         try:
-            graph = trace(module, batch.args, batch.kwargs, sizes)
+            graph = trace(module, batch.args, batch.kwargs, sizes, fixed=fixed)
         except ModelError:
             try_first_batch(module, batch)
             raise
@@ -164,8 +175,16 @@ def trace_module(
             f"{graph.model} returns None",
             help="end forward() with `return` and the outputs",
         )
-    if compared:
-        compare_with_model(module, graph, batch)
+    differing = compare_with_model(module, graph, batch, twice=compared)
+    if differing:
+        _logger.warning(
+            "%s computes something else for batches of %s than for others: its batch size is "
+            "fixed at %d, and only such batches can run",
+            graph.model,
+            listed(differing),
+            batch.size,
+        )
+        return trace_module(module, batch, compared=compared, sizes=sizes, fixed=True)
     return graph.replaced(code=code_digest(module))
 
 
@@ -180,15 +199,17 @@ def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Grap
     """
     stored = read_graph(info)
     sizes: dict[str, None] = {}
+    is_fixed = False
     if stored is not None:
         materialize_lazy_layers(module, batch)
         graph = reused_graph(*stored, module, batch)
         if graph is not None:
             return graph
+        is_fixed = not has_open_batch(stored[0].graph)
         for length in stored[0].graph.lengths:
             if length.is_asked_for:
                 sizes[length.noun] = None
-    return trace_module(module, batch, sizes=list(sizes))
+    return trace_module(module, batch, sizes=list(sizes), fixed=is_fixed)
 
 
 def reopen_calibration(
@@ -256,8 +277,9 @@ def _trace_as_calibrated(
         return original
     args, kwargs = call
     resized = replace(batch, args=args, kwargs=kwargs)
+    is_fixed = not any(shape and None in shape for shape in shapes)
     try:
-        return trace_module(module, resized)
+        return trace_module(module, resized, fixed=is_fixed)
     except (ModelError, DataError) as error:
         check_model(info, original)
         text += f", which the model cannot take: {error.message}"

@@ -93,13 +93,17 @@ def call_with_shapes(
 
     Return None if there are not as many shapes as inputs.
     """
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    keywords = dict(kwargs)
+    leaves, structure = pytree.tree_flatten((args, keywords))
     if len(leaves) != len(shapes):
         return None
     resized: list[Any] = []
     for leaf, shape in zip(leaves, shapes, strict=True):
         if isinstance(leaf, Tensor) and shape is not None:
-            sizes = _with_batch_size(shape, len(leaf))
+            samples = 1
+            if None in shape:
+                samples = leaf.shape[shape.index(None)]
+            sizes = _with_batch_size(shape, samples)
             resized.append(leaf.new_zeros(sizes))
         else:
             resized.append(leaf)

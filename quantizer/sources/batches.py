@@ -166,7 +166,8 @@ class Fingerprint:
         for name, tensor in batch.tensors():
             kind = f"{dtype_name(tensor.dtype)}{list(tensor.shape[1:])}"
             self._inputs.setdefault(name, set()).add(kind)
-            text = f"{name}:{kind}:{tensor.shape[0]}:{_digest(tensor)}"
+            rows = tensor.shape[0] if tensor.dim() else 1
+            text = f"{name}:{kind}:{rows}:{_digest(tensor)}"
             self._hash.update(text.encode())
 
     def to_json(self) -> dict[str, Any]:

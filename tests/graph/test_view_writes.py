@@ -86,6 +86,7 @@ def shapes_that_may_copy(x: Tensor, y: Tensor) -> Tensor:
 
 
 ONE_TRACE = [
+    writes_through_shapes,
     views_made_before,
     parts_of_parts,
     values_before,
@@ -97,7 +98,6 @@ TORCH_DECOMPOSES = [
     values_of_other_types,
     writes_before_views,
     comparisons,
-    writes_through_shapes,
     shapes_that_may_copy,
 ]
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
@@ -28,6 +27,7 @@ from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.conventions import BiasForm
 from quantizer.export.onnx.specs import quantized_apart
 from quantizer.export.torch_export.coded import ProgramForm, coded_program
+from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, samples_in
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -244,12 +244,9 @@ def _output_scales(weight: QuantizedTensor, graph: Graph, layer: str) -> list[fl
 
 def batch_size(graph: Graph, call: Any) -> int | None:
     """Return how many samples a call has; None if the network's batch is fixed."""
-    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    inputs = [node for node in graph.nodes if node.op == "input" and node.shape is not None]
-    for node, tensor in zip(inputs, tensors, strict=True):
-        if node.shape and node.shape[0] is None:
-            return len(tensor)
-    return None
+    if not has_open_batch(graph):
+        return None
+    return samples_in(call, axes_of_graph(graph))
 
 
 def _with_longest(graph: Graph) -> Graph:

@@ -38,6 +38,7 @@ from quantizer.export.mobile.rewrites import average_images, fold_padding, infer
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
 from quantizer.export.torch_export.coded import ProgramForm
+from quantizer.graph.batch_axes import axes_of_graph
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs
 
@@ -336,13 +337,8 @@ def _samples(
     indices: list[int],
 ) -> Any:
     """Return the call of some samples of a batch."""
-    nodes = [node for node in deployment.graph.nodes if node.op == "input"]
-    shapes = iter([node.shape for node in nodes if node.shape is not None])
     leaves, spec = pytree.tree_flatten(call)
-    parts: list[Any] = []
-    for leaf in leaves:
-        shape = next(shapes) if isinstance(leaf, Tensor) else None
-        if shape and shape[0] is None:
-            leaf = leaf[indices]
-        parts.append(leaf)
-    return pytree.tree_unflatten(parts, spec)
+    for position, axis in enumerate(axes_of_graph(deployment.graph)):
+        if axis is not None:
+            leaves[position] = leaves[position].index_select(axis, torch.tensor(indices))
+    return pytree.tree_unflatten(leaves, spec)

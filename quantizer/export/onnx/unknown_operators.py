@@ -9,7 +9,7 @@ from quantizer.export.lone_layers import lone_programs
 from quantizer.export.onnx.translation import reason_of, translatable, translate_program
 from quantizer.graph.ir import Graph
 
-_DOUBTFUL = ("median", "searchsorted", "sort")
+_DOUBTFUL = ("histc", "median", "prod", "searchsorted", "sort")
 """Operators in the table of operators of which torch.onnx knows only some calls."""
 _REMEDY = "keep that part outside the quantized model, or use --deploy pt2"
 

@@ -3,6 +3,7 @@
 The program keeps no trace of where it was made, and of the code that it was made from.
 """
 
+import contextlib
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,10 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError, first_line
+from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.lengths import Length
-from quantizer.graph.trace import lean_export, quiet
+from quantizer.graph.lengths import Length, excludes_single_batches
+from quantizer.graph.trace import UNUSUAL_BATCH, lean_export, quiet
 
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _NO_LETTER = re.compile(r"\W", re.ASCII)
@@ -76,8 +78,30 @@ def export_program(
     for node in program.graph.nodes:
         for key in _SOURCE_KEYS:
             node.meta.pop(key, None)
+        if node.op == "call_function":
+            _equal_number_types(node)
     _name_outputs(program, output_names)
     return program
+
+
+def _equal_number_types(node: Node) -> None:
+    """Write all numbers of a call as floats if one is, as in `clamp(1e-6, 1)`.
+
+    Compilers have operators for numbers of one type. torch computes the same for both.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return
+    numbers: dict[int, Any] = {}
+    has_floats = False
+    for index, argument in enumerate(node.args):
+        kind = str(schema.arguments[index].type)
+        if "number" in kind.lower():
+            numbers[index] = argument
+            has_floats |= isinstance(argument, float)
+    for index, number in numbers.items():
+        if has_floats and type(number) is int:
+            node.update_arg(index, float(number))
 
 
 def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
@@ -107,20 +131,35 @@ def _name_outputs(program: ExportedProgram, names: Sequence[str]) -> None:
 def _with_open_sizes(
     module: nn.Module, graph: Graph, call: Call, most_samples: int | None
 ) -> ExportedProgram:
-    """Export with lengths that torch has to prove; if it cannot, with guarded ones."""
-    args, kwargs = call
+    """Export with open sizes, in the ways in which a model is traced.
+
+    torch has to prove that the program holds for all lengths; if it cannot, they are guarded.
+    It has to prove so for all numbers of samples. If it cannot, the program has to hold for all
+    but single ones in the trace of another number. torch takes a number for a constant that is
+    equal to another size by chance.
+    """
     batch: Any = None
     if most_samples != 1:
         batch = Dim("batch", min=1, max=most_samples)
+    ways = [_guarded_length]
+    if graph.lengths:
+        ways.insert(0, _proven_length)
+    failure: Exception | None = None
     with torch.no_grad(), lean_export():
-        if graph.lengths:
+        for of_length in ways:
             try:
-                shapes = _dynamic_shapes(graph, call, batch, _proven_length)
-                return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
-            except Exception:  # noqa: BLE001 - a fault of the module itself is raised below
-                pass
-        shapes = _dynamic_shapes(graph, call, batch, _guarded_length)
-        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+                return _export(module, graph, call, batch=batch, of_length=of_length)
+            except Exception as error:  # noqa: BLE001 - the last one is raised below
+                failure = error
+        axes = axes_of_graph(graph)
+        if most_samples is None and has_open_batch(graph):
+            unusual = with_samples(call, axes, UNUSUAL_BATCH)
+            with contextlib.suppress(Exception):
+                program = _export(module, graph, unusual, batch=Dim.AUTO)
+                if excludes_single_batches(program, axes):
+                    return program
+    assert failure is not None
+    raise failure
 
 
 def _torch_error(what: str, error: Exception) -> ModelError:
@@ -188,6 +227,20 @@ def _guarded_length(length: Length) -> Any:
     return Dim.DYNAMIC(min=length.least, max=length.most)
 
 
+def _export(
+    module: nn.Module,
+    graph: Graph,
+    call: Call,
+    *,
+    batch: Any,
+    of_length: Callable[[Length], Any] = _guarded_length,
+) -> ExportedProgram:
+    """Export with open sizes: `batch` samples, and lengths as `of_length` makes them."""
+    args, kwargs = call
+    shapes = _dynamic_shapes(graph, call, batch, of_length)
+    return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+
+
 def _dynamic_shapes(
     graph: Graph,
     call: Call,
@@ -203,8 +256,8 @@ def _dynamic_shapes(
     dimensions: list[dict[int, Any]] = []
     for node in inputs:
         opened: dict[int, Any] = {}
-        if batch is not None and node.shape and node.shape[0] is None:
-            opened[0] = batch
+        if batch is not None and node.shape and None in node.shape:
+            opened[node.shape.index(None)] = batch
         dimensions.append(opened)
     for length in graph.lengths:
         size = of_length(length)
