@@ -1,6 +1,5 @@
 """Turn rows of text with images into batches, by the processor of the model's folder."""
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.documents import Document
 from quantizer.sources.images import read_image
+from quantizer.sources.pretrained import load_pretrained
 from quantizer.sources.user_code import user_errors
 
 _MEDIA_TOKENS = ("image_token_id", "image_token_index")
@@ -30,11 +30,13 @@ class IllustratedRows:
         documents: with texts or messages, all of them with images.
         module: the model, whose folder has the processor.
         unscored: the target of a token that is not scored; None for no targets.
+        trust: whether the processor may be code of the folder.
     """
 
     documents: Sequence[Document]
     module: nn.Module | None
     unscored: int | None
+    trust: bool = False
 
     def batches(self) -> Iterator[Batch]:
         """Yield a batch for each row.
@@ -100,12 +102,9 @@ class IllustratedRows:
                 f"{place} has images, and the model comes from no folder with a processor",
                 help="give the folder as --model, or batches of your own",
             )
-        transformers = importlib.import_module("transformers")
         what = f"transformers, loading the processor of {self._folder},"
         with user_errors(what, DataError, remedy=_SAVE):
-            processor = transformers.AutoProcessor.from_pretrained(
-                self._folder, local_files_only=True
-            )
+            processor = load_pretrained("AutoProcessor", self._folder, trust=self.trust)
         if getattr(processor, "image_processor", None) is None:
             raise DataError(
                 f"{place} has images, and the folder {self._folder} has no processor of them",

@@ -15,6 +15,7 @@ from typing import Any
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
 from quantizer.sources.json_files import require_readable
+from quantizer.sources.pretrained import load_pretrained
 from quantizer.sources.user_code import user_errors
 
 _FILE = "tokenizer.json"
@@ -55,7 +56,7 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> TextTokenizer:
 
 def _load_from_folder(folder: Path, trust: bool) -> Any:
     """Return the tokenizer of a folder, loaded by transformers."""
-    transformers = _package("transformers", folder)
+    _package("transformers", folder)
     require_readable(folder, DataError)
     if not trust and _is_code(folder):
         raise DataError(
@@ -63,9 +64,7 @@ def _load_from_folder(folder: Path, trust: bool) -> Any:
             help="read its Python files, and add --trust to run them; or give a tokenizer.json",
         )
     with user_errors(f"transformers, loading the tokenizer of {folder},", DataError):
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust
-        )
+        return load_pretrained("AutoTokenizer", folder, trust=trust)
 
 
 def _is_code(folder: Path) -> bool:
