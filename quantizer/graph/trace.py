@@ -35,6 +35,7 @@ from quantizer.graph.lengths import (
 from quantizer.graph.names import check_names
 from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
+from quantizer.graph.plain_values import plain_key
 from quantizer.graph.program_nodes import mark_stubs
 from quantizer.graph.size_guards import GuardedTrace
 from quantizer.graph.torch_modules import (
@@ -96,6 +97,7 @@ def trace(
 
 
 def _trace(module: nn.Module, call: Call, sizes: Sequence[str]) -> Graph:
+    paths = _input_paths(call, type(module).__name__)
     size = _batch_size(call)
     lengths: Sequence[Length] = ()
     if sizes:
@@ -105,15 +107,31 @@ def _trace(module: nn.Module, call: Call, sizes: Sequence[str]) -> Graph:
         program = _export(module, *call, batch=None)
     else:
         example, program = _export_batches(module, call, size)
-    paths: list[tuple[Any, ...]] = []
     shapes: list[Sequence[int]] = []
-    for path, leaf in pytree.tree_flatten_with_path(example)[0]:
-        paths.append(tuple(_step(key) for key in path))
+    for leaf in pytree.tree_leaves(example):
         shapes.append(getattr(leaf, "shape", ()))
-    graph = Converter(program, module).graph(tuple(paths), shapes)
+    graph = Converter(program, module).graph(paths, shapes)
     if lengths:
         graph = graph.replaced(lengths=tuple(lengths))
     return graph
+
+
+def _input_paths(call: Call, model: str) -> tuple[tuple[str | int, ...], ...]:
+    """Return where each input is in a call: indices, keys and names.
+
+    Raises:
+        ModelError: a key is neither a text nor an integer.
+    """
+    paths: list[tuple[str | int, ...]] = []
+    for entries, _ in pytree.tree_flatten_with_path(call)[0]:
+        path: list[str | int] = []
+        for entry in entries:
+            for attribute in ("idx", "key", "name"):
+                if hasattr(entry, attribute):
+                    path.append(plain_key(getattr(entry, attribute), model))
+                    break
+        paths.append(tuple(path))
+    return tuple(paths)
 
 
 def _batch_size(call: Call) -> int | None:
@@ -123,14 +141,6 @@ def _batch_size(call: Call) -> int | None:
         if isinstance(leaf, Tensor) and leaf.dim():
             sizes.add(leaf.shape[0])
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _step(key: Any) -> Any:
-    """Return the index, key or attribute that an entry of a pytree path stands for."""
-    for attribute in ("idx", "key", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return None
 
 
 def _export_sizes(
