@@ -167,7 +167,7 @@ class Converter:
         assert isinstance(tensor, Tensor)
         path = self._first_path.get(id(tensor), target)
         self.paths[node] = path
-        self.tensors[path] = tensor.detach()
+        self.tensors[path] = tensor.detach().resolve_neg()
         return path
 
     def _value(self, argument: Any) -> Any:
@@ -178,6 +178,8 @@ class Converter:
         """
         if isinstance(argument, (list, tuple)):
             return [self._value(item) for item in argument]
+        if isinstance(argument, Ref):
+            return argument
         if not isinstance(argument, fx.Node):
             return plain_constant(argument, self.namer.model)
         if argument not in self.paths:
@@ -358,11 +360,7 @@ class Converter:
             return self._add(scope, "aten.clone.default", {"input": copied}, result)
         return copied
 
-    def _sizes(
-        self,
-        node: fx.Node,
-        scope: str,
-    ) -> list[Any]:
+    def _sizes(self, node: fx.Node, scope: str) -> list[Any]:
         """Return the sizes of a node's output.
 
         Dynamic sizes are read from an input of the network that has them, or else from the

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.dynamic_sizes import AXES
 from quantizer.config.wording import listed, with_article
+from quantizer.default_device import default_device_of_user
 from quantizer.errors import ModelError
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
@@ -360,6 +361,7 @@ def _export(
             masks_are_not_searched(),
             distributions_are_not_checked(),
             lean_export(),
+            default_device_of_user(),
             watch,
         ):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
