@@ -45,8 +45,6 @@ def unsupported_reason(tensor: Tensor) -> str | None:
     """
     if isinstance(tensor, DeferredTensor):
         return None
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"is a {type(tensor).__name__}"
     if tensor.is_nested:
         return "is nested"
     if tensor.is_quantized:
@@ -58,6 +56,8 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return "has no values"
     if tensor.dtype not in _DTYPES_WITH_KERNELS:
         return f"has the dtype {dtype_name(tensor.dtype)}"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__name__}"
     return None if _has_values(tensor) else "has no values"
 
 

@@ -203,13 +203,15 @@ class TextData:
 
     def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:
         """Return the token ids of all documents, one after the other."""
+        chats = [row for row in self._documents if not isinstance(row.content, str)]
+        written = iter(tokenizer.chat_texts(chats) if chats else ())
         parts: list[str] = []
         for document in self._documents:
             if isinstance(document.content, str):
                 parts.extend([document.content, _BETWEEN_TEXTS])
             else:
                 # A template ends each chat with a token of its own
-                parts.append(tokenizer.chat_text(document.content, document.place))
+                parts.append(next(written))
         if parts[-1] == _BETWEEN_TEXTS:
             parts.pop()
         ids = tokenizer.encode("".join(parts))
