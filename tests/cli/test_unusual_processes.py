@@ -4,6 +4,7 @@ results, never an internal error after the work is done.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_python_keeps_the_default_device() -> None:
         torch.set_default_device(None)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("data", "code", "said"),
     [
@@ -104,3 +106,30 @@ def test_what_breaks_a_run_is_a_sentence(
     assert said in printed
     assert "internal error" not in printed
     assert not folder.is_file() or folder.read_text() == "mine"
+
+
+def test_names_of_metrics_and_outputs_are_text_in_every_report(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    name = "<img src=x> [a](http://b.c) `d` @me | e\n::error::\x1b[2J\u202e\ud800"
+    model = toy(
+        f"{X}; yield x",
+        "kind = type('Net', (torch.nn.Linear,), {'forward': lambda self, x: "
+        f"{{{name!r}: torch.nn.Linear.forward(self, x)}}}}); return kind(3, 2)",
+    )
+    with Path(model).open("a") as file:
+        file.write(f"def evaluate(model, data):\n    return {{{name!r}: 0.5}}\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    assert calibrate(tmp_path / "out", model=model) == 0
+    assert check(tmp_path / "out", model=model) == 0
+    printed = capsys.readouterr()
+    files = [tmp_path / "summary.md", *(tmp_path / "out").glob("*.[jhpc][stys]*")]
+    texts = {file.name: file.read_bytes().decode() for file in files}
+    for place in ("summary.md", "report.json", "layers.csv", "out", "err"):
+        text = texts.get(place) or getattr(printed, place, "")
+        assert not [place for sign in ("\x1b", "\u202e", "\n::error::") if sign in text]
+    [line] = [row for row in texts["summary.md"].splitlines() if "img" in row]
+    shown = "&#60;img src=x> \\[a\\](http&#58;//b.c) \\`d\\` &#64;me \\| e\\\\n::error::"
+    assert shown in line
+    assert "<img src=x>" not in texts["report.html"]
+    assert json.loads(texts["report.json"])["pairs"][name]["float"] == 0.5
