@@ -26,7 +26,7 @@ from quantizer.sources.deferred_checkpoint import (
     stored_tensors,
 )
 from quantizer.sources.json_files import read_object, require_readable
-from quantizer.sources.pretrained import load_pretrained, model_class, require_no_kernel
+from quantizer.sources.pretrained import check_config, load_pretrained, model_class
 from quantizer.sources.quantized_folders.dequantized_folder import (
     QUANTIZATION_KEY,
     dequantized_folder,
@@ -70,7 +70,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         _require_weights(folder, config, architecture)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
-            require_no_kernel(folder / HUGGING_FACE_CONFIG, config)
+            check_config(folder / HUGGING_FACE_CONFIG, config)
             _require_known_type(folder, config)
         if quantization is not None:
             return _load_dequantized(folder, architecture, quantization, trust=trust)

@@ -13,6 +13,17 @@ from quantizer.errors import ModelError
 
 _KERNELS = ("attn_implementation", "_attn_implementation")
 """Keys of config.json that may name compiled code on the hub, as `OWNER/NAME`."""
+_COUNTS: Mapping[str, int] = {
+    "layers": 10_000,
+    "layer": 10_000,
+    "depth": 10_000,
+    "blocks": 10_000,
+    "experts": 10_000,
+    "labels": 1_000_000,
+}
+"""The most parts that a config may ask for, by the last word of a key. transformers makes them
+one by one.
+"""
 _TRUST_HELP = "read its Python files, and add --trust to run them"
 
 
@@ -63,21 +74,37 @@ def model_class(architecture: str, config: Any, folder: Path, *, trust: bool) ->
     )
 
 
-def require_no_kernel(file: Path, config: Mapping[str, Any]) -> None:
-    """Check that a config names no kernel, which transformers downloads and runs.
+def check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Check that a config names no kernel, which transformers downloads and runs, and that it
+    asks for no more parts than a model has.
 
     Args:
         file: the config.json.
         config: its values.
 
     Raises:
-        ModelError: it does; the kernel is named.
+        ModelError: it does; the kernel or the key is named.
     """
+    for key, count in _large_counts(config):
+        raise ModelError(
+            f"{file} asks for {key} {count}, more than a model has",
+            help="give the config.json that was saved with these weights",
+        )
     for name in _kernels(config):
         raise ModelError(
             f"{file} names the kernel {name!r:.200}, which is code on the hub",
             help="remove attn_implementation from it, or add --trust to run that code",
         )
+
+
+def _large_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the keys of a config and of configs in it whose counts are too large."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _large_counts(value)
+        most = _COUNTS.get(key.rpartition("_")[2])
+        if most is not None and isinstance(value, int) and value > most:
+            yield key, value
 
 
 def _kernels(config: Mapping[str, Any], is_kernel: bool = False) -> Iterator[str]:

@@ -125,6 +125,20 @@ def test_a_config_loads_no_kernel_from_the_hub(fields: dict[str, Any], tmp_path:
         load_model(str(place))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_hidden_layers": 10**7}, {"num_labels": 10**8}, {"vision": {"n_layer": 10**9}}],
+)
+def test_a_config_cannot_ask_for_any_number_of_parts(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    place = saved(tmp_path / "model", llama())
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ModelError, match=r"config\.json asks for \w+ 10+, more than a model"):
+        load_model(str(place))
+
+
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     place = saved(tmp_path / "model", llama())
     tensors = load_file(place / "model.safetensors")
