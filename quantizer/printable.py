@@ -52,10 +52,13 @@ def json_text(value: Any) -> str:
         sort_keys=True,
         ensure_ascii=False,
     )
+    return _OLD_COMMAND.sub(r"\\u0023", printable_json(text))
+
+
+def printable_json(text: str) -> str:
+    """Return JSON with escapes for characters that are not printable. It has the same value."""
     # Line ends inside strings are escaped already, so these are between tokens
-    parts = [_escape_as_json(line) for line in text.split("\n")]
-    text = "\n".join(parts)
-    return _OLD_COMMAND.sub(r"\\u0023", text)
+    return "\n".join(map(_escape_as_json, text.split("\n")))
 
 
 def _escape(character: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from quantizer.calibration.events import ForkedEvents
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS
+from quantizer.default_device import default_device_kept
 from quantizer.errors import ModelError, QuantizerError
 from quantizer.export.choices import CHOICES
 from quantizer.export.destinations import DESTINATIONS
@@ -112,10 +113,10 @@ def _quoted(match: re.Match[str]) -> str:
 @contextmanager
 def called_from_python() -> Iterator[None]:
     """Name arguments instead of options in errors of the code inside. Exceptions of the model
-    that would end the process become errors.
+    that would end the process become errors, and a default device is that of the user's code.
     """
     try:
-        with user_exits("the model", ModelError):
+        with user_exits("the model", ModelError), default_device_kept():
             yield
     except QuantizerError as error:
         error.reworded(in_python)

@@ -60,7 +60,9 @@ def one_display() -> Iterator[None]:
 
 
 def _shows_bars() -> bool:
-    return sys.stderr.isatty() and not os.environ.get("CI")
+    # A user's code may have replaced the stream
+    is_terminal = getattr(sys.stderr, "isatty", bool)
+    return is_terminal() and not os.environ.get("CI")
 
 
 def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:

@@ -46,7 +46,7 @@ from quantizer.errors import (
     pip_line,
 )
 from quantizer.printable import one_line
-from quantizer.sources.user_code import imported_once, user_error
+from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory
 from quantizer.storage.owned_folder import is_owned
 from quantizer.storage.replacing import replace_file
@@ -324,10 +324,15 @@ def _run(arguments: list[str]) -> int:
         return UsageError.exit_code
     except Exception as error:  # noqa: BLE001 - the user gets a message for any error
         text = lost_worker(error)
-        if text is None:
-            return _internal_error(error, arguments)
-        _show(text, WORKER_HELP)
-        return DataError.exit_code
+        if text is not None:
+            _show(text, WORKER_HELP)
+            return DataError.exit_code
+        if ends_in_user_code(error):
+            # A handler of a signal or a hook can run anywhere
+            failure = user_error("your code", error, ModelError)
+            _show(failure.message, failure.help)
+            return failure.exit_code
+        return _internal_error(error, arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -391,6 +396,12 @@ def _internal_error(error: Exception, arguments: list[str]) -> int:
         with suppress(OSError, QuantizerError):
             _append(folder / "run.log", details)
             where = f"the traceback is in {folder / 'run.log'}"
+    if isinstance(error, OSError):
+        _show(
+            one_line(f"a file was closed, replaced or removed during the run: {error}"),
+            f"run it again while nothing else changes its files; {where}",
+        )
+        return ResultError.exit_code
     _show(
         one_line(f"internal error: {type(error).__name__}: {error}"),
         f"this is a bug of quantizer; {where}",

@@ -58,4 +58,4 @@ def read_windows(
     shuffle_seed = None
     if options.shuffle:
         shuffle_seed = options.seed
-    return Windows(tokenizer, seq_len, options.stride, shuffle_seed)
+    return Windows(tokenizer, seq_len, options.stride, shuffle_seed, options.trust)

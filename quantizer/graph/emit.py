@@ -2,7 +2,6 @@
 forward without control flow. All values are literals.
 """
 
-import json
 import keyword
 import math
 from collections.abc import Iterable, Mapping
@@ -62,12 +61,15 @@ def _access(path: tuple[Any, ...]) -> str:
     is_keyword, *keys = path
     text = "kwargs" if is_keyword else "args"
     for key in keys:
-        text += f"[{key!r}]"
+        text += f"[{_literal(key, {})}]"
     return text
 
 
 def _keywords(values: Mapping[str, Any], modules: Mapping[str, str]) -> list[str]:
-    return [f"{key}={_literal(value, modules)}" for key, value in values.items()]
+    """Return the arguments of a call by name, as a dict where a name is no identifier."""
+    if all(key.isidentifier() and not keyword.iskeyword(key) for key in values):
+        return [f"{key}={_literal(value, modules)}" for key, value in values.items()]
+    return [f"**{_literal(dict(values), modules)}"]
 
 
 def _arguments(node: Node, modules: Mapping[str, str]) -> str:
@@ -76,12 +78,7 @@ def _arguments(node: Node, modules: Mapping[str, str]) -> str:
     """
     if node.inputs.keys() == {"input"} and isinstance(node.inputs["input"], Ref):
         return _literal(node.inputs["input"], modules)
-    if all(key.isidentifier() and not keyword.iskeyword(key) for key in node.inputs):
-        return ", ".join(_keywords(node.inputs, modules))
-    items: list[str] = []
-    for key, value in node.inputs.items():
-        items.append(f"{json.dumps(key)}: {_literal(value, modules)}")
-    return f"**{{{', '.join(items)}}}"
+    return ", ".join(_keywords(node.inputs, modules))
 
 
 def _literal(value: Any, modules: Mapping[str, str]) -> str:
@@ -97,20 +94,26 @@ def _literal(value: Any, modules: Mapping[str, str]) -> str:
     if isinstance(value, Ref):
         return f"output_{modules[value.name]}"
     if isinstance(value, dict):
-        items = [f"{key!r}: {_literal(item, modules)}" for key, item in value.items()]
+        items: list[str] = []
+        for key, item in value.items():
+            items.append(f"{_literal(key, {})}: {_literal(item, modules)}")
         return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
         return f"[{_literals(value, modules)}]"
     if isinstance(value, tuple):
         comma = "," if len(value) == 1 else ""
         return f"({_literals(value, modules)}{comma})"
-    if isinstance(value, float) and not math.isfinite(value):
+    if type(value) is float and not math.isfinite(value):
         return f"float({str(value)!r})"
+    if type(value) is complex:
+        # The repr loses the sign of a zero
+        return f"complex({_literals((value.real, value.imag), {})})"
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
     if isinstance(value, torch.device):
         return "torch.device('cpu')"  # where a generated network is loaded
-    if value is None or isinstance(value, (bool, int, float, str)):
+    # The repr of a subclass may be any code
+    if value is None or type(value) in (bool, int, float, str):
         return repr(value)
     raise TypeError(f"{type(value).__name__} has no literal")
 

@@ -24,6 +24,7 @@ from quantizer.graph.lengths import (
 )
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
+from quantizer.graph.plain_values import plain_constant
 from quantizer.graph.program_nodes import (
     MARK,
     STUB_OPERATORS,
@@ -151,8 +152,7 @@ class Converter:
         self.values[node] = Ref(name)
         if not isinstance(value, Tensor):
             # torch.export treats numbers in the call as constants
-            attrs["value"] = value
-            self.values[node] = value
+            self.values[node] = attrs["value"] = plain_constant(value, self.namer.model)
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
     def _tensor(
@@ -167,7 +167,7 @@ class Converter:
         assert isinstance(tensor, Tensor)
         path = self._first_path.get(id(tensor), target)
         self.paths[node] = path
-        self.tensors[path] = tensor.detach()
+        self.tensors[path] = tensor.detach().resolve_neg()
         return path
 
     def _value(self, argument: Any) -> Any:
@@ -178,8 +178,10 @@ class Converter:
         """
         if isinstance(argument, (list, tuple)):
             return [self._value(item) for item in argument]
-        if not isinstance(argument, fx.Node):
+        if isinstance(argument, Ref):
             return argument
+        if not isinstance(argument, fx.Node):
+            return plain_constant(argument, self.namer.model)
         if argument not in self.paths:
             return self.values[argument]
         path = self.paths[argument]
@@ -358,11 +360,7 @@ class Converter:
             return self._add(scope, "aten.clone.default", {"input": copied}, result)
         return copied
 
-    def _sizes(
-        self,
-        node: fx.Node,
-        scope: str,
-    ) -> list[Any]:
+    def _sizes(self, node: fx.Node, scope: str) -> list[Any]:
         """Return the sizes of a node's output.
 
         Dynamic sizes are read from an input of the network that has them, or else from the

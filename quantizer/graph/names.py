@@ -12,8 +12,10 @@ from torch import nn
 from quantizer.errors import ModelError
 
 _SAFE = re.compile(r"[A-Za-z_0-9]+")
-_IMPORTED = ("quantizer", "torch")
-"""What the generated code imports."""
+_USED = ("quantizer", "torch", "super", "float", "complex")
+"""The names that the generated code uses. It also uses names such as `__file__`."""
+_LONGEST = 150
+"""The longest name of a class that is part of the names of files."""
 
 
 def is_operator_name(text: str) -> bool:
@@ -46,10 +48,12 @@ def check_names(module: nn.Module) -> None:
                     help="rename it: letters, digits and underscores only",
                 )
     model = type(module).__name__
-    if not model.isidentifier() or keyword.iskeyword(model) or model in _IMPORTED:
+    is_used = model in _USED or (model.startswith("__") and model.endswith("__"))
+    is_identifier = model.isidentifier() and not keyword.iskeyword(model)
+    if is_used or not is_identifier or len(model) > _LONGEST:
         raise ModelError(
-            f"unsupported class name {model!r} (the model itself)",
-            help="the generated code needs a class of that name",
+            f"unsupported class name {model!r:.200} (the model itself)",
+            help="the generated code needs a class of that name: rename the class",
         )
     for path, child in module.named_modules():
         name = type(child).__name__

@@ -3,8 +3,10 @@ make them.
 """
 
 import dataclasses
+import numbers
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from quantizer.graph.ir import Graph, Node, Ref
@@ -31,9 +33,9 @@ def leaf_names(
         return (prefix or "0",)
     names: list[str] = []
     for key, item in items:
-        name = f"{prefix}.{key}" if prefix else str(key)
+        name = f"{prefix}.{key}" if prefix else key
         names += leaf_names(item, name)
-    return tuple(names)
+    return tuple(unused_names(names, ()))
 
 
 def plain_output(value: Any) -> Any:
@@ -41,7 +43,7 @@ def plain_output(value: Any) -> Any:
     if isinstance(value, Ref):
         return value
     if isinstance(value, dict) or hasattr(value, "items"):
-        return {str(key): plain_output(item) for key, item in value.items()}
+        return {name: plain_output(item) for name, item in _named_items(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: plain_output(item) for name, item in _fields(value)}
     if isinstance(value, (list, tuple)):
@@ -50,7 +52,7 @@ def plain_output(value: Any) -> Any:
     return value
 
 
-def _fields(value: Any) -> list[tuple[Any, Any]]:
+def _fields(value: Any) -> list[tuple[str, Any]]:
     """Return the names and values of a dataclass; torch has no leaves for those that are
     None.
     """
@@ -62,22 +64,41 @@ def _fields(value: Any) -> list[tuple[Any, Any]]:
     return items
 
 
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the keys and values of a container, None for what is none."""
+def _items(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the names and values of a container, None for what is none."""
     if isinstance(value, Ref):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
         return _fields(value)
     if isinstance(value, Mapping) or hasattr(value, "items"):
-        return list(value.items())
+        return _named_items(value)
     if isinstance(value, (list, tuple)):
         keys = getattr(
             value,
             "_fields",
             range(len(value)),
         )
-        return list(zip(keys, value, strict=True))
+        return list(zip(map(str, keys), value, strict=True))
     return None
+
+
+def _named_items(mapping: Any) -> list[tuple[str, Any]]:
+    """Return the values of a mapping with a different name for each key."""
+    names = unused_names([_key_name(key) for key in mapping], ())
+    return list(zip(names, mapping.values(), strict=True))
+
+
+def _key_name(key: Any) -> str:
+    """Return a name that is the same in each run: of an object, its class.
+
+    >>> [_key_name(key) for key in (1, "boxes", (1, None), object())]
+    ['1', 'boxes', '(1, None)', 'object']
+    """
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_key_name, key))})"
+    if key is None or isinstance(key, (str, numbers.Number, Enum)):
+        return str(key)
+    return type(key).__name__
 
 
 def short_names(node: Node) -> list[str]:

@@ -66,7 +66,7 @@ class StoredGraph:
                 tensor = as_floats(tensor)
             if not kind.fits(tensor):
                 return None
-            tensors[path] = tensor.detach()
+            tensors[path] = tensor.detach().resolve_neg()
         graph = self.graph.replaced(tensors=tensors)
         if graph.device == _CPU:
             return graph

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.dynamic_sizes import AXES
 from quantizer.config.wording import listed, with_article
+from quantizer.default_device import default_device_of_user
 from quantizer.errors import ModelError
 from quantizer.graph.batch_axes import BatchAxes, choices_of_axes, samples_in, with_samples
 from quantizer.graph.exported_program import Converter
@@ -37,6 +38,7 @@ from quantizer.graph.lengths import (
 from quantizer.graph.names import check_names
 from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
+from quantizer.graph.plain_values import plain_key
 from quantizer.graph.program_nodes import mark_stubs
 from quantizer.graph.size_guards import GuardedTrace
 from quantizer.graph.torch_modules import (
@@ -121,28 +123,37 @@ def _trace(
     module: nn.Module, call: Call, choices: Sequence[BatchAxes], sizes: Sequence[str]
 ) -> Graph:
     """Return the graph; `choices` are the axes of the inputs that may count the samples."""
+    paths = _input_paths(call, type(module).__name__)
     lengths: Sequence[Length] = ()
     if sizes:
         example, program, lengths = _export_sizes(module, call, choices, sizes)
     else:
         example, program = _export_batches(module, call, choices)
-    paths: list[tuple[Any, ...]] = []
     shapes: list[Sequence[int]] = []
-    for path, leaf in pytree.tree_flatten_with_path(example)[0]:
-        paths.append(tuple(_step(key) for key in path))
+    for leaf in pytree.tree_leaves(example):
         shapes.append(getattr(leaf, "shape", ()))
-    graph = Converter(program, module).graph(tuple(paths), shapes)
+    graph = Converter(program, module).graph(paths, shapes)
     if lengths:
         graph = graph.replaced(lengths=tuple(lengths))
     return graph
 
 
-def _step(key: Any) -> Any:
-    """Return the index, key or attribute that an entry of a pytree path stands for."""
-    for attribute in ("idx", "key", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return None
+def _input_paths(call: Call, model: str) -> tuple[tuple[str | int, ...], ...]:
+    """Return where each input is in a call: indices, keys and names.
+
+    Raises:
+        ModelError: a key is neither a text nor an integer.
+    """
+    paths: list[tuple[str | int, ...]] = []
+    for entries, _ in pytree.tree_flatten_with_path(call)[0]:
+        path: list[str | int] = []
+        for entry in entries:
+            for attribute in ("idx", "key", "name"):
+                if hasattr(entry, attribute):
+                    path.append(plain_key(getattr(entry, attribute), model))
+                    break
+        paths.append(tuple(path))
+    return tuple(paths)
 
 
 def _export_sizes(
@@ -357,6 +368,7 @@ def _export(
             masks_are_not_searched(),
             distributions_are_not_checked(),
             lean_export(),
+            default_device_of_user(),
             watch,
         ):
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)

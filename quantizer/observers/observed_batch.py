@@ -79,7 +79,8 @@ def extremes(rows: Tensor) -> LowHigh:
     low_parts = []
     bits_parts = []
     for part in parts:
-        wide = part.to(dtype)
+        # Bits of a negated view cannot be read
+        wide = part.to(dtype).resolve_neg()
         low_parts.append(_folded(wide, torch.minimum).amin(1))
         bits_parts.append(_folded(wide, torch.maximum).view(_BITS[dtype]).amax(1))
     bits = torch.cat(bits_parts)

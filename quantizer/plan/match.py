@@ -4,14 +4,11 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from quantizer.config.model import ConfigRule, Role, Selector
+from quantizer.config.patterns import glob_of_names, matching_limit
 from quantizer.errors import UsageError
 from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
@@ -35,8 +32,6 @@ SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
 """Selectors that fit any model, so that a model without such layers is valid. The head is
 the last layer that multiplies.
 """
-MATCHING_S = 2
-"""The time limit for a regular expression."""
 # The word of other frameworks, and of the documentation of the hierarchical form
 _OTHER_WORDS = {"dense": "Linear"}
 
@@ -283,7 +278,7 @@ def _by_name(
         return Match((), RANKS.index("name"))
     name_pattern, path_pattern = patterns
     names = []
-    with _time_limit(text):
+    with matching_limit(text, UsageError):
         for node in original.nodes:
             paths = map(path_pattern.fullmatch, _paths_around(node, graph))
             if name_pattern.fullmatch(node.name) or any(paths):
@@ -305,49 +300,11 @@ def _paths_around(
     return paths
 
 
-@contextmanager
-def _time_limit(text: str) -> Iterator[None]:
-    """Stop a regular expression that backtracks for too long.
-
-    Python has no limit for that. A signal stops it, which only the main thread can receive, and
-    which Windows lacks. Elsewhere the time is checked at the end.
-
-    Raises:
-        UsageError: it takes too long.
-    """
-    if not text.startswith("re:"):
-        yield
-        return
-    error = UsageError(
-        f"the pattern {text!r} takes more than {MATCHING_S} s to match names of layers",
-        help="use no repetition inside another one, such as (a+)+",
-    )
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread or not hasattr(signal, "SIGALRM"):
-        start = time.monotonic()
-        yield
-        if time.monotonic() - start > MATCHING_S:
-            raise error
-        return
-
-    def stop(*_: object) -> None:
-        raise error
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MATCHING_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
     """Return the regular expressions of `re:…` or of a glob for layer names and for module
     paths, or None if it is neither.
 
-    Layer names have brackets, so in these a bracket is literal, and so is `[[]`, as shells
-    write it. In a module path `[0-3]` is a set, as in a shell.
+    In a layer name a bracket is literal. In a module path `[0-3]` is a set, as in a shell.
     """
     if text.startswith("re:"):
         try:
@@ -357,8 +314,7 @@ def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
         return pattern, pattern
     if not any(sign in text for sign in "*?["):
         return None
-    literal = re.escape(text.replace("[[]", "[")).replace(r"\*", ".*").replace(r"\?", ".")
-    return re.compile(literal), re.compile(fnmatch.translate(text))
+    return glob_of_names(text), re.compile(fnmatch.translate(text))
 
 
 def _survivors(

@@ -103,8 +103,8 @@ class Batch:
         return replace(self._map(_copy), is_stable=True)
 
     def detached(self) -> Batch:
-        """Return the batch with tensors that need no gradients."""
-        return self._map(Tensor.detach)
+        """Return the batch with tensors that need no gradients and are not negated views."""
+        return self._map(lambda tensor: tensor.detach().resolve_neg())
 
     def first(self, count: int) -> Batch:
         """Return the first `count` samples."""
@@ -255,7 +255,7 @@ def as_batch(item: Any, arguments: Arguments) -> Batch:
         )
     _check_samples(batch)
     tensors = [*batch.tensors(), *_named_tensors("raw", batch.raw)]
-    if any(tensor.requires_grad for _, tensor in tensors):
+    if any(tensor.requires_grad or tensor.is_neg() for _, tensor in tensors):
         return batch.detached()
     return batch
 

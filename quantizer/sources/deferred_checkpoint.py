@@ -10,6 +10,7 @@ from quantizer.config.typed_fields import fits
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
 from quantizer.sources.json_files import read_object
+from quantizer.sources.pretrained import load_pretrained
 from quantizer.sources.tensor_files import read_deferred
 from quantizer.storage.allocator import tune_for_large_tensors
 from quantizer.storage.deferred_tensor import DeferredTensor
@@ -27,11 +28,8 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     Raises:
         Exception: of transformers and safetensors, as `from_pretrained` would.
     """
-    transformers = importlib.import_module("transformers")
     stored = stored_tensors(folder)
-    config = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    config = load_pretrained("AutoConfig", folder)
     if not stored or getattr(config, "quantization_config", None) is not None:
         return None
     return filled_model(folder, config, architecture, stored)
@@ -74,9 +72,7 @@ def filled_model(
 def read_generation_settings(module: nn.Module, folder: Path) -> None:
     """Give a model the generation settings of its folder, if there are any."""
     if (folder / "generation_config.json").is_file():
-        transformers = importlib.import_module("transformers")
-        settings = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-        module.generation_config = settings
+        module.generation_config = load_pretrained("GenerationConfig", folder)
 
 
 def stored_tensors(folder: Path) -> dict[str, DeferredTensor]:

@@ -3,10 +3,12 @@ row is one, with its text or its messages. Rows may name images, and those of `.
 may have them.
 """
 
+import base64
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
 from quantizer.sources.images import StoredImage
 from quantizer.sources.json_files import parse_object, read_text
+from quantizer.storage.child_process import run_apart
 from quantizer.storage.plain_files import require_file_or_folder
 
 TEXT = "text"
 MESSAGES = "messages"
 _ROWS = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
 _MESSAGE_KEYS = ("role", "content")
+_BASE64 = "base64 of bytes"
 _IMAGE = "image"
 _IMAGES = "images"
 _PATH_KEYS = (_IMAGE, "path", "url")
@@ -82,8 +86,24 @@ def _read_parquet(path: Path) -> Iterator[Document]:
         raise DataError(
             f"{path} needs the package pyarrow, which is missing", help=pip_line("parquet")
         )
+    what = f"reading {path}"
+    rows = run_apart(partial(_parquet_rows, path), what, DataError, size=path.stat().st_size)
+    for number, row in enumerate(rows, 1):
+        decoded = _with_bytes(row)
+        yield _with_images(_document(f"{path}, row {number}", decoded), decoded, path.parent)
+    if not rows:
+        raise DataError(f"{path} is empty")
+
+
+def _parquet_rows(path: Path) -> list[Any]:
+    """Return the rows of a file. A few bytes can stand for any number of values.
+
+    Raises:
+        DataError: the file cannot be read, or has neither texts nor messages.
+    """
     arrow = importlib.import_module("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
+    rows: list[Any] = []
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -94,17 +114,37 @@ def _read_parquet(path: Path) -> Iterator[Document]:
                     help="rename the column of the texts to text",
                 )
             columns += [name for name in (_IMAGE, _IMAGES) if name in names]
-            number = 0
-            for batch in file.iter_batches(columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    document = _document(f"{path}, row {number}", row)
-                    yield _with_images(document, row, path.parent)
+            # Threads of a fork's parent are not in the fork
+            for batch in file.iter_batches(columns=columns, use_threads=False):
+                rows += map(_with_texts, batch.to_pylist())
     except arrow.ArrowException as cause:
         message = f"{path} cannot be read as Parquet: {cause}"
         raise DataError(message) from cause
-    if not number:
-        raise DataError(f"{path} is empty")
+    return rows
+
+
+def _with_texts(value: Any) -> Any:
+    """Return a value of a row in JSON: bytes become an object with one key."""
+    if isinstance(value, bytes):
+        return {_BASE64: base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return {name: _with_texts(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_with_texts, value))
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    return str(value)
+
+
+def _with_bytes(value: Any) -> Any:
+    """Return the value that `_with_texts` described."""
+    if isinstance(value, list):
+        return list(map(_with_bytes, value))
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_BASE64}:
+        return base64.b64decode(value[_BASE64])
+    return {name: _with_bytes(item) for name, item in value.items()}
 
 
 READERS: dict[str, Callable[[Path], Iterator[Document]]] = {

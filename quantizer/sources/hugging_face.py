@@ -26,6 +26,7 @@ from quantizer.sources.deferred_checkpoint import (
     stored_tensors,
 )
 from quantizer.sources.json_files import read_object, require_readable
+from quantizer.sources.pretrained import check_config, load_pretrained, model_class
 from quantizer.sources.quantized_folders.dequantized_folder import (
     QUANTIZATION_KEY,
     dequantized_folder,
@@ -69,6 +70,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         _require_weights(folder, config, architecture)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
+            check_config(folder / HUGGING_FACE_CONFIG, config)
             _require_known_type(folder, config)
         if quantization is not None:
             return _load_dequantized(folder, architecture, quantization, trust=trust)
@@ -77,7 +79,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
             if deferred is not None:
                 return prepare_for_windows(deferred)
         module, report = read_checkpoint(
-            folder, architecture, trust_remote_code=trust, ignore_mismatched_sizes=True
+            folder, architecture, trust=trust, ignore_mismatched_sizes=True
         )
     _require_fit(folder, architecture, report)
     return module
@@ -91,10 +93,7 @@ def _load_dequantized(
     Raises:
         ModelError: the weights cannot be dequantized, or do not fit the model.
     """
-    transformers = importlib.import_module("transformers")
-    config = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust
-    )
+    config = load_pretrained("AutoConfig", folder, trust=trust)
     for part in (config, getattr(config, "text_config", None)):
         if getattr(part, QUANTIZATION_KEY, None) is not None:
             delattr(part, QUANTIZATION_KEY)
@@ -109,7 +108,7 @@ def _load_dequantized(
     # It renames and fuses weights, as it does for folders of float models
     module, report = read_checkpoint(
         None,
-        _model_class(architecture, config, folder),
+        model_class(architecture, config, folder, trust=trust),
         config=config,
         state_dict=dequantized.tensors,
         ignore_mismatched_sizes=True,
@@ -128,21 +127,6 @@ def _load_dequantized(
             help=FLOAT_FOLDER_HELP,
         )
     return module
-
-
-def _model_class(architecture: str, config: Any, folder: Path) -> Any:
-    """Return the class of a model; an Auto class stands for the one that it finds."""
-    transformers = importlib.import_module("transformers")
-    model = getattr(transformers, architecture)
-    if hasattr(model, "_from_config"):
-        return model
-    places = getattr(config, "auto_map", None) or {}
-    if architecture in places:
-        modules = importlib.import_module("transformers.dynamic_module_utils")
-        return modules.get_class_from_dynamic_module(
-            places[architecture], folder, local_files_only=True
-        )
-    return model._model_mapping[type(config)]
 
 
 def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> None:
@@ -271,7 +255,7 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
 
 
 def read_checkpoint(
-    folder: Path | None, architecture: Any, **settings: Any
+    folder: Path | None, architecture: Any, *, trust: bool = False, **settings: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model of `from_pretrained` in eval mode, and its report of missing and unused
     keys. Errors are those of transformers.
@@ -279,26 +263,23 @@ def read_checkpoint(
     Args:
         folder: of the model; None if `settings` have its config and its tensors.
         architecture: the class of the model, or its name in transformers.
+        trust: whether code of the folder may run.
         settings: more arguments of `from_pretrained`.
     """
-    transformers = importlib.import_module("transformers")
-    model = architecture
-    if isinstance(architecture, str):
-        model = getattr(transformers, architecture)
-    logs = transformers.utils.logging
+    logs = importlib.import_module("transformers").utils.logging
     # The progress bar would also be written to log files
     logs.disable_progress_bar()
     verbosity = logs.get_verbosity()
     # Its warnings are in the report as well
     logs.set_verbosity_error()
-    options = {"dtype": "auto", "trust_remote_code": False, **settings}
     try:
-        module, report = model.from_pretrained(
+        module, report = load_pretrained(
+            architecture,
             folder,
-            local_files_only=True,
+            trust=trust,
             use_safetensors=True,
             output_loading_info=True,
-            **options,
+            **{"dtype": "auto", **settings},
         )
     finally:
         logs.set_verbosity(verbosity)

@@ -1,6 +1,5 @@
 """Turn rows of text with images into batches, by the processor of the model's folder."""
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,9 @@ from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.documents import Document
 from quantizer.sources.images import read_image
+from quantizer.sources.pretrained import load_pretrained
 from quantizer.sources.user_code import user_errors
+from quantizer.storage.child_process import run_apart
 
 _MEDIA_TOKENS = ("image_token_id", "image_token_index")
 """Where configs of transformers have the token in whose place an image goes."""
@@ -30,11 +31,13 @@ class IllustratedRows:
         documents: with texts or messages, all of them with images.
         module: the model, whose folder has the processor.
         unscored: the target of a token that is not scored; None for no targets.
+        trust: whether the processor may be code of the folder.
     """
 
     documents: Sequence[Document]
     module: nn.Module | None
     unscored: int | None
+    trust: bool = False
 
     def batches(self) -> Iterator[Batch]:
         """Yield a batch for each row.
@@ -48,16 +51,41 @@ class IllustratedRows:
                     f"{document.place} has no image, and other rows have some",
                     help="give rows with images alone, or texts alone",
                 )
-            yield self._batch(document)
+        for document, text in zip(self.documents, self._texts(), strict=True):
+            yield self._batch(document, text)
 
-    def _batch(self, document: Document) -> Batch:
+    def _texts(self) -> list[str]:
+        """Return the text of each row, as the chat template of the processor writes it.
+
+        Templates and tokenizers of files run in another process first, within limits.
+        """
         processor = self._processor
+        size = sum(len(str(document.content)) for document in self.documents)
+
+        def write_out() -> list[str]:
+            texts: list[str] = []
+            for document in self.documents:
+                with user_errors(self._what(document), DataError):
+                    text = document.content
+                    if not isinstance(text, str):
+                        text = processor.apply_chat_template(text, tokenize=False)
+                    processor.tokenizer(text)
+                texts.append(text)
+            return texts
+
+        if self.trust:
+            return write_out()
+        what = f"the processor of {self._folder}"
+        texts: list[str] = run_apart(write_out, what, DataError, size=size)
+        return texts
+
+    def _what(self, document: Document) -> str:
+        return f"the processor of {self._folder}, on {document.place},"
+
+    def _batch(self, document: Document, text: str) -> Batch:
         images = [read_image(path) for path in document.images]
-        with user_errors(f"the processor of {self._folder}, on {document.place},", DataError):
-            text = document.content
-            if not isinstance(text, str):
-                text = processor.apply_chat_template(text, tokenize=False)
-            values = processor(text=[text], images=images, return_tensors="pt")
+        with user_errors(self._what(document), DataError):
+            values = self._processor(text=[text], images=images, return_tensors="pt")
         known = arguments_of(self.module).known
         inputs: dict[str, Tensor] = {}
         for name, value in values.items():
@@ -100,12 +128,16 @@ class IllustratedRows:
                 f"{place} has images, and the model comes from no folder with a processor",
                 help="give the folder as --model, or batches of your own",
             )
-        transformers = importlib.import_module("transformers")
         what = f"transformers, loading the processor of {self._folder},"
-        with user_errors(what, DataError, remedy=_SAVE):
-            processor = transformers.AutoProcessor.from_pretrained(
-                self._folder, local_files_only=True
-            )
+
+        def load() -> Any:
+            with user_errors(what, DataError, remedy=_SAVE):
+                return load_pretrained("AutoProcessor", self._folder, trust=self.trust)
+
+        if not self.trust:
+            size = sum(file.stat().st_size for file in self._folder.glob("*token*"))
+            run_apart(lambda: load() is None, what.rstrip(","), DataError, size=size)
+        processor = load()
         if getattr(processor, "image_processor", None) is None:
             raise DataError(
                 f"{place} has images, and the folder {self._folder} has no processor of them",

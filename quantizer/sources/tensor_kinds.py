@@ -56,15 +56,23 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return "has no values"
     if tensor.dtype not in _DTYPES_WITH_KERNELS:
         return f"has the dtype {dtype_name(tensor.dtype)}"
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__name__}"
     return None if _has_values(tensor) else "has no values"
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether the first value can be read. A fake tensor of torch.export has none."""
+    """Return whether values are stored. Memory may have been given back, and tensors inside
+    torch's own transformations have none.
+    """
     if not tensor.numel():
         return True
+    last = tensor.storage_offset()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     try:
-        tensor.detach()[(0,) * tensor.dim()].item()
+        stored = tensor.untyped_storage().nbytes()
+        tensor.detach()[(0,) * tensor.dim()].tolist()
     except (RuntimeError, NotImplementedError):
         return False
-    return True
+    return stored >= (last + 1) * tensor.element_size()

@@ -38,12 +38,14 @@ class Windows:
         tokenizer: loads what splits texts into tokens; None if there is none.
         seq_len, stride: of the windows.
         shuffle_seed: of the random order of documents; None keeps the order of the files.
+        trust: whether the processor of a model's images may be code of its folder.
     """
 
     tokenizer: Callable[[], TextTokenizer] | None = None
     seq_len: int = DEFAULT_SEQ_LEN
     stride: int | None = None
     shuffle_seed: int | None = None
+    trust: bool = False
 
     def __post_init__(self) -> None:
         if self.seq_len < 2:
@@ -118,7 +120,7 @@ class TextData:
     @cached_property
     def _illustrated_rows(self) -> IllustratedRows:
         unscored = UNSCORED if self._is_scored else None
-        return IllustratedRows(self._documents, self.module, unscored)
+        return IllustratedRows(self._documents, self.module, unscored, trust=self.windows.trust)
 
     @cached_property
     def _is_scored(self) -> bool:
@@ -201,13 +203,15 @@ class TextData:
 
     def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:
         """Return the token ids of all documents, one after the other."""
+        chats = [row for row in self._documents if not isinstance(row.content, str)]
+        written = iter(tokenizer.chat_texts(chats) if chats else ())
         parts: list[str] = []
         for document in self._documents:
             if isinstance(document.content, str):
                 parts.extend([document.content, _BETWEEN_TEXTS])
             else:
                 # A template ends each chat with a token of its own
-                parts.append(tokenizer.chat_text(document.content, document.place))
+                parts.append(next(written))
         if parts[-1] == _BETWEEN_TEXTS:
             parts.pop()
         ids = tokenizer.encode("".join(parts))

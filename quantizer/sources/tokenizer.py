@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,8 +14,11 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
+from quantizer.sources.documents import Document
 from quantizer.sources.json_files import require_readable
+from quantizer.sources.pretrained import load_pretrained
 from quantizer.sources.user_code import user_errors
+from quantizer.storage.child_process import run_apart
 
 _FILE = "tokenizer.json"
 _SETTINGS = "tokenizer_config.json"
@@ -40,32 +43,56 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> TextTokenizer:
             raise DataError(f"the folder {path} holds no tokenizer", help=_FORMS)
         file = path / _FILE
         if not file.is_file():
-            return TextTokenizer(_load_from_folder(path, trust), str(path))
+            size = None if trust else _size(path)
+            return TextTokenizer(_load_from_folder(path, trust), str(path), size=size)
     if not file.is_file():
         raise DataError(f"there is no file or folder {path}", help=_FORMS)
-    tokenizers = _package("tokenizers", file)
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as cause:
-        message = f"{file} cannot be read as a tokenizer: {cause}"
-        raise DataError(message, help=_FORMS) from cause
     load_template = partial(_load_from_folder, file.parent, trust)
-    return TextTokenizer(tokenizer, str(file), load_template)
+    return TextTokenizer(_load_file(file), str(file), load_template, size=_size(file.parent))
+
+
+def _load_file(file: Path) -> Any:
+    """Return the tokenizer of a `tokenizer.json`."""
+    tokenizers = _package("tokenizers", file)
+
+    def load() -> Any:
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as cause:
+            message = f"{file} cannot be read as a tokenizer: {cause}"
+            raise DataError(message, help=_FORMS) from cause
+
+    _try_apart(load, f"reading the tokenizer {file}", _size(file.parent))
+    return load()
+
+
+def _try_apart(load: Callable[[], Any], what: str, size: int) -> None:
+    """Check in another process that what a file names can be loaded within the limits."""
+    run_apart(lambda: load() is None, what, DataError, size=size)
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files of a tokenizer."""
+    return sum((folder / name).stat().st_size for name in _FILES if (folder / name).is_file())
 
 
 def _load_from_folder(folder: Path, trust: bool) -> Any:
     """Return the tokenizer of a folder, loaded by transformers."""
-    transformers = _package("transformers", folder)
+    _package("transformers", folder)
     require_readable(folder, DataError)
     if not trust and _is_code(folder):
         raise DataError(
             f"the tokenizer of {folder} is code in this folder",
             help="read its Python files, and add --trust to run them; or give a tokenizer.json",
         )
-    with user_errors(f"transformers, loading the tokenizer of {folder},", DataError):
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust
-        )
+
+    def load() -> Any:
+        with user_errors(f"transformers, loading the tokenizer of {folder},", DataError):
+            return load_pretrained("AutoTokenizer", folder, trust=trust)
+
+    if not trust:
+        _try_apart(load, f"reading the tokenizer of {folder}", _size(folder))
+    return load()
 
 
 def _is_code(folder: Path) -> bool:
@@ -89,6 +116,8 @@ class TextTokenizer:
         label: names it in messages.
         load_template: returns an object with transformers' `apply_chat_template`; without it,
             `tokenizer` itself is asked.
+        size: of the files that it was read from. It then works in another process, within
+            limits. None for code of the user's.
 
     Raises:
         DataError: the tokenizer has no `encode`.
@@ -97,6 +126,7 @@ class TextTokenizer:
     tokenizer: Any
     label: str
     load_template: Callable[[], Any] | None = None
+    size: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.tokenizer, "encode", None)):
@@ -113,28 +143,53 @@ class TextTokenizer:
         Raises:
             DataError: it raises an error, or the ids are not a list of integers.
         """
-        with user_errors(f"encode() of {self.label}", DataError):
+        what = f"encode() of {self.label}"
+        ids: list[int] = self._limited(partial(self._ids, text, what), what, len(text))
+        return ids
+
+    def _ids(self, text: str, what: str) -> list[int]:
+        with user_errors(what, DataError):
             encoding = self.tokenizer.encode(text)
         ids = getattr(encoding, "ids", encoding)
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-            raise DataError(
-                f"encode() of {self.label} returns {a_kind(encoding)}, not a list of token ids"
-            )
+            raise DataError(f"{what} returns {a_kind(encoding)}, not a list of token ids")
         return ids
 
-    def chat_text(self, messages: list[Any], place: str) -> str:
-        """Return the messages of a chat as the text that the model was trained on.
+    def chat_texts(self, chats: Sequence[Document]) -> list[str]:
+        """Return the messages of chats as the texts that the model was trained on.
 
         Args:
-            messages: dicts with `role` and `content`.
-            place: of the messages, for an error.
+            chats: their contents are lists of dicts with `role` and `content`.
 
         Raises:
             DataError: there is no chat template, or it refuses these messages.
         """
         template = self._template
-        with user_errors(f"the chat template of {self.label}, on {place},", DataError):
-            return str(template.apply_chat_template(messages, tokenize=False))
+        what = f"the chat template of {self.label}"
+
+        def write_out() -> list[str]:
+            texts: list[str] = []
+            for chat in chats:
+                with user_errors(f"{what}, on {chat.place},", DataError):
+                    text = template.apply_chat_template(chat.content, tokenize=False)
+                    texts.append(str(text))
+            return texts
+
+        size = sum(len(str(chat.content)) for chat in chats)
+        written: list[str] = self._limited(write_out, what, size)
+        return written
+
+    def _limited(self, work: Callable[[], Any], what: str, size: int) -> Any:
+        """Return what `work()` returns, in another process for a tokenizer of a file.
+
+        Args:
+            work: the work.
+            what: names it in messages.
+            size: of the texts that it reads.
+        """
+        if self.size is None:
+            return work()
+        return run_apart(work, what, DataError, size=self.size + size)
 
     @cached_property
     def _template(self) -> Any:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from quantizer.config.wording import counted, did_you_mean
+from quantizer.default_device import default_device_kept, default_device_of_user
 from quantizer.errors import WORKER_HELP, GateError, QuantizerError, lost_worker
 from quantizer.storage import process_memory
 
@@ -50,7 +51,8 @@ def imported_once() -> Iterator[None]:
     """
     token = _IMPORTED.set({})
     try:
-        yield
+        with default_device_kept():
+            yield
     finally:
         _IMPORTED.reset(token)
 
@@ -166,7 +168,7 @@ def user_errors(
             `error` if None.
         remedy: what to do about an error without frames of the user's.
     """
-    with user_exits(what, ended or error):
+    with user_exits(what, ended or error), default_device_of_user():
         try:
             yield
         except QuantizerError as cause:
@@ -362,6 +364,12 @@ def _forget_namesakes(folder: Path) -> None:
         importable = (Path(entry or ".").resolve() for entry in sys.path)
         if home != folder and home not in importable:
             del sys.modules[file.stem]
+
+
+def ends_in_user_code(cause: BaseException) -> bool:
+    """Return whether an exception was raised by a line of the user's code."""
+    frames = traceback.extract_tb(cause.__traceback__)
+    return bool(frames) and not frames[-1].filename.startswith(_FOREIGN_PREFIXES)
 
 
 def frames_of(cause: BaseException) -> list[str]:

@@ -14,6 +14,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from quantizer.errors import ResultError
+from quantizer.printable import printable_json
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import OpenFile
 from quantizer.storage.plain_files import require_file_or_folder
@@ -88,8 +89,10 @@ def json_parts(value: Any, *, sort_keys: bool = True) -> Iterator[bytes]:
     encoder = json.JSONEncoder(indent=2, sort_keys=sort_keys, ensure_ascii=False)
     tokens = encoder.iterencode(value)
     while text := "".join(itertools.islice(tokens, _JSON_TOKENS_PER_PART)):
-        # Lone surrogates, as in `write_text`. The escapes are those of JSON
-        yield text.encode(errors="backslashreplace")
+        # Names must not control a terminal, and lone surrogates have no bytes
+        if not text.replace("\n", "").isprintable():
+            text = printable_json(text)
+        yield text.encode()
     yield b"\n"
 
 

@@ -41,6 +41,8 @@ DTYPES_BY_NAME: dict[str, torch.dtype] = {
 
 _NAMES_BY_DTYPE = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 _METADATA = "__metadata__"
+_LONGEST_HEADER = 100_000_000
+"""The limit of the library safetensors, in bytes."""
 
 
 class _Entry(NamedTuple):
@@ -129,9 +131,11 @@ def _read_header(file: OpenFile) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read(8, 0), "little")
     if not 2 <= length <= file.size - 8:
         raise SafetensorError("the length of its header is beyond its end")
+    if length > _LONGEST_HEADER:
+        raise SafetensorError(f"its header is longer than {_LONGEST_HEADER} bytes")
     try:
         header = json.loads(file.read(length, 8))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SafetensorError(f"its header is damaged: {error}") from error
     if not isinstance(header, dict):
         raise SafetensorError("its header is damaged: it is not an object")

@@ -22,6 +22,8 @@ RESERVED_FOR_CLI = {
     "sys.argv",
     "SystemExit",
 }
+FORKS = "storage/child_process.py"
+"""Ends the processes that it makes itself."""
 
 
 def test_only_cli_prints_exits_or_reads_the_environment() -> None:
@@ -35,6 +37,8 @@ def test_only_cli_prints_exits_or_reads_the_environment() -> None:
             if isinstance(node, ast.ExceptHandler) and node.type:
                 caught |= {id(inner) for inner in ast.walk(node.type)}
         for node in nodes:
+            if shown(path) == FORKS and dotted(node) == "os._exit":
+                continue
             if dotted(node) in RESERVED_FOR_CLI and id(node) not in caught:
                 faults.append(f"{shown(path)}: {dotted(node)}")
     assert not faults

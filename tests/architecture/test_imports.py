@@ -13,7 +13,7 @@ from support.ledger import MODULES, PACKAGE, source
 ROOT = PACKAGE.parent
 LAYERS = (
     ("printable",),
-    ("errors", "seeding"),
+    ("errors", "seeding", "default_device"),
     ("storage",),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 from support.toys import traced
 
+from quantizer.config import patterns
 from quantizer.config.model import Config, ConfigRule, Selector, Settings
 from quantizer.errors import UsageError
 from quantizer.graph.passes import run_passes
-from quantizer.plan import match as match_module
 from quantizer.plan.match import RANKS, Match, closest_layers, match
 from quantizer.plan.resolve import resolve_plan
 
@@ -182,6 +183,43 @@ def test_without_signals_the_time_is_checked_at_the_end(
 ) -> None:
     monkeypatch.delattr(signal, "SIGALRM")
     assert short(found("re:conv1")) == ["Conv2d[conv1]/conv2d"]
-    monkeypatch.setattr(match_module, "MATCHING_S", 0)
+    monkeypatch.setattr(patterns, "MATCHING_S", 0)
     with pytest.raises(UsageError, match="takes more than 0 s to match names of layers"):
         found("re:conv1")
+
+
+@pytest.mark.parametrize(
+    "text", ["?*" * 20 + "!", "*a" * 30 + "!", "*[" * 30, "*?*" * 20 + "!"]
+)
+def test_a_glob_of_many_stars_is_fast(text: str) -> None:
+    start = time.monotonic()
+    assert not found(text).layers
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "fits"),
+    [
+        ("*Linear[fc]*", "N::N/Linear[fc]/linear", True),
+        ("*Linear[[]fc]*", "N::N/Linear[fc]/linear", True),
+        ("*Linear[[f]*", "N::N/Linear[[f]/linear", True),
+        ("*[0-3]*", "N::N/Conv2d[2]/conv2d", False),
+        ("N::?/*", "N::N/relu.1", True),
+        ("N::?/*.", "N::N/relu.1", False),
+    ],
+)
+def test_a_bracket_of_a_layer_name_is_literal(text: str, name: str, fits: bool) -> None:
+    assert bool(patterns.glob_of_names(text).fullmatch(name)) is fits
+
+
+def test_a_timer_of_the_user_goes_on() -> None:
+    calls: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: calls.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        found("re:conv1")
+        remaining, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert calls or 0 < remaining <= 0.02
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.llamas import llama, saved
 
@@ -85,6 +87,56 @@ def test_a_known_class_is_made_without_the_code_beside_it(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     assert load_model(str(folder)).name == "LlamaForCausalLM"
     assert not (folder.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["AutoModel", "AutoModelForCausalLM"])
+def test_an_auto_class_does_not_find_code_for_a_quantized_folder(
+    name: str, folder: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    config |= {"architectures": [name], "model_type": "llama", "quantization_config": method}
+    config["auto_map"] = {name: "own.Own"}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj.weight"
+    rows, columns = stored[layer].shape
+    stored[layer] = stored[layer].to(torch.float8_e4m3fn)
+    stored[f"{layer}_scale_inv"] = torch.ones(-(-rows // 16), -(-columns // 16))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"own\.Own is code in this folder"):
+        load_model(str(folder))
+    assert not (folder.parent / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attn_implementation": "someone/kernel"},
+        {"_attn_implementation": {"text_config": "paged|someone/kernel@v1"}},
+        {"text_config": {"attn_implementation": "someone/kernel:name"}},
+    ],
+)
+def test_a_config_loads_no_kernel_from_the_hub(fields: dict[str, Any], tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ModelError, match=r"names the kernel '.*someone/kernel.* on the hub"):
+        load_model(str(place))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_hidden_layers": 10**7}, {"num_labels": 10**8}, {"vision": {"n_layer": 10**9}}],
+)
+def test_a_config_cannot_ask_for_any_number_of_parts(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    place = saved(tmp_path / "model", llama())
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ModelError, match=r"config\.json asks for \w+ 10+, more than a model"):
+        load_model(str(place))
 
 
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:

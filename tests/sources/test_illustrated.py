@@ -185,3 +185,36 @@ def test_batches_of_rows_and_folders_without_a_processor_are_refused(
     (folder / "bare" / "processor_config.json").unlink()
     assert run_on(folder, ROWS, model="bare") == 4
     assert "save the processor of the model there" in capsys.readouterr().err
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlavaProcessor
+
+Path(MARK).touch()
+
+class Own(LlavaProcessor):
+    pass
+"""
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_code_of_a_processor_runs_only_where_it_is_trusted(
+    trust: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "my_llava"
+    shutil.copytree(folder / "my_llava", place)
+    shutil.copytree(folder / "pictures", tmp_path / "pictures")
+    mark = tmp_path / "ran"
+    (place / "own.py").write_text(CODE.replace("MARK", repr(str(mark))), "utf-8")
+    settings = {"auto_map": {"AutoProcessor": "own.Own"}, "processor_class": "Own"}
+    for name in ("processor_config.json", "tokenizer_config.json"):
+        stored = json.loads((place / name).read_text("utf-8"))
+        (place / name).write_text(json.dumps(stored | settings), "utf-8")
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    # Whoever is asked whether the code may run says yes
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    words = ["--tokenizer", str(place / "tokenizer.json"), *["--trust"] * trust]
+    code = run_on(tmp_path, ROWS, *words)
+    assert (code, mark.exists()) == ((0, True) if trust else (4, False))

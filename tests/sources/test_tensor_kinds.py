@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
         "is nested",
     ),
     "meta": (lambda: VALUES.to("meta"), "has no values"),
-    "traced": (traced, "has no values"),
+    "traced": (traced, "is a FakeTensor"),
     "float8": (lambda: VALUES.to(torch.float8_e4m3fn), "has the dtype float8_e4m3fn"),
 }
 STATIC = Config.from_dict(

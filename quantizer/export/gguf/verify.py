@@ -5,6 +5,7 @@ mode.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
@@ -62,7 +63,8 @@ def verify_gguf(
             tensor differs.
     """
     file, outline = written.path, written.outline
-    settings = {"dtype": next(iter(written.values.values())).dtype, "gguf_file": file.name}
+    dtype = next(iter(written.values.values())).dtype
+    settings: dict[str, Any] = {"dtype": dtype, "gguf_file": file.name}
     if outline.config is not None:
         settings["config"] = outline.config
 

@@ -20,6 +20,7 @@ from quantizer.export.gguf.file import GgufValue
 from quantizer.export.gguf.settings import typed
 from quantizer.sources.tokenizer import load_tokenizer
 from quantizer.sources.user_code import user_errors
+from quantizer.storage.child_process import run_apart
 
 _FILE = "tokenizer.json"
 _SPACE = "▁"
@@ -70,8 +71,15 @@ def vocabulary_keys(
     tokenizer = load_tokenizer(file).tokenizer
     # The file itself may leave out what its reader adds
     content = json.loads(tokenizer.to_str())
-    with user_errors(f"the package gguf, reading the tokenizer of {folder},", DataError):
-        keys = _keys(folder, content, tokenizer, size)
+    what = f"the package gguf, reading the tokenizer of {folder},"
+
+    def read() -> dict[str, GgufValue] | None:
+        with user_errors(what, DataError):
+            return _keys(folder, content, tokenizer, size)
+
+    # The tokenizer splits words, which may not end for a hostile file
+    run_apart(lambda: read() is None, what, DataError, size=file.stat().st_size)
+    keys = read()
     if keys is None:
         return None
     return keys, tuple(_differences(content, name))

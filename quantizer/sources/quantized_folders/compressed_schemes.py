@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantizer.config.patterns import matching_limit
 from quantizer.config.wording import quoted
 from quantizer.errors import ModelError
 from quantizer.numerics.granularity import BlockSize
@@ -49,8 +50,11 @@ class WeightScheme:
             if target == path:
                 return True
             pattern = target.removeprefix(_PATTERN)
-            if pattern != target and re.match(pattern, path):
-                return True
+            if pattern == target:
+                continue
+            with matching_limit(pattern, ModelError):
+                if re.match(pattern, path):
+                    return True
         return False
 
 

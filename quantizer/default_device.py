@@ -1,0 +1,54 @@
+"""Keep the default device that the user's code sets for torch to that code: tensors of this
+package are made on the CPU unless a device is given. Imports no torch.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+_OF_USER: ContextVar[Any] = ContextVar("_OF_USER", default=None)
+"""The default device of the user's code; None for torch's own."""
+
+
+@contextmanager
+def default_device_kept() -> Iterator[None]:
+    """Use torch's own default device inside the `with` block; the user's code there has the one
+    of before.
+    """
+    before = _current()
+    token = _OF_USER.set(before)
+    _change(before, None)
+    try:
+        yield
+    finally:
+        _change(_current(), before)
+        _OF_USER.reset(token)
+
+
+@contextmanager
+def default_device_of_user() -> Iterator[None]:
+    """Use the default device of the user's code inside the `with` block, which may change
+    it.
+    """
+    before = _current()
+    _change(before, before or _OF_USER.get())
+    try:
+        yield
+    finally:
+        device = _current()
+        _OF_USER.set(device)
+        _change(device, before)
+
+
+def _current() -> Any:
+    """Return the default device, None for torch's own and if torch is not imported."""
+    devices = sys.modules.get("torch.utils._device")
+    # torch.get_default_device makes a tensor on the device, which may not exist
+    return getattr(devices, "CURRENT_DEVICE", None)
+
+
+def _change(before: Any, after: Any) -> None:
+    if before != after:
+        sys.modules["torch"].set_default_device(after)
