@@ -17,8 +17,11 @@ from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
 from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
 from quantizer.sources.quantized_folders.dequantized_folder import (
     GPTQ_FILE,
+    MODELOPT_FILE,
     QUANTIZATION_KEY,
+    QUANTIZATION_KEYS,
 )
+from quantizer.sources.unused_tensors import unused_tensors
 from quantizer.storage.atomic_write import replaced_folder
 from quantizer.storage.files import cannot_write, read_json, write_json
 from quantizer.storage.tensor_shards import write_shards
@@ -48,7 +51,7 @@ _INDEX_ENDING = ".index.json"
 _REPLACED_FILES = (
     HUGGING_FACE_CONFIG,
     "adapter_config.json",
-    "hf_quant_config.json",
+    MODELOPT_FILE,
     "quant_config.json",
     "recipe.yaml",
     GPTQ_FILE,
@@ -83,10 +86,12 @@ def model_config(model: nn.Module) -> dict[str, Any]:
             "could load its checkpoint",
             help="use --deploy safetensors, onnx or pt2, or give a Hugging Face folder",
         )
-    content.pop(QUANTIZATION, None)
-    text_config = content.get("text_config")
-    if isinstance(text_config, dict):
-        text_config.pop(QUANTIZATION, None)
+    for part in (content, content.get("text_config")):
+        for key in QUANTIZATION_KEYS:
+            if isinstance(part, dict):
+                part.pop(key, None)
+    # The new folder's weights are where transformers looks first
+    content.pop("transformers_weights", None)
     content["architectures"] = [type(model).__name__]
     dtype_key = "torch_dtype" if "torch_dtype" in content else "dtype"
     dtype = next(model.parameters()).dtype
@@ -104,7 +109,7 @@ def write_folder(
 
     Args:
         model: the float model, whose config.json, tokenizer and generation settings are copied.
-        tensors: by name.
+        tensors: by name; those that the model did not use of its folder are added.
         quantization: the field `quantization_config`.
 
     Returns:
@@ -115,7 +120,8 @@ def write_folder(
         ResultError: the folder cannot be written.
     """
     write_json(folder / HUGGING_FACE_CONFIG, model_config(model) | {QUANTIZATION: quantization})
-    write_shards(folder / CHECKPOINT_FILE, tensors, {"format": "pt"})
+    stored = {**unused_tensors(model), **tensors}
+    write_shards(folder / CHECKPOINT_FILE, stored, {"format": "pt"})
     source = source_folder(model)
     remarks = ["no tokenizer is copied: the model does not come from a folder"]
     if source is not None:

@@ -27,6 +27,7 @@ from quantizer.export.model_tensors import cannot_store, model_of, parameter_val
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
+from quantizer.sources.unused_tensors import unused_tensors
 
 TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
@@ -40,6 +41,7 @@ _HEAD_LIMITS = (
 )
 # Samples, tokens and features.
 _AXES_OF_TOKENS = 3
+_MATRIX_AXES = 2
 _NO_CODES_REMEDY = "quantize it with another scale_type"
 
 
@@ -310,10 +312,16 @@ def token_remarks(
 
 
 def linears_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of all linear modules."""
+    """Return the paths of all linear modules, also of those that engines make of the tensors
+    that the model does not use.
+    """
     paths: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
+            paths.append(path)
+    for name, tensor in unused_tensors(model).items():
+        path, _, part = name.rpartition(".")
+        if part == "weight" and tensor.dim() == _MATRIX_AXES:
             paths.append(path)
     return tuple(paths)
 
