@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from quantizer.config.wording import a_kind
 from quantizer.errors import ResultError, UsageError
 from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
+from quantizer.sources.embedding_modules import embedding_modules
 from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
 from quantizer.sources.quantized_folders.dequantized_folder import (
     GPTQ_FILE,
@@ -21,7 +22,6 @@ from quantizer.sources.quantized_folders.dequantized_folder import (
     QUANTIZATION_KEY,
     QUANTIZATION_KEYS,
 )
-from quantizer.sources.unused_tensors import unused_tensors
 from quantizer.storage.atomic_write import replaced_folder
 from quantizer.storage.files import cannot_write, read_json, write_json
 from quantizer.storage.tensor_shards import write_shards
@@ -109,7 +109,7 @@ def write_folder(
 
     Args:
         model: the float model, whose config.json, tokenizer and generation settings are copied.
-        tensors: by name; those that the model did not use of its folder are added.
+        tensors: by name.
         quantization: the field `quantization_config`.
 
     Returns:
@@ -120,8 +120,7 @@ def write_folder(
         ResultError: the folder cannot be written.
     """
     write_json(folder / HUGGING_FACE_CONFIG, model_config(model) | {QUANTIZATION: quantization})
-    stored = {**unused_tensors(model), **tensors}
-    write_shards(folder / CHECKPOINT_FILE, stored, {"format": "pt"})
+    write_shards(folder / CHECKPOINT_FILE, tensors, {"format": "pt"})
     source = source_folder(model)
     remarks = ["no tokenizer is copied: the model does not come from a folder"]
     if source is not None:
@@ -133,21 +132,29 @@ def write_folder(
 
 
 def _copy_other_files(source: Path, folder: Path) -> list[str]:
-    """Copy what is neither weights nor code: tokenizer, processors, templates, model card.
+    """Copy what is neither weights nor code: tokenizer, processors, templates, model card; and
+    the folders of what Sentence Transformers runs after the model, with their weights.
 
     Returns:
         A note that names what stays behind, if engines may miss it.
     """
+    copied = [module.path for module in embedding_modules(source) if module.path]
+    for name in [_TEMPLATE_FOLDER, *copied]:
+        if (source / name).is_dir():
+            shutil.copytree(
+                source / name,
+                folder / name,
+                ignore=shutil.ignore_patterns(*(f"*{ending}" for ending in _CODE_ENDINGS)),
+                copy_function=shutil.copyfile,
+                dirs_exist_ok=True,
+            )
     missed: list[str] = []
     for path in sorted(source.iterdir()):
         name = path.name
         if name.startswith(".") or name in _REPLACED_FILES or (folder / name).exists():
             continue
         if path.is_dir():
-            if name == _TEMPLATE_FOLDER:
-                shutil.copytree(path, folder / name, copy_function=shutil.copyfile)
-            else:
-                missed.append(f"{name}/")
+            missed.append(f"{name}/")
         elif name.endswith(_CODE_ENDINGS):
             missed.append(name)
         elif not name.endswith((*_WEIGHT_ENDINGS, _INDEX_ENDING)):

@@ -25,6 +25,7 @@ from quantizer.sources.deferred_checkpoint import (
     require_inside,
     stored_tensors,
 )
+from quantizer.sources.embedding_modules import embedding_modules
 from quantizer.sources.json_files import read_object, require_readable
 from quantizer.sources.quantized_folders.dequantized_folder import (
     QUANTIZATION_KEYS,
@@ -58,6 +59,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         message = f"{folder} is a Hugging Face model, and transformers is missing"
         raise ModelError(message, help=pip_line("llm"))
     require_readable(folder, ModelError)
+    embedding_modules(folder)
     config = read_object(folder / HUGGING_FACE_CONFIG, ModelError)
     remedy = f"transformers.AutoModel.from_pretrained('{folder}') shows where it fails"
     with user_errors(f"transformers, loading {folder},", ModelError, remedy=remedy):
