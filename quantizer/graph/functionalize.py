@@ -6,6 +6,7 @@ Other in-place operators stay: the conversion to a graph expresses them by renam
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -39,7 +40,18 @@ def functionalize(
             "mode only",
         )
     writes.rewrite()
+    _name_dtypes(program.graph)
     return program
+
+
+def _name_dtypes(graph: fx.Graph) -> None:
+    """Give casts the dtype of the tensor that they only ask for it, so that no value of that
+    tensor seems to reach the result.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.type_as.default):
+        tensor, other = node.args
+        node.target = torch.ops.aten.to.dtype
+        node.args = (tensor, other.meta["val"].dtype)
 
 
 def _tensors_of_module(program: ExportedProgram) -> dict[fx.Node, str]:

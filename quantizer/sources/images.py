@@ -81,7 +81,8 @@ class Preprocess:
             DataError: it is smaller than the crop, or too large.
         """
         self._check_pixels(image.size)
-        image = converted(image, "RGB" if len(self.mean) == 3 else "L")
+        mode = "RGB" if len(self.mean) == 3 else "L"
+        image = converted(image, mode)
         if self.resize:
             shorter = min(image.size)
             size = tuple(self.resize * side // shorter for side in image.size)
