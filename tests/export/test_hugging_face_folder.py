@@ -13,8 +13,13 @@ from support.llamas import llama, saved, tokens
 from support.runs import ROOT
 
 import quantizer
+from quantizer.config.document.document import Text
+from quantizer.config.load import load_text
 from quantizer.errors import ModelError
+from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.hugging_face_folder import write_folder
+from quantizer.graph.trace import trace
+from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.models import load_model
 
 transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
@@ -23,6 +28,10 @@ tokenizers = pytest.importorskip("tokenizers")
 INT8 = json.loads((ROOT / "configs" / "weight_int8.json").read_text())["global_quant_config"][
     "weight"
 ]
+EVERY_LINEAR = {
+    "layer_type_quant_config": {"Linear": {"weight": INT8}},
+    "global_quant_config": {"target_device": "CPU"},
+}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -195,21 +204,31 @@ def test_what_the_class_does_not_use_is_carried_through(
     assert load_model(str(tmp_path / "result")).name == "LlamaForCausalLM"
 
 
+@pytest.mark.slow
 def test_poolers_and_classifiers_stay_float(tmp_path: Path) -> None:
     """Also where a classifier has as many classes as there are types of tokens."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    more = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    more = {"vocab_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 32}
     config = transformers.BertConfig(**sizes, **more)
     model = transformers.BertForSequenceClassification(config).eval()
     quantizer.quantize(model, tokens(), to="w8", folder=tmp_path / "out")
     [config_file] = (tmp_path / "out").glob("export/*/config.json")
     content = json.loads(config_file.read_text())
     assert content["quantization_config"]["ignore"] == ["bert.pooler.dense", "classifier"]
-    every_linear = {
-        "layer_type_quant_config": {"Linear": {"weight": INT8}},
-        "global_quant_config": {"target_device": "CPU"},
-    }
-    result = quantizer.calibrate(model, every_linear, tokens())
+    result = quantizer.calibrate(model, EVERY_LINEAR, tokens())
     remarks = " ".join(result.export("compressed-tensors", tmp_path / "all").remarks)
     assert "vLLM builds bert.pooler.dense, classifier in float" in remarks
+
+
+def test_a_block_of_several_places_stays_float() -> None:
+    """As in Zamba 2: readers tie all of a shared block, also layers that one place runs."""
+    model = llama(num_hidden_layers=2)
+    model.config.use_cache = False
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    graph = trace(model, (), tokens()[0])
+    config = load_text(Text("int8", json.dumps(EVERY_LINEAR))).require()
+    placement = place_codes(graph, resolve_plan(config, graph, graph).specs)
+    coded = {node.scope.split(".")[3] for node in placement.linears.values()}
+    assert coded == {"self_attn"}
