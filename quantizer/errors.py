@@ -227,7 +227,7 @@ def or_without(what: str, analyse: Callable[[], _Found], without: _Found) -> _Fo
         place = traceback.extract_tb(error.__traceback__)[-1]
         logging.getLogger(LEFT_OUT).warning(
             "%s: left out after an internal error (%s: %s, line %d of %s), which is a bug of "
-            "quantizer; the run goes on without it",
+            "quantizer; the run continues without it",
             what,
             type(error).__name__,
             first_line(error),

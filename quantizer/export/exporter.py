@@ -88,7 +88,7 @@ class Exporter(ABC, Generic[Written]):
         return ()
 
     def plain_layers(self, graph: Graph) -> tuple[str, ...]:
-        """Return the layers that engines build in float, whatever files say."""
+        """Return the layers that engines build in float for any file."""
         return ()
 
     @property

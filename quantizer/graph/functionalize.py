@@ -45,8 +45,8 @@ def functionalize(
 
 
 def _name_dtypes(graph: fx.Graph) -> None:
-    """Give casts the dtype of the tensor that they only ask for it, so that no value of that
-    tensor seems to reach the result.
+    """Give casts to the dtype of a tensor that dtype instead of the tensor, of which no value
+    reaches the result.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.type_as.default):
         tensor, other = node.args

@@ -97,7 +97,7 @@ def _weight_files(folder: Path) -> list[str]:
     """Return the names of the folder's safetensors files.
 
     Raises:
-        ModelError: an index is damaged, or names other files than the one beside it.
+        ModelError: an index is damaged, or there is a file that it does not name.
     """
     config = read_object(folder / "config.json", ModelError)
     explicit = str(config.get("transformers_weights") or "")

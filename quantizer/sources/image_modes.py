@@ -29,7 +29,7 @@ def converted(image: Any, mode: str) -> Any:
     Transparent pixels have the colour that is stored for them.
 
     Args:
-        image: of pillow, as it was opened.
+        image: of pillow, opened and not yet changed.
         mode: RGB or L.
 
     Raises:

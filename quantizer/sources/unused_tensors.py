@@ -1,5 +1,7 @@
-"""Tensors of a Hugging Face folder that the class of its model does not use: those of whole
-layers are carried through unchanged, those that would change what a layer computes are refused.
+"""Tensors of a Hugging Face folder that the class of its model does not use.
+
+Those of whole layers are carried through unchanged. Those that would change the result of a layer
+are refused.
 """
 
 import logging
@@ -107,7 +109,7 @@ def unused_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _ignored_names(module: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
-    """Return the names that the class of a model tells transformers to pass over."""
+    """Return the names that the class of a model has transformers pass over."""
     patterns: Any = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
     if not patterns:
         return []
