@@ -1,9 +1,15 @@
 """The errors that a user can get, one class per exit code. Only `cli` exits with the codes."""
 
+import logging
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from quantizer.printable import one_line
+
+_Found = TypeVar("_Found")
+LEFT_OUT = "quantizer.left_out"
+"""The logger of analyses that failed, and of no others."""
 
 TORCH = ("torch", "safetensors")
 """The packages of the extra `torch`. A plain install does not have them."""
@@ -199,3 +205,37 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if it has none."""
     text = str(error).strip().partition("\n")[0]
     return text or type(error).__name__
+
+
+def or_without(what: str, analyse: Callable[[], _Found], without: _Found) -> _Found:
+    """Return what an analysis finds that only improves a figure or a choice, and `without` if
+    it fails: such an analysis ends no run. A line of run.log says what was left out, and why.
+
+    Args:
+        what: the analysis, for that line.
+        analyse: the analysis; what it changes in place must be its own.
+        without: what a run without the analysis has.
+
+    Raises:
+        QuantizerError: the analysis raises it.
+        MemoryError: it needs more memory than there is.
+
+    >>> or_without("the half", lambda: 6 / 2, 0.0), or_without("the half", lambda: 6 / 0, 0.0)
+    (3.0, 0.0)
+    """
+    try:
+        return analyse()
+    except (QuantizerError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a bug in it may raise any error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        logging.getLogger(LEFT_OUT).warning(
+            "%s: left out after an internal error (%s: %s, line %d of %s), which is a bug of "
+            "quantizer; the run continues without it",
+            what,
+            type(error).__name__,
+            first_line(error),
+            place.lineno or 0,
+            place.name,
+        )
+        return without

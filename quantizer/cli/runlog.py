@@ -19,6 +19,7 @@ import quantizer
 from quantizer import printable
 from quantizer.cli.options import RUN, Options, word_of
 from quantizer.cli.reproduction import read_commands
+from quantizer.cli.screen import screen
 from quantizer.errors import QuantizerError
 from quantizer.printable import one_line
 from quantizer.results.folder import RUN_FILE
@@ -75,7 +76,10 @@ def log_run(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str
         }
         write_json(folder / RUN_FILE, facts)
         text = one_line(f"{facts['started']} quantizer {' '.join(sys.argv[1:])}") + "\n"
-        for record in messages.buffer:
-            text += one_line(record.getMessage()) + "\n"
+        lines = [record.getMessage() for record in messages.buffer]
+        # Those of steps that have no file of their own
+        earlier = [line for line in screen().left_out if line not in lines]
+        for line in [*dict.fromkeys(earlier), *lines]:
+            text += one_line(line) + "\n"
         text += printable.printable_lines(log) + one_line(outcome) + "\n"
         write_text(folder / "run.log", text)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -19,7 +19,7 @@ import click
 from quantizer import __version__
 from quantizer.cli.start_folder import as_typed
 from quantizer.cli.versions import torch_version
-from quantizer.errors import UsageError
+from quantizer.errors import LEFT_OUT, UsageError
 from quantizer.printable import one_line
 
 _logger = logging.getLogger(__name__)
@@ -36,12 +36,14 @@ class Screen:
         verbose: also print log records for debugging.
         color: one of `COLORS`.
         muted: print no notes and no warnings at the moment, except with `verbose`.
+        left_out: a line for each analysis that failed, for run.log.
     """
 
     quiet: bool = False
     verbose: bool = False
     color: str = "auto"
     muted: bool = False
+    left_out: list[str] = field(default_factory=list)
 
     @property
     def is_colored(self) -> bool | None:
@@ -140,6 +142,8 @@ class _StderrHandler(logging.Handler):
         """Print one record. A warning that was printed before is left out: each pass over the
         data gives it.
         """
+        if record.name == LEFT_OUT:
+            screen().left_out.append(record.getMessage())
         if screen().muted and not screen().verbose and record.levelno < logging.ERROR:
             return
         try:

@@ -93,6 +93,10 @@ class Exporter(ABC, Generic[Written]):
         """
         return ()
 
+    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
+        """Return the layers that engines build in float for any file."""
+        return ()
+
     @property
     def activation_codes(self) -> str:
         """Return the integer type of 8-bit activations in files; empty for the config's."""

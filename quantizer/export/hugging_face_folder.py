@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
+from quantizer.sources.embedding_modules import embedding_modules
 from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
 from quantizer.sources.quantized_folders.dequantized_folder import (
     GPTQ_FILE,
+    MODELOPT_FILE,
     QUANTIZATION_KEY,
+    QUANTIZATION_KEYS,
 )
 from quantizer.storage.files import read_json, write_json
 from quantizer.storage.tensor_shards import write_shards
@@ -46,7 +49,7 @@ _INDEX_ENDING = ".index.json"
 _REPLACED_FILES = (
     HUGGING_FACE_CONFIG,
     "adapter_config.json",
-    "hf_quant_config.json",
+    MODELOPT_FILE,
     "quant_config.json",
     "recipe.yaml",
     GPTQ_FILE,
@@ -81,10 +84,12 @@ def model_config(model: nn.Module) -> dict[str, Any]:
             "could load its checkpoint",
             help="use --deploy safetensors, onnx or pt2, or give a Hugging Face folder",
         )
-    content.pop(QUANTIZATION, None)
-    text_config = content.get("text_config")
-    if isinstance(text_config, dict):
-        text_config.pop(QUANTIZATION, None)
+    for part in (content, content.get("text_config")):
+        for key in QUANTIZATION_KEYS:
+            if isinstance(part, dict):
+                part.pop(key, None)
+    # The new folder's weights are where transformers looks first
+    content.pop("transformers_weights", None)
     content["architectures"] = [type(model).__name__]
     dtype_key = "torch_dtype" if "torch_dtype" in content else "dtype"
     dtype = next(model.parameters()).dtype
@@ -125,21 +130,29 @@ def write_folder(
 
 
 def _copy_other_files(source: Path, folder: Path) -> list[str]:
-    """Copy what is neither weights nor code: tokenizer, processors, templates, model card.
+    """Copy what is neither weights nor code: tokenizer, processors, templates, model card; and
+    the folders of what Sentence Transformers runs after the model, with their weights.
 
     Returns:
         A note that names what stays behind, if engines may miss it.
     """
+    copied = [module.path for module in embedding_modules(source) if module.path]
+    for name in [_TEMPLATE_FOLDER, *copied]:
+        if (source / name).is_dir():
+            shutil.copytree(
+                source / name,
+                folder / name,
+                ignore=shutil.ignore_patterns(*(f"*{ending}" for ending in _CODE_ENDINGS)),
+                copy_function=shutil.copyfile,
+                dirs_exist_ok=True,
+            )
     missed: list[str] = []
     for path in sorted(source.iterdir()):
         name = path.name
         if name.startswith(".") or name in _REPLACED_FILES or (folder / name).exists():
             continue
         if path.is_dir():
-            if name == _TEMPLATE_FOLDER:
-                shutil.copytree(path, folder / name, copy_function=shutil.copyfile)
-            else:
-                missed.append(f"{name}/")
+            missed.append(f"{name}/")
         elif name.endswith(_CODE_ENDINGS):
             missed.append(name)
         elif not name.endswith((*_WEIGHT_ENDINGS, _INDEX_ENDING)):

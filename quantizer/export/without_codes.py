@@ -8,6 +8,7 @@ from quantizer.export.targets import CheckedTarget, checked_target
 from quantizer.graph.names import is_operator_name
 from quantizer.plan.model import Plan
 
+_PLAIN = "engines build poolers and classifiers behind the blocks of a model in float"
 _COMPUTED = "the model computes the weight, and has no place for a rounded one"
 
 
@@ -32,8 +33,8 @@ def values_remarks(checked: CheckedTarget, plan: Plan) -> Iterator[str]:
 def layers_to_leave(name: str, choices: Mapping[str, str]) -> Callable[[Plan], dict[str, str]]:
     """Return a function that finds the layers of a plan to leave in float for a target.
 
-    Its files have no place for their rounded weights, or store them as floats. The function
-    returns the reasons by layer.
+    Its files have no place for their rounded weights, or store them as floats, or engines build
+    these layers in float. The function returns the reasons by layer.
     """
     checked = checked_target(name, choices)
     as_values = f"{checked.target} stores the weight as floats, so rounding saves nothing"
@@ -50,6 +51,10 @@ def layers_to_leave(name: str, choices: Mapping[str, str]) -> Callable[[Plan], d
                 reasons[refusal.layer] = _COMPUTED
         for layer in planned_values(checked, plan):
             reasons.setdefault(layer, as_values)
+        exporter = exporter_of(checked.target, checked.choices)
+        for layer in exporter.plain_layers(plan.graph):
+            if (layer, "weights") in plan.specs:
+                reasons.setdefault(layer, _PLAIN)
         return reasons
 
     return to_leave

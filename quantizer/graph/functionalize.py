@@ -6,6 +6,7 @@ Other in-place operators stay: the conversion to a graph expresses them by renam
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -46,6 +47,7 @@ def functionalize(
             "mode only",
         )
     writes.rewrite()
+    _name_dtypes(program.graph)
     return program
 
 
@@ -57,6 +59,16 @@ def _input_sizes(program: ExportedProgram) -> list[bool]:
             # A symbol that torch has fixed is still a symbol
             are_open.append(not isinstance(size, int) and not size.node.expr.is_number)
     return are_open
+
+
+def _name_dtypes(graph: fx.Graph) -> None:
+    """Give casts to the dtype of a tensor that dtype instead of the tensor, of which no value
+    reaches the result.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.type_as.default):
+        tensor, other = node.args
+        node.target = torch.ops.aten.to.dtype
+        node.args = (tensor, other.meta["val"].dtype)
 
 
 def _tensors_of_module(program: ExportedProgram) -> dict[fx.Node, str]:

@@ -11,6 +11,8 @@ _EXPERT_PATH = re.compile(r"(.*?)\.?experts\.(?:expert_?)?(\d+)\.")
 """The path of a layer of a single expert, as modules without a common tensor have it. Switch
 Transformers and NLLB call them `experts.expert_0`.
 """
+_BLOCK_PATH = re.compile(r"\.\d+\.")
+"""What the path of a layer in one of several blocks contains."""
 _WIDE_LAYERS = ("v_proj", "down_proj")
 """The last names of the layers of a block that mixtures of llama.cpp give more bits."""
 _ONE_OUTPUT = 1
@@ -34,6 +36,24 @@ def language_head(graph: Graph) -> list[str]:
     return [*names, last.name]
 
 
+def layers_behind_blocks(graph: Graph) -> tuple[str, ...]:
+    """Return the layers that multiply after the first numbered block and in no block, if they
+    make no logits of tokens: poolers and classifiers.
+    """
+    if language_head(graph):
+        return ()
+    names: list[str] = []
+    is_behind = False
+    for node in graph.nodes:
+        if not node.is_multiplying:
+            continue
+        if _BLOCK_PATH.search(node.scope):
+            is_behind = True
+        elif is_behind:
+            names.append(node.name)
+    return tuple(names)
+
+
 def vocabulary_embeddings(graph: Graph) -> list[Node]:
     """Return the embeddings whose table is as large as the weight of the last layer that
     multiplies. A table may have up to a tenth more rows, for tokens that are read only.
@@ -51,7 +71,21 @@ def vocabulary_embeddings(graph: Graph) -> list[Node]:
         is_as_wide = table.shape[1:] == weight.shape[1:]
         if is_as_wide and 0 <= further_rows <= len(table) // 10:
             embeddings.append(node)
-    return embeddings
+    least_rows = _input_rows(graph)
+    return [node for node in embeddings if len(graph.weight(node)) >= least_rows]
+
+
+def _input_rows(graph: Graph) -> int:
+    """Return the rows of the largest table that an input of the network chooses from. Smaller
+    ones are of types of tokens, and a classifier may have as few classes.
+    """
+    rows = 0
+    for node in graph.nodes:
+        if node.row.looks_up and node.params:
+            readings = [graph.by_name[name].op for name in node.refs()]
+            if "input" in readings:
+                rows = max(rows, len(graph.weight(node)))
+    return rows
 
 
 def _last_multiplying(graph: Graph) -> Node | None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from quantizer.errors import or_without
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.label_replay import FILLED, UNWRITTEN, ExampleValues, Replay, Seen
 from quantizer.graph.labels import (
@@ -145,14 +147,23 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
         is_constant = not provenance.depends[node_name]
         whole = OutputPart(name, None, node_name, is_constant=is_constant)
         is_float = node.dtype is not None and (node.is_float or node.dtype.is_complex)
-        order = row_order(graph, node_name)
-        output = Output(name, node_name, is_float, (whole,), order=order)
-        if node.is_float and provenance.joined[node_name]:
-            output = _with_parts(provenance, output, taken)
-        if output.channel_axis is None:
-            output = replace(output, channel_axis=_channel_axis(provenance, output))
-        outputs.append(output)
+        output = Output(name, node_name, is_float, (whole,))
+        what = f"the parts, rows and channels of output {name}"
+        analyse = partial(_analysed, provenance, output, taken)
+        analysed = or_without(what, analyse, output)
+        outputs.append(analysed)
     return tuple(outputs)
+
+
+def _analysed(provenance: Provenance, output: Output, taken: set[str]) -> Output:
+    """Return an output with the order of its rows, its parts and its axis of channels."""
+    graph = provenance.graph
+    output = replace(output, order=row_order(graph, output.node))
+    if graph.by_name[output.node].is_float and provenance.joined[output.node]:
+        output = _with_parts(provenance, output, taken)
+    if output.channel_axis is None:
+        output = replace(output, channel_axis=_channel_axis(provenance, output))
+    return output
 
 
 @dataclass(frozen=True)

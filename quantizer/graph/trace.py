@@ -35,6 +35,7 @@ from quantizer.graph.lengths import (
     shortened_lengths,
     size_axes,
 )
+from quantizer.graph.long_rotations import rotations_keep_nothing
 from quantizer.graph.names import check_names
 from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
@@ -367,6 +368,7 @@ def _export(
             recurrent_weights_restored(module),
             masks_are_not_searched(),
             distributions_are_not_checked(),
+            rotations_keep_nothing(module),
             lean_export(),
             default_device_of_user(),
             watch,

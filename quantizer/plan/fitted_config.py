@@ -5,6 +5,7 @@ are spared.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document, Text
@@ -18,7 +19,7 @@ from quantizer.config.json_types import (
 )
 from quantizer.config.load import check_document, load_text
 from quantizer.config.wording import first_names
-from quantizer.errors import UsageError
+from quantizer.errors import UsageError, or_without
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.plan.fitted_algorithms import (
@@ -140,11 +141,22 @@ def fitted_document(
     if to_leave is not None:
         _fit_file(fitting, to_leave)
     for step in _STEPS:
-        step(fitting)
+        if step in _IMPROVEMENTS:
+            what = f"the step {step.__name__} of fitting {name}"
+            fitting = or_without(what, partial(_stepped, fitting, step), fitting)
+        else:
+            step(fitting)
     _require_accepted(fitting)
     if not fitting.changes:
         return FittedConfig(copy.deepcopy(dict(document)), ())
     return FittedConfig(fitting.document, tuple(fitting.changes))
+
+
+def _stepped(fitting: Fitting, step: Callable[[Fitting], None]) -> Fitting:
+    """Return what a step makes of a fitting, which stays as it is."""
+    changed = fitting.copied()
+    step(changed)
+    return changed
 
 
 def _fit_file(fitting: Fitting, to_leave: LayersToLeave) -> None:
@@ -234,3 +246,9 @@ _STEPS = (
     leave_out_idle_algorithms,
     _leave_out_idle_entries,
 )
+_IMPROVEMENTS = (
+    spare_sensitive_layers,
+    smooth_normalized_inputs,
+    give_divided_heads_channels,
+)
+"""The steps without which calibration accepts the config, too."""

@@ -2,6 +2,8 @@
 words of either form.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import (
     Collection,
@@ -80,6 +82,11 @@ class Fitting:
     _added: dict[JsonPath, list[str]] = field(default_factory=dict)
     _read: tuple[Document, Config] | None = None
     _plan: Plan | None = None
+
+    def copied(self) -> Fitting:
+        """Return a fitting at the same point, whose changes do not change this one."""
+        added = {path: [*sentences] for path, sentences in self._added.items()}
+        return replace(self, changes=[*self.changes], _added=added)
 
     @property
     def parsed(self) -> Document:

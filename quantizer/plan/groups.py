@@ -4,8 +4,9 @@ none. This depends on operators, not on the config.
 
 from collections.abc import Container, Iterable
 
+from quantizer.errors import or_without
 from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, pads_zeros
-from quantizer.graph.computed_parts import computed_parts
+from quantizer.graph.computed_parts import Runs, computed_parts
 from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.origins import maker, origins_of
 from quantizer.plan.floating import (
@@ -72,7 +73,13 @@ class _Layouter:
         self.single = single
         self.where = Layout({}, {}, floating(graph), origins_of(graph))
         if single is not EVERY_JOIN:
-            self.where.runs.update(computed_parts(graph, self.where.origins))
+            none: dict[str, Runs] = {}
+            runs = or_without(
+                "the parts of values that are computed from joined ones",
+                lambda: computed_parts(graph, self.where.origins),
+                none,
+            )
+            self.where.runs.update(runs)
             self.where.apart.update(_staying_apart(graph, self.where))
         # The only reader of a group's point or of a join, if that is a join
         self.feeds: dict[str, str] = {}

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from quantizer.config.typed_fields import fits
+from quantizer.config.wording import first_names
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
 from quantizer.sources.json_files import read_object
@@ -79,17 +80,38 @@ def stored_tensors(folder: Path) -> dict[str, DeferredTensor]:
     """Return the tensors of the folder's safetensors files by name.
 
     Raises:
-        ModelError: a file is missing or damaged, or a file of another folder is named.
+        ModelError: a file is missing or damaged, a file of another folder is named, or there
+            are the weights of two models.
     """
-    files: list[str] = []
-    if (folder / CHECKPOINT_INDEX).exists():
-        files = indexed_files(folder / CHECKPOINT_INDEX)
-    elif (folder / CHECKPOINT_FILE).is_file():
-        files = [CHECKPOINT_FILE]
     tensors: dict[str, DeferredTensor] = {}
-    for name in files:
+    for name in _weight_files(folder):
         tensors |= read_deferred(folder / name, ModelError)
     return tensors
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of the folder's safetensors files.
+
+    Raises:
+        ModelError: an index is damaged, or there is a file that it does not name.
+    """
+    config = read_object(folder / "config.json", ModelError)
+    explicit = str(config.get("transformers_weights") or "")
+    if explicit.endswith(".index.json"):
+        return indexed_files(folder / explicit)
+    if explicit:
+        return [explicit]
+    single = [CHECKPOINT_FILE] if (folder / CHECKPOINT_FILE).is_file() else []
+    if not (folder / CHECKPOINT_INDEX).exists():
+        return single
+    indexed = indexed_files(folder / CHECKPOINT_INDEX)
+    if single and indexed != single:
+        raise ModelError(
+            f"{folder} has {CHECKPOINT_FILE} and {CHECKPOINT_INDEX}, which names "
+            f"{first_names(indexed)}: it is not known which are the weights of this model",
+            help="move the others away",
+        )
+    return indexed
 
 
 def indexed_files(index: Path) -> list[str]:

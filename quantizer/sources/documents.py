@@ -22,8 +22,10 @@ from quantizer.storage.plain_files import require_file_or_folder
 TEXT = "text"
 MESSAGES = "messages"
 _ROWS = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
-_MESSAGE_KEYS = ("role", "content")
 _BASE64 = "base64 of bytes"
+_ROLE = "role"
+_CONTENT = "content"
+_TOOL_CALLS = "tool_calls"
 _IMAGE = "image"
 _IMAGES = "images"
 _PATH_KEYS = (_IMAGE, "path", "url")
@@ -36,8 +38,8 @@ class Document:
 
     Attributes:
         place: the file, and the row in it, for messages of errors.
-        content: the text, or a list of dicts with `role` and `content`. A part that is an image
-            has no path.
+        content: the text, or a list of dicts with `role` and `content`, or `tool_calls`. A part
+            that is an image has no path.
         images: the files or their contents, in the order of their places in the content.
     """
 
@@ -170,12 +172,13 @@ def _document(place: str, row: Mapping[str, Any]) -> Document:
         return Document(place, text)
     messages = row.get(MESSAGES)
     if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return Document(place, messages)
+        return Document(place, [_without_nulls(message) for message in messages])
     for name, value in ((TEXT, text), (MESSAGES, messages)):
         if value is not None:
             message = f"{name} of {place} is {a_kind(value)}"
             if isinstance(value, list):
-                message = f"{name} of {place} is not a list of dicts with role and content"
+                message = f"{name} of {place} is not a list of dicts with role and content (or "
+                message += "tool_calls)"
             raise DataError(message, help=f"each row must be {_ROWS}")
     keys = [key for key, value in row.items() if value is not None]
     raise DataError(
@@ -185,7 +188,17 @@ def _document(place: str, row: Mapping[str, Any]) -> Document:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(key in value for key in _MESSAGE_KEYS)
+    """Return whether a value has a role, and a content or calls of tools instead."""
+    if not isinstance(value, dict) or value.get(_ROLE) is None:
+        return False
+    return value.get(_CONTENT) is not None or bool(value.get(_TOOL_CALLS))
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without null values, which rows of Parquet have for absent ones, and
+    which a template would write as None.
+    """
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _with_images(document: Document, row: Mapping[str, Any], folder: Path) -> Document:
@@ -245,10 +258,11 @@ def _without_paths(messages: list[Any]) -> tuple[list[Any], list[Any]]:
     paths: list[Any] = []
     changed: list[Any] = []
     for message in messages:
-        parts = message["content"]
+        parts = message.get(_CONTENT)
         if isinstance(parts, list):
             parts = [_without_path(part, paths) for part in parts]
-        changed.append({**message, "content": parts})
+            message = {**message, _CONTENT: parts}
+        changed.append(message)
     return changed, paths
 
 

@@ -25,19 +25,18 @@ from quantizer.sources.deferred_checkpoint import (
     require_inside,
     stored_tensors,
 )
+from quantizer.sources.embedding_modules import embedding_modules
 from quantizer.sources.json_files import read_object, require_readable
 from quantizer.sources.pretrained import check_config, load_pretrained, model_class
 from quantizer.sources.quantized_folders.dequantized_folder import (
-    QUANTIZATION_KEY,
+    QUANTIZATION_KEYS,
     dequantized_folder,
     quantization_of,
     stored_dtype,
 )
-from quantizer.sources.quantized_folders.method_settings import (
-    FLOAT_FOLDER_HELP,
-    MethodSettings,
-)
+from quantizer.sources.quantized_folders.method_settings import MethodSettings
 from quantizer.sources.text import longest_window
+from quantizer.sources.unused_tensors import keep_unused_tensors
 from quantizer.sources.user_code import user_errors
 
 _logger = logging.getLogger(__name__)
@@ -61,13 +60,14 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         message = f"{folder} is a Hugging Face model, and transformers is missing"
         raise ModelError(message, help=pip_line("llm"))
     require_readable(folder, ModelError)
+    embedding_modules(folder)
     config = read_object(folder / HUGGING_FACE_CONFIG, ModelError)
     remedy = f"transformers.AutoModel.from_pretrained('{folder}') shows where it fails"
     with user_errors(f"transformers, loading {folder},", ModelError, remedy=remedy):
         _require_own_files(folder, config)
         quantization = quantization_of(folder, config)
         architecture = _class_name(config, folder, trust=trust)
-        _require_weights(folder, config, architecture)
+        _require_weights(folder, architecture)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
             check_config(folder / HUGGING_FACE_CONFIG, config)
@@ -81,6 +81,8 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         module, report = read_checkpoint(
             folder, architecture, trust=trust, ignore_mismatched_sizes=True
         )
+        stored = stored_tensors(folder)
+    keep_unused_tensors(folder, module, stored, report["unexpected_keys"])
     _require_fit(folder, architecture, report)
     return module
 
@@ -95,8 +97,9 @@ def _load_dequantized(
     """
     config = load_pretrained("AutoConfig", folder, trust=trust)
     for part in (config, getattr(config, "text_config", None)):
-        if getattr(part, QUANTIZATION_KEY, None) is not None:
-            delattr(part, QUANTIZATION_KEY)
+        for key in QUANTIZATION_KEYS:
+            if getattr(part, key, None) is not None:
+                delattr(part, key)
     stored = stored_tensors(folder)
     dtype = config.dtype or stored_dtype(stored)
     dequantized = dequantized_folder(folder, quantization, stored, dtype)
@@ -118,14 +121,7 @@ def _load_dequantized(
     loaded_config: Any = module.config
     loaded_config.name_or_path = str(folder)
     _require_fit(folder, architecture, report)
-    unexpected = sorted(report["unexpected_keys"])
-    if unexpected:
-        tensors = counted(len(unexpected), "tensor")
-        raise ModelError(
-            f"{folder} has {tensors} that {architecture} lacks, and what they do to the "
-            f"quantized weights is unknown: {first_names(unexpected)}",
-            help=FLOAT_FOLDER_HELP,
-        )
+    keep_unused_tensors(folder, module, dequantized.tensors, report["unexpected_keys"])
     return module
 
 
@@ -160,14 +156,13 @@ def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> Non
         )
 
 
-def _require_weights(folder: Path, config: dict[str, Any], architecture: str) -> None:
+def _require_weights(folder: Path, architecture: str) -> None:
     """Check that the folder has safetensors files, and that they are whole.
 
     Raises:
         ModelError: it has none, or one is damaged.
     """
-    is_explicit = bool(config.get("transformers_weights"))
-    if is_explicit or stored_tensors(folder):
+    if stored_tensors(folder):
         return
     shards = sorted(folder.glob("*.safetensors"))
     if shards:

@@ -5,6 +5,7 @@
 import importlib
 import io
 import json
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,11 @@ from quantizer.config.typed_fields import fits
 from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors
+from quantizer.sources.image_modes import MAX_BYTE, as_rgb, converted
 from quantizer.sources.json_files import parse_object
 from quantizer.storage.plain_files import read_start, require_file_or_folder
+
+_logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = (
     ".jpg",
@@ -39,6 +43,8 @@ _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 _Converted = TypeVar("_Converted")
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 _MAX_PIXELS = 200_000_000
+_MAX_ROW_PIXELS = 64_000_000
+"""Of an image in a row, which a processor copies several times as float numbers."""
 _MAX_SETTINGS_BYTES = 1_000_000
 _MAX_NUMBER = 1e30
 """The largest mean or std. In float32, numbers that are a little larger become infinite."""
@@ -76,7 +82,7 @@ class Preprocess:
         """
         self._check_pixels(image.size)
         mode = "RGB" if len(self.mean) == 3 else "L"
-        image = image.convert(mode)
+        image = converted(image, mode)
         if self.resize:
             shorter = min(image.size)
             size = tuple(self.resize * side // shorter for side in image.size)
@@ -85,19 +91,24 @@ class Preprocess:
         if self.crop:
             image = image.crop(_centre(image.size, self.crop))
         width, height = image.size
-        content = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        pixels = content.reshape(height, width, -1).permute(2, 0, 1)
+        dtype = torch.float32 if image.mode == "F" else torch.uint8
+        content = torch.frombuffer(bytearray(image.tobytes()), dtype=dtype)
+        pixels = content.reshape(height, width, -1).permute(2, 0, 1).float()
         mean = torch.tensor(self.mean)[:, None, None]
         std = torch.tensor(self.std)[:, None, None]
-        return (pixels.float() / 255 - mean) / std
+        # Resizing in float may leave the range, and grey pixels are those of all channels
+        return (pixels.clamp(0, MAX_BYTE) / MAX_BYTE - mean) / std
 
     def _check_pixels(self, size: Sequence[int]) -> None:
-        if math.prod(size) > self.max_pixels:
-            width, height = size
-            raise DataError(
-                f"would have {width} x {height} pixels, more than {self.max_pixels}",
-                help='a larger "max_pixels" in --preprocess allows it',
-            )
+        remedy = 'a larger "max_pixels" in --preprocess allows it'
+        _require_pixels(size, self.max_pixels, remedy)
+
+
+def _require_pixels(size: Sequence[int], limit: int, remedy: str) -> None:
+    """Raise `DataError` for an image of more pixels than a limit."""
+    if math.prod(size) > limit:
+        width, height = size
+        raise DataError(f"would have {width} x {height} pixels, more than {limit}", help=remedy)
 
 
 def parse_preprocess(text: str) -> Preprocess:
@@ -122,6 +133,13 @@ def parse_preprocess(text: str) -> Preprocess:
     _check_fields(fields, place)
     for name in ("mean", "std"):
         fields[name] = tuple(map(float, fields[name]))
+    if max(fields["mean"]) > 1:
+        _logger.warning(
+            "%s: a mean of %g is for pixels from 0 to 255, and they are from 0 to 1 here: "
+            "divide mean and std by 255",
+            place,
+            max(fields["mean"]),
+        )
     return Preprocess(**fields)
 
 
@@ -240,13 +258,16 @@ def read_image(path: Path | StoredImage) -> Any:
     """Return an image of pillow in RGB.
 
     Raises:
-        DataError: the file cannot be read as an image, or pillow is missing.
+        DataError: the file cannot be read as an image or is too large, or pillow is missing.
     """
-    return _opened(path, _as_rgb)
+    return _opened(path, _small_rgb)
 
 
-def _as_rgb(image: Any) -> Any:
-    return image.convert("RGB")
+def _small_rgb(image: Any) -> Any:
+    _require_pixels(
+        image.size, _MAX_ROW_PIXELS, "make it smaller: models take far fewer pixels"
+    )
+    return as_rgb(image)
 
 
 def _opened(path: Path | StoredImage, convert: Callable[[Any], _Converted]) -> _Converted:

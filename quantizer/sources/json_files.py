@@ -78,17 +78,36 @@ def parse_object(
     remedy: str = _AGAIN,
     first_line: int = 1,
 ) -> dict[str, Any]:
-    """Return the object that a part of a file is.
+    """Return the object that a part of a file is; the arguments are those of `parse_value`.
+
+    Raises:
+        error: the text is not JSON, or is something else.
+    """
+    value = parse_value(text, path, error, remedy=remedy, first_line=first_line)
+    if not isinstance(value, dict):
+        raise error(f"{path}:{first_line} is {a_kind(value)}, not an object", help=remedy)
+    return value
+
+
+def parse_value(
+    text: str,
+    path: Path,
+    error: type[QuantizerError],
+    *,
+    remedy: str = _AGAIN,
+    first_line: int = 1,
+) -> Any:
+    """Return the value of a part of a file.
 
     Args:
-        text: of the object, which begins at `first_line`.
+        text: of the value, which begins at `first_line`.
         path: of the file.
         error: the error to raise.
         remedy: what to do about it.
         first_line: counted from 1.
 
     Raises:
-        error: the text is not JSON, or is something else.
+        error: the text is not JSON.
     """
     try:
         value = json.loads(text)
@@ -109,6 +128,4 @@ def parse_object(
         raise error(f"{place} is not JSON: {reason}", help=remedy) from cause
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}:{first_line} is not JSON: {cause}", help=remedy) from cause
-    if not isinstance(value, dict):
-        raise error(f"{path}:{first_line} is {a_kind(value)}, not an object", help=remedy)
     return value

@@ -301,6 +301,46 @@ def test_settings_that_gguf_cannot_read_are_no_unknown_kind(tmp_path: Path) -> N
         vocabulary_keys(tmp_path, 8)
 
 
+NAMED = {"default": "{{ a }}", "tool_use": "{{ b }}", "rag+": "{{ c }}"}
+
+
+def as_list(folder: Path) -> None:
+    rows = [{"name": name, "template": text} for name, text in NAMED.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": rows}))
+
+
+def as_files(folder: Path) -> None:
+    """Files go before a template among the settings, as in transformers."""
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ old }}"}')
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in NAMED.items():
+        file = folder / "additional_chat_templates" / f"{name}.jinja"
+        if name == "default":
+            file = folder / "chat_template.jinja"
+        file.write_text(text)
+
+
+def without_settings(folder: Path) -> None:
+    as_files(folder)
+    (folder / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize("write", [as_list, as_files, without_settings])
+def test_all_chat_templates_are_in_the_file(write: Any, tmp_path: Path) -> None:
+    of_bytes(by_words=True).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path)
+    found = vocabulary_keys(tmp_path, 600)
+    assert found is not None
+    values = {name: key.value for name, key in found[0].items() if "chat_template" in name}
+    names = values.pop("tokenizer.chat_templates")
+    assert sorted(names) == ["rag_", "tool_use"]
+    assert values == {
+        "tokenizer.chat_template": "{{ a }}",
+        "tokenizer.chat_template.tool_use": "{{ b }}",
+        "tokenizer.chat_template.rag_": "{{ c }}",
+    }
+
+
 def test_a_run_says_that_the_file_has_no_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

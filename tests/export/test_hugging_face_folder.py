@@ -8,13 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from support.llamas import llama, saved
+from safetensors.torch import load_file, save_file
+from support.llamas import llama, saved, tokens
+from support.runs import ROOT
 
+import quantizer
+from quantizer.config.document.document import Text
+from quantizer.config.load import load_text
+from quantizer.errors import ModelError
+from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.hugging_face_folder import write_folder
+from quantizer.graph.trace import trace
+from quantizer.plan.resolve import resolve_plan
+from quantizer.sources.models import load_model
 
 transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
 tokenizers = pytest.importorskip("tokenizers")
 
+INT8 = json.loads((ROOT / "configs" / "weight_int8.json").read_text())["global_quant_config"][
+    "weight"
+]
+EVERY_LINEAR = {
+    "layer_type_quant_config": {"Linear": {"weight": INT8}},
+    "global_quant_config": {"target_device": "CPU"},
+}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -106,3 +123,113 @@ def test_what_stays_behind_is_named(tmp_path: Path) -> None:
         "model.safetensors",
         "video_preprocessor_config.json",
     ]
+
+
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {
+        "idx": 1,
+        "name": "1",
+        "path": "1_Pooling",
+        "type": "sentence_transformers.models.Pooling",
+    },
+    {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+]
+
+
+def with_modules(folder: Path, modules: Any = MODULES, **pooling: Any) -> Path:
+    """The folder as one of Sentence Transformers, with a layer after the pooling."""
+    for name in ("1_Pooling", "2_Dense"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(pooling))
+    save_file({"linear.weight": torch.ones(2, 2)}, folder / "2_Dense" / "model.safetensors")
+    (folder / "2_Dense" / "code.py").write_text("")
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return folder
+
+
+def test_what_modules_json_names_is_copied_with_its_weights(tmp_path: Path) -> None:
+    source = with_modules(saved(tmp_path / "source", llama()))
+    (source / "onnx").mkdir()
+    model = load_model(str(source)).module
+    result = tmp_path / "result"
+    result.mkdir()
+    assert write_folder(result, model, {}, {}) == ["not copied from source: onnx/"]
+    for name in ("1_Pooling", "2_Dense"):
+        copied = sorted(path.name for path in (result / name).iterdir())
+        expected = sorted(path.name for path in (source / name).iterdir())
+        assert copied == [path for path in expected if path != "code.py"]
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc"])
+def test_modules_are_in_the_folder(path: str, tmp_path: Path) -> None:
+    source = with_modules(saved(tmp_path / "source", llama()), [MODULES[0] | {"path": path}])
+    with pytest.raises(ModelError, match=r"modules\.json names a file outside its folder"):
+        load_model(str(source))
+    (source / "modules.json").write_text("[3]")
+    with pytest.raises(ModelError, match=r"modules\.json is damaged"):
+        load_model(str(source))
+
+
+def test_what_the_class_does_not_use_is_carried_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a layer that the class passes over, and of one that it does not know."""
+    monkeypatch.setattr(
+        transformers.LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*"]
+    )
+    source = saved(tmp_path / "source", llama(tie_word_embeddings=False))
+    tensors = load_file(source / "model.safetensors")
+    further = {
+        "mtp.layers.0.fc.weight": torch.rand(64, 64),
+        "model.layers.1.mlp.up_proj.weight": torch.rand(96, 64),
+    }
+    rotations = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file({**tensors, **further, **rotations}, source / "model.safetensors")
+    model = load_model(str(source)).module
+    assert "does not use 2 tensors of" in caplog.text
+    config = ROOT / "configs" / "weight_int8.json"
+    result = quantizer.calibrate(model, config, tokens())
+    result.export("compressed-tensors", tmp_path / "result")
+    stored = load_file(tmp_path / "result" / "model.safetensors")
+    for name, value in further.items():
+        assert torch.equal(stored[name], value)
+    assert not rotations.keys() & stored.keys()
+    ignored = json.loads((tmp_path / "result" / "config.json").read_text())
+    assert ignored["quantization_config"]["ignore"] == [
+        "lm_head",
+        "model.layers.1.mlp.up_proj",
+        "mtp.layers.0.fc",
+    ]
+    assert load_model(str(tmp_path / "result")).name == "LlamaForCausalLM"
+
+
+@pytest.mark.slow
+def test_poolers_and_classifiers_stay_float(tmp_path: Path) -> None:
+    """Also where a classifier has as many classes as there are types of tokens."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    more = {"vocab_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 32}
+    config = transformers.BertConfig(**sizes, **more)
+    model = transformers.BertForSequenceClassification(config).eval()
+    quantizer.quantize(model, tokens(), to="w8", folder=tmp_path / "out")
+    [config_file] = (tmp_path / "out").glob("export/*/config.json")
+    content = json.loads(config_file.read_text())
+    assert content["quantization_config"]["ignore"] == ["bert.pooler.dense", "classifier"]
+    result = quantizer.calibrate(model, EVERY_LINEAR, tokens())
+    remarks = " ".join(result.export("compressed-tensors", tmp_path / "all").remarks)
+    assert "vLLM builds bert.pooler.dense, classifier in float" in remarks
+
+
+def test_a_block_of_several_places_stays_float() -> None:
+    """As in Zamba 2: readers tie all of a shared block, also layers that one place runs."""
+    model = llama(num_hidden_layers=2)
+    model.config.use_cache = False
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    graph = trace(model, (), tokens()[0])
+    config = load_text(Text("int8", json.dumps(EVERY_LINEAR))).require()
+    placement = place_codes(graph, resolve_plan(config, graph, graph).specs)
+    scopes = " ".join(node.scope for node in placement.linears.values())
+    assert "layers.1.self_attn" in scopes
+    assert "mlp" not in scopes

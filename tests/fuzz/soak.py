@@ -11,6 +11,7 @@ with an internal error, is printed with its seed.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import quantizer
-from quantizer.errors import QuantizerError
+from quantizer.errors import LEFT_OUT, QuantizerError
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.results import checkpoint
 from quantizer.sources.models import load_model
@@ -80,6 +81,28 @@ def drawn_config(draw: random.Random) -> dict[str, Any]:
             "pre_quant_opt_config" if name == "smoothquant" else "algo_config": {"name": name}
         }
     return found
+
+
+class _LeftOut(logging.Handler):
+    """Collects the analyses that failed without ending the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def watched(seed: int, place: Path) -> tuple[str, list[str]]:
+    """The same as `one`, where an analysis that was left out is a finding."""
+    left_out = _LeftOut()
+    logging.getLogger(LEFT_OUT).addHandler(left_out)
+    try:
+        end, found = one(seed, place)
+    finally:
+        logging.getLogger(LEFT_OUT).removeHandler(left_out)
+    return end, [*found, *dict.fromkeys(left_out.lines)]
 
 
 def one(seed: int, place: Path) -> tuple[str, list[str]]:
@@ -299,7 +322,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     checkpoint.SAVE_INTERVAL_S = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        search(lambda seed: one(seed, Path(folder) / "seed"))
+        search(lambda seed: watched(seed, Path(folder) / "seed"))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from quantizer.sources.tokenizer import load_tokenizer
 
 CODE = """
 from pathlib import Path
+from typing import Any
 Path(__file__ + ".ran").touch()
 Path(MARK).touch()
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizer
@@ -350,3 +351,67 @@ def test_a_damaged_chat_template_is_named(tmp_path: Path) -> None:
     place = saved(tmp_path / "model", llama())
     (place / "chat_template.jinja").write_bytes("{{ messages }}".encode("utf-16"))
     assert "chat_template.jinja:1 is not UTF-8 text" in refusal(place)[0]
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def changed(place: Path, change: Any, **config: Any) -> Path:
+    """The folder of a LLaMA whose tensors were changed, with more fields of its config."""
+    saved(place, llama())
+    tensors = load_file(place / "model.safetensors")
+    change(tensors)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((place / "config.json").read_text()) | config
+    (place / "config.json").write_text(json.dumps(fields))
+    return place
+
+
+def as_codes(tensors: dict[str, Any]) -> None:
+    tensors[f"{QUERY}.weight"] = tensors[f"{QUERY}.weight"].to(torch.int8)
+    tensors[f"{QUERY}.weight_scale"] = torch.ones(64)
+
+
+@pytest.mark.parametrize(
+    "name", [f"{QUERY}.lora_A.weight", f"{QUERY}.bias", "model.layers.0.self_attn.k_scale"]
+)
+def test_a_tensor_that_would_change_a_layer_is_refused(name: str, tmp_path: Path) -> None:
+    place = changed(tmp_path / "m", lambda tensors: tensors.update({name: torch.ones(64)}))
+    message, _ = refusal(place)
+    assert f"1 tensor that LlamaForCausalLM lacks, in layers that it runs: {name}" in message
+
+
+def test_codes_without_a_method_are_refused(tmp_path: Path) -> None:
+    message, _ = refusal(changed(tmp_path / "a", as_codes))
+    assert "stores 1 weight as codes (int8), and config.json has no" in message
+    name = f"{QUERY}.weight"
+    place = changed(
+        tmp_path / "b",
+        lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}),
+    )
+    assert "stores 1 weight as codes (float8_e4m3fn)" in refusal(place)[0]
+
+
+def test_a_method_may_stand_in_another_field_or_file(tmp_path: Path) -> None:
+    place = changed(tmp_path / "a", as_codes, compression_config={"quant_method": "vendor's"})
+    assert "is quantized by vendor's, which quantizer cannot dequantize" in refusal(place)[0]
+    place = changed(tmp_path / "b", as_codes)
+    settings = {"quantization": {"quant_algo": "FP8"}}
+    (place / "hf_quant_config.json").write_text(json.dumps(settings))
+    assert "is quantized by modelopt (FP8)" in refusal(place)[0]
+    settings["quantization"]["quant_algo"] = ""
+    place = changed(tmp_path / "c", lambda tensors: None)
+    (place / "hf_quant_config.json").write_text(json.dumps(settings))
+    assert load_model(str(place)).name == "LlamaForCausalLM"
+
+
+def test_an_index_beside_a_file_that_it_does_not_name_is_refused(tmp_path: Path) -> None:
+    place = saved(tmp_path / "model", llama())
+    weights = load_file(place / "model.safetensors")
+    index = place / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model.safetensors")}))
+    assert load_model(str(place)).name == "LlamaForCausalLM"
+    save_file(weights, place / "model-1.safetensors", metadata={"format": "pt"})
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "model-1.safetensors")}))
+    message, _ = refusal(place)
+    assert "model.safetensors and model.safetensors.index.json, which names model-1" in message

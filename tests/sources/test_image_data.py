@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantizer.errors import DataError, UsageError
 from quantizer.sources.data import load_batches
-from quantizer.sources.images import parse_preprocess
+from quantizer.sources.images import parse_preprocess, read_image
 
 Image = pytest.importorskip("PIL.Image", reason="needs quantizer-torch[images]")
 
@@ -217,3 +217,83 @@ def test_a_small_file_cannot_ask_for_any_number_of_pixels(
     assert only({**settings, "max_pixels": 1_000_000}).args[0].numel() > 300_000
     before = Image.MAX_IMAGE_PIXELS
     assert only({**settings, "max_pixels": 1_000_000}) and before == Image.MAX_IMAGE_PIXELS
+
+
+def grey(value: float, mode: str, name: str, **options: Any) -> float:
+    """The pixel of a grey image of one value, as three channels have it."""
+    Path("d").mkdir(exist_ok=True)
+    for path in Path("d").iterdir():
+        path.unlink()
+    Image.new(mode, (4, 4), value).save(f"d/{name}", **options)
+    x = only({**PLAIN, "resize": 2, "crop": 2}).args[0]
+    assert x.shape == (1, 3, 2, 2)
+    [pixel] = x.unique().tolist()
+    return float(pixel)
+
+
+@pytest.mark.parametrize(
+    ("value", "mode", "name", "expected"),
+    [
+        (16384, "I;16", "a.png", 16384 / 65535),
+        (16384, "I;16", "a.tif", 16384 / 65535),
+        (16384, "I;16B", "a.tif", 16384 / 65535),
+        (16384, "I;16", "a.pgm", 16384 / 65535),
+        (0.25, "F", "a.tif", 0.25),
+        (1, "1", "a.png", 1.0),
+        ((51, 9), "LA", "a.png", 0.2),
+        ((0, 0, 0, 204), "CMYK", "a.tif", 0.2),
+    ],
+)
+def test_pixels_of_every_mode_keep_their_value(
+    value: Any, mode: str, name: str, expected: float
+) -> None:
+    assert grey(value, mode, name) == pytest.approx(expected, abs=1e-6)
+
+
+def test_white_may_be_zero_and_bits_may_be_fewer_than_sixteen() -> None:
+    assert grey(16384, "I;16", "a.tif", tiffinfo={262: 0}) == pytest.approx(1 - 16384 / 65535)
+    twelve = Image.new("I;16", (4, 4), 1024)
+    twelve.format, twelve.tag_v2 = "TIFF", {258: (12,)}
+    assert parse_preprocess(json.dumps(PLAIN))(twelve).unique().tolist() == pytest.approx(
+        [1024 / 4095]
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_palette_with_transparency_has_its_colours() -> None:
+    Path("d").mkdir()
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([9, 9, 9, 51, 102, 153])
+    image.save("d/a.png", transparency=b"\x80\x00")
+    image.convert("PA").save("d/b.tif")
+    for pixels in only(PLAIN).args[0]:
+        assert pixels[:, 0, 0].tolist() == pytest.approx([0.2, 0.4, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("value", "mode", "said"),
+    [
+        (-3, "I", "d/a.tif has signed or 32-bit integers as pixels"),
+        (213.5, "F", "d/a.tif has float pixels from 213.5 to 213.5"),
+        (-0.25, "F", "d/a.tif has float pixels from -0.25 to -0.25"),
+        (float("nan"), "F", "d/a.tif has float pixels from nan to nan"),
+    ],
+)
+def test_pixels_without_a_known_white_are_refused(value: float, mode: str, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        grey(value, mode, "a.tif")
+    assert caught.value.message.startswith(said)
+    assert "8 or 16 bits" in (caught.value.help or "")
+
+
+def test_images_of_rows_keep_their_values_and_are_not_too_large() -> None:
+    Image.new("I;16", (4, 4), 16384).save("a.png")
+    assert read_image(Path("a.png")).getpixel((0, 0)) == (64, 64, 64)
+    Image.new("1", (8001, 8000)).save("b.png")
+    with pytest.raises(DataError, match=r"b.png would have 8001 x 8000 pixels"):
+        read_image(Path("b.png"))
+
+
+def test_a_mean_of_pixels_up_to_255_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    parse_preprocess('{"mean": [123.7, 116.3, 103.5], "std": [58.4, 57.1, 57.4]}')
+    assert "a mean of 123.7 is for pixels from 0 to 255" in caplog.text

@@ -251,6 +251,28 @@ def test_rows_are_texts_or_chats(file: str) -> None:
     assert words(batch.args[0]) == ["<u:ab><a:c>de\n\nfg"]
 
 
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
+def test_an_assistant_may_call_tools_and_say_nothing(file: str) -> None:
+    class Calling(Chat):
+        def apply_chat_template(self, messages: list[dict[str, Any]], *, tokenize: bool) -> str:
+            assert [set(row) - {"role"} for row in messages] == [
+                {"content"},
+                {"tool_calls"},
+                {"content"},
+            ]
+            return messages[1]["tool_calls"][0]["function"]["name"] + messages[2]["content"]
+
+    call = {"type": "function", "function": {"name": "find", "arguments": "{}"}}
+    asked = {"role": "assistant", "tool_calls": [call]}
+    silent = asked | {"content": None}
+    messages = [message("user", "ab"), silent, message("tool", "yes")]
+    for row in (messages, [messages[0], asked, messages[2]]):
+        write_rows(file, [{"messages": row}])
+        windows = Windows(lambda: TextTokenizer(Calling(), "calling"), 8)
+        (batch,) = load_batches(file, windows=windows)
+        assert words(batch.args[0]) == ["<findyes"]
+
+
 def test_rows_and_files_are_one_text() -> None:
     Path("data").mkdir()
     Path("data/a.txt").write_text("abc")
@@ -302,7 +324,11 @@ def test_equal_first_tokens_of_a_chat_are_kept() -> None:
         ('{"messages": "hello"}', "messages of rows.jsonl:3 is a str"),
         (
             '{"messages": [{"role": "user"}]}',
-            "messages of rows.jsonl:3 is not a list of dicts with role and content",
+            "messages of rows.jsonl:3 is not a list of dicts with role and content (or tool_calls)",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": null}]}',
+            "messages of rows.jsonl:3 is not a list of dicts with role and content (or tool_calls)",
         ),
         (
             '{"messages": [{"role": "system", "content": ""}]}',

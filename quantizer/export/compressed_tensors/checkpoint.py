@@ -1,6 +1,6 @@
 """Describes a compressed-tensors checkpoint: layers as codes, tensors as values, the config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +25,10 @@ from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
 from quantizer.graph.ir import Graph
+from quantizer.graph.language_parts import layers_behind_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
+from quantizer.sources.unused_tensors import unused_tensors
 
 TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"
@@ -40,6 +42,7 @@ _HEAD_LIMITS = (
 )
 # Samples, tokens and features.
 _AXES_OF_TOKENS = 3
+_MATRIX_AXES = 2
 _NO_CODES_REMEDY = "quantize it with another scale_type"
 
 
@@ -55,6 +58,7 @@ class CompressedCheckpoint:
         head: the path of the layer that makes the logits; empty if there is none.
         fused: the names by which engines know layers that they fuse, each with their paths.
         cache: the quantized key-value cache; None if it is float.
+        unused: the tensors of the model's folder that the model does not use, by name.
     """
 
     layers: Mapping[str, CompressedLayer]
@@ -64,6 +68,7 @@ class CompressedCheckpoint:
     head: str = ""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cache: CompressedCache | None = None
+    unused: Mapping[str, Tensor] = field(default_factory=dict)
 
     def stored(self) -> dict[str, Tensor]:
         """Return the tensors of the files, by name."""
@@ -74,7 +79,7 @@ class CompressedCheckpoint:
             for part, tensor in layer.tensors().items():
                 codes[f"{path}.{part}"] = tensor
         scales = {} if self.cache is None else self.cache.scales
-        return {**tensors, **codes, **scales}
+        return {**self.unused, **tensors, **codes, **scales}
 
     @property
     def is_weight_only(self) -> bool:
@@ -217,16 +222,34 @@ def complete_checkpoint(
     Raises:
         UsageError: the format has no layout for the experts of this model.
     """
+    unused = unused_tensors(model)
     checkpoint = CompressedCheckpoint(
         with_shared_factors(graph, stored.layers),
         stored.tensors,
-        linears_of(model),
-        (*stored.remarks, *partial_block_remarks(graph, stored.layers)),
+        (*linears_of(model), *_matrices(unused)),
+        (
+            *stored.remarks,
+            *partial_block_remarks(graph, stored.layers),
+            *plain_layer_remarks(graph, stored.layers),
+        ),
         head_of(model),
         fused_names(graph),
         stored.cache,
+        unused,
     )
     return with_experts(checkpoint, model, stored.stacks)
+
+
+def plain_layer_remarks(graph: Graph, layers: Mapping[str, CompressedLayer]) -> tuple[str, ...]:
+    """Return a sentence on quantized layers that some engines build in float."""
+    paths = [graph.by_name[name].scope for name in layers_behind_blocks(graph)]
+    quantized = [path for path in paths if path in layers]
+    if not quantized:
+        return ()
+    return (
+        f"vLLM builds {first_names(quantized)} in float, as poolers and classifiers behind the "
+        "blocks of a model, and cannot load them quantized; exclude them for it",
+    )
 
 
 def with_experts(
@@ -316,6 +339,14 @@ def linears_of(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, nn.Linear):
             paths.append(path)
     return tuple(paths)
+
+
+def _matrices(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the paths of layers that engines may take for linear ones."""
+    for name, tensor in tensors.items():
+        path, _, part = name.rpartition(".")
+        if part == "weight" and tensor.dim() == _MATRIX_AXES:
+            yield path
 
 
 def head_of(model: nn.Module) -> str:

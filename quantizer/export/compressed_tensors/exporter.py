@@ -22,6 +22,7 @@ from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import model_of
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
+from quantizer.graph.language_parts import layers_behind_blocks
 from quantizer.plan.model import TensorSpecs
 
 
@@ -51,6 +52,10 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
     def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
         """Return the embeddings and other layers that have no place for codes."""
         return value_layers(specs, place_codes(graph, specs))
+
+    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
+        """Return the poolers and classifiers behind the blocks."""
+        return layers_behind_blocks(graph)
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[CheckpointFolder]:

@@ -3,7 +3,7 @@
 Only the specs are read, so that this is known before calibration.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quantizer.config.model import CAST_ONLY
@@ -67,6 +67,7 @@ _SEVERAL_CALLS = (
 
 def place_codes(graph: Graph, specs: TensorSpecs) -> CodePlacement:
     """Return the place of each quantized tensor."""
+    shared = _shared_modules(graph)
     specs = {key: spec for key, spec in specs.items() if spec.dtype != "float32"}
     linears: dict[str, Node] = {}
     experts: dict[str, Node] = {}
@@ -74,7 +75,7 @@ def place_codes(graph: Graph, specs: TensorSpecs) -> CodePlacement:
         spec = specs.get((node.name, "weights"))
         if spec is None or spec.dtype in CAST_ONLY:
             continue
-        if _is_own_linear(graph, node):
+        if _is_own_linear(graph, node) and not node.scope.startswith(shared):
             linears[node.name] = node
         if node.row.experts:
             experts[node.name] = node
@@ -204,6 +205,41 @@ def _is_own_linear(graph: Graph, node: Node) -> bool:
     if path != f"{node.scope}.weight":
         return False
     return all(user.scope == node.scope for user in graph.nodes if path in user.params.values())
+
+
+def _shared_modules(graph: Graph) -> tuple[str, ...]:
+    """Return the beginnings of the paths in modules that a model has in several places, as the
+    shared block of Zamba 2. Readers tie all weights in them, also those that one place runs.
+    """
+    scopes_by_weight: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        for path in node.params.values():
+            scopes_by_weight.setdefault(path, []).append(node.scope)
+    prefixes: set[str] = set()
+    for scopes in scopes_by_weight.values():
+        first = scopes[0].split(".")
+        for scope in scopes[1:]:
+            other = scope.split(".")
+            count = _equal_at_end(first, other)
+            if scope != scopes[0] and count > 1:
+                for names in (first, other):
+                    module = ".".join(names[: len(names) - count + 1])
+                    prefixes.add(f"{module}.")
+    return tuple(sorted(prefixes))
+
+
+def _equal_at_end(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return how many names at the end of two paths are equal.
+
+    >>> _equal_at_end(["layers", "1", "block", "q"], ["layers", "3", "block", "q"])
+    2
+    """
+    count = 0
+    for one, other in zip(reversed(first), reversed(second), strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
 
 
 def is_linear_class(node: Node) -> bool:

@@ -83,7 +83,7 @@ def _loaded(
     works for checkpoints that are weight-only and have one scheme.
     """
     try:
-        return _run(folder, call, name), ()
+        return _run(folder, checkpoint, call, name), ()
     except VerificationError:
         raise
     except Exception as error:
@@ -108,7 +108,7 @@ def _loaded(
         f"or {remedy}"
     )
     try:
-        module = _run(folder, call, name, quantization_config=settings)
+        module = _run(folder, checkpoint, call, name, quantization_config=settings)
     except Exception as error:
         if layer is None:
             raise
@@ -134,7 +134,13 @@ def _layer_without_weight(error: Exception) -> str | None:
     return layer
 
 
-def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Module:
+def _run(
+    folder: Path,
+    checkpoint: CompressedCheckpoint,
+    call: ExpectedCall,
+    name: str,
+    **settings: Any,
+) -> nn.Module:
     """Return the folder's model after a first call, which unpacks the weights.
 
     Raises:
@@ -143,7 +149,7 @@ def _run(folder: Path, call: ExpectedCall, name: str, **settings: Any) -> nn.Mod
     config = json.loads((folder / HUGGING_FACE_CONFIG).read_text("utf-8"))
     architectures = config.get("architectures") or ["AutoModel"]
     module, report = read_checkpoint(folder, architectures[0], **settings)
-    require_all_keys(report, _reader(), name)
+    require_all_keys(report, _reader(), name, checkpoint.unused)
     module(*call.args, **call.kwargs)
     return module
 

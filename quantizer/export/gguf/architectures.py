@@ -5,14 +5,17 @@ Source: the converters of llama.cpp (conversion/*.py), and the keys that transfo
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from torch import Tensor, nn
 
+from quantizer.config.wording import listed
 from quantizer.errors import UsageError
 from quantizer.export.gguf.families import FAMILIES, LLAMA3, Family
-from quantizer.export.gguf.file import Arrangement, GgufTensor, Outline
+from quantizer.export.gguf.file import Arrangement, GgufTensor, GgufValue, Outline
 from quantizer.export.gguf.settings import (
     FULL_ATTENTION,
     context_length,
@@ -27,6 +30,7 @@ from quantizer.export.gguf.settings import (
 from quantizer.export.gguf.template import file_names
 from quantizer.export.gguf.vocabulary import vocabulary_keys
 from quantizer.export.hugging_face_folder import source_folder
+from quantizer.sources.embedding_modules import embedding_modules, pooling_mode
 
 TEMPLATE_HELP = (
     "give --gguf_template FILE, any .gguf of the same model, whose keys and tokenizer are kept"
@@ -43,6 +47,13 @@ _GATE_AND_UP = "gate_up_proj"
 _HALVES = ("gate_proj", "up_proj")
 _OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 """Tensors with a matrix for each expert. The rows of the first one become two tensors."""
+_POOLING_TYPES = {
+    "mean": gguf.PoolingType.MEAN,
+    "cls": gguf.PoolingType.CLS,
+    "last": gguf.PoolingType.LAST,
+}
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+"""The modules of Sentence Transformers that llama.cpp runs: it normalizes all embeddings."""
 _SPEEDS = ".inv_freq"
 """The angle per token of each pair of values that is rotated."""
 
@@ -76,6 +87,7 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     if folder is not None:
         name = type(model).__name__
         vocabulary = vocabulary_keys(folder, config.vocab_size, name)
+        remarks += _add_pooling(keys, family, folder)
     if vocabulary is None:
         no_words = {"tokenizer.ggml.model": typed("no_vocab")}
         vocabulary = no_words, (NO_TOKENIZER,)
@@ -99,6 +111,21 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
         remarks=tuple(remarks),
         config=read_config,
     )
+
+
+def _add_pooling(keys: dict[str, GgufValue], family: Family, folder: Path) -> Iterator[str]:
+    """Add the key that says how tokens become one embedding, and yield what llama.cpp does
+    otherwise than the modules of the folder.
+    """
+    mode = pooling_mode(folder)
+    if mode in _POOLING_TYPES:
+        keys[f"{family.architecture}.pooling_type"] = typed(int(_POOLING_TYPES[mode]))
+    elif mode is not None:
+        yield f"llama.cpp does not know how its embeddings are pooled, by {mode}"
+    kinds = {module.kind for module in embedding_modules(folder)}
+    further = sorted(kinds.difference(_KNOWN_MODULES))
+    if further:
+        yield f"it ends before {listed(further)} of modules.json, which llama.cpp does not run"
 
 
 def _tensors(

@@ -37,6 +37,8 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
 
 _TARGET = "gguf"
+_GENERATING = "AutoModelForCausalLM"
+_HEADLESS = "AutoModel"
 _NO_LANGUAGE_MODEL = Refusal(
     "holds language models, and this model has no embedding of tokens",
     "--deploy onnx, pt2 and safetensors hold any network",
@@ -103,7 +105,12 @@ class GgufExporter(Exporter[GgufFile]):
         """Compare what transformers computes with test mode."""
         calls = expected_calls(deployment, written.network)
         by_template = deployment.choice("gguf_template") != ""
-        verification = verify_gguf(written, calls, by_template=by_template)
+        auto_class = _HEADLESS
+        if model_of(deployment, _TARGET).can_generate():  # type: ignore[operator]
+            auto_class = _GENERATING
+        verification = verify_gguf(
+            written, calls, by_template=by_template, auto_class=auto_class
+        )
         return replace(verification, remarks=(*written.remarks, *verification.remarks))
 
 

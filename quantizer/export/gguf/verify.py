@@ -24,8 +24,6 @@ from quantizer.export.transformers_verify import (
 from quantizer.nn.network import Network
 from quantizer.sources.hugging_face import read_checkpoint
 
-_AUTO = "AutoModelForCausalLM"
-
 
 @dataclass(frozen=True)
 class GgufFile:
@@ -45,7 +43,7 @@ class GgufFile:
 
 
 def verify_gguf(
-    written: GgufFile, calls: Iterable[ExpectedCall], *, by_template: bool
+    written: GgufFile, calls: Iterable[ExpectedCall], *, by_template: bool, auto_class: str
 ) -> Verification:
     """Compare the outputs of a file, loaded by transformers, with test mode's over all calls.
 
@@ -70,7 +68,7 @@ def verify_gguf(
 
     def load(call: ExpectedCall) -> nn.Module:
         """Return the network that transformers reads from the file, after a first call."""
-        module, report = read_checkpoint(file.parent, _AUTO, **settings)
+        module, report = read_checkpoint(file.parent, auto_class, **settings)
         require_all_keys(report, _reader(), file.name)
         module(*call.args, **call.kwargs)
         return module

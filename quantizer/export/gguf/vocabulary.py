@@ -18,6 +18,7 @@ import gguf
 from quantizer.errors import DataError
 from quantizer.export.gguf.file import GgufValue
 from quantizer.export.gguf.settings import typed
+from quantizer.sources.json_files import read_object, read_text
 from quantizer.sources.tokenizer import load_tokenizer
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.child_process import run_apart
@@ -43,6 +44,11 @@ _SPLITTERS = {
 _WHOLE_WORDS = {"dbrx": "llama-bpe"}
 """The name where a word of the vocabulary is taken whole, without merges."""
 _TOKEN_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
+_TEMPLATE_KEY = "tokenizer.chat_template"
+_TEMPLATE_FOLDER = "additional_chat_templates"
+_TEMPLATE_ENDING = ".jinja"
+_TEMPLATE_SETTINGS = ("tokenizer_config.json", "chat_template.json")
+_DEFAULT = "default"
 _PREFIX = {"type": "Prepend", "prepend": _SPACE}
 _REPLACED_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _STRIPPING_NAME = "phi3"
@@ -123,10 +129,47 @@ def _keys(
         return None
     values |= added
     keys = {f"tokenizer.ggml.{name}": typed(value) for name, value in values.items()}
-    template = special.chat_template
-    if isinstance(template, str):
-        keys["tokenizer.chat_template"] = typed(template)
+    return keys | _template_keys(folder)
+
+
+def _template_keys(folder: Path) -> dict[str, GgufValue]:
+    """Return the chat templates of a folder as keys: the default one, and others by name.
+
+    As in transformers, files of templates go before those in tokenizer_config.json.
+    """
+    templates: dict[str, str] = {}
+    for path in sorted((folder / _TEMPLATE_FOLDER).glob(f"*{_TEMPLATE_ENDING}")):
+        templates[path.stem] = read_text(path, DataError)
+    default = folder / f"chat_template{_TEMPLATE_ENDING}"
+    if default.is_file():
+        templates[_DEFAULT] = read_text(default, DataError)
+    for name in _TEMPLATE_SETTINGS:
+        if not templates and (folder / name).is_file():
+            templates = _listed_templates(read_object(folder / name, DataError))
+    keys: dict[str, GgufValue] = {}
+    names: list[str] = []
+    for name, template in templates.items():
+        if name == _DEFAULT:
+            keys[_TEMPLATE_KEY] = typed(template)
+            continue
+        names.append(re.sub("[^A-Za-z0-9]", "_", name))
+        keys[f"{_TEMPLATE_KEY}.{names[-1]}"] = typed(template)
+    if names:
+        keys[f"{_TEMPLATE_KEY}s"] = typed(names)
     return keys
+
+
+def _listed_templates(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates in the settings of a tokenizer, by name."""
+    template = settings.get("chat_template")
+    if isinstance(template, str):
+        return {_DEFAULT: template}
+    if isinstance(template, dict):
+        return {name: text for name, text in template.items() if isinstance(text, str)}
+    templates: dict[str, str] = {}
+    for row in template or ():
+        templates[str(row["name"])] = str(row["template"])
+    return templates
 
 
 def _splits_words(tokenizer: Any) -> bool:

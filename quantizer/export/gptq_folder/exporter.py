@@ -31,6 +31,7 @@ from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import model_of, with_scales_of_file
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
 from quantizer.graph.ir import Graph
+from quantizer.graph.language_parts import layers_behind_blocks
 from quantizer.nn.network import Network
 from quantizer.plan.model import TensorSpecs
 from quantizer.sources import hugging_face
@@ -72,6 +73,10 @@ class GptqExporter(Exporter[GptqFolder]):
         """Return the embeddings and other layers that have no place for codes."""
         return value_layers(specs, place_codes(graph, specs))
 
+    def plain_layers(self, graph: Graph) -> tuple[str, ...]:
+        """Return the poolers and classifiers behind the blocks."""
+        return layers_behind_blocks(graph)
+
     def as_run(self, graph: Graph, solution: Solution) -> Solution:
         """Return the solution with the file's scales, which are in the model's dtype."""
         if self.refusals(graph, solution.specs, -1):
@@ -92,7 +97,7 @@ class GptqExporter(Exporter[GptqFolder]):
         solution = self.as_run(deployment.graph, deployment.solution)
         stored = replace(deployment, solution=solution)
         checkpoint = checkpoint_of_network(stored, TARGET_NAME)
-        tensors = dict(checkpoint.tensors)
+        tensors = {**checkpoint.unused, **checkpoint.tensors}
         for layer_path, layer in checkpoint.layers.items():
             del tensors[f"{layer_path}.weight"]
             for part, tensor in layer_tensors(layer_path, layer.weight).items():

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ from onnx import ModelProto
 from torch import Tensor
 
 from quantizer.comparison.output_comparison import Recorder
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, or_without
 from quantizer.export.acceptance import with_float_figures, worst_of
 from quantizer.export.agreement import Agreement, EngineCheck, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
@@ -117,7 +118,8 @@ class OpenVinoCheck:
         layer = ""
         if not reads:
             folder = self.run.folder.parent
-            layer = first_layer_that_differs(self.file.model, self.deployment, folder)
+            find = partial(first_layer_that_differs, self.file.model, self.deployment, folder)
+            layer = or_without("the first layer that differs", find, "")
         return EngineCheck(
             self.engine, agrees, figures, layer=layer, defaults=defaults, reads=reads
         )

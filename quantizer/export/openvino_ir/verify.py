@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from quantizer.errors import VerificationError
+from quantizer.errors import VerificationError, or_without
 from quantizer.export.acceptance import accept_file, with_float_figures, worst_of
 from quantizer.export.agreement import Agreement, Kernels, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
@@ -74,7 +74,10 @@ def _accepted(
             remedy=_REMEDY,
         )
     except VerificationError as error:
-        layer = first_layer_that_differs(session.model, session.deployment, session.folder)
+        find = partial(
+            first_layer_that_differs, session.model, session.deployment, session.folder
+        )
+        layer = or_without("the first layer that differs", find, "")
         if not layer:
             raise
         text = f"{error.message}; the first layer that differs is {layer}"

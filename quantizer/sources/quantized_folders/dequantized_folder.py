@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +28,14 @@ from quantizer.sources.quantized_folders.stored_layer import (
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 QUANTIZATION_KEY = "quantization_config"
+QUANTIZATION_KEYS = (QUANTIZATION_KEY, "compression_config")
+"""The fields of config.json that say how weights are quantized. The second one is of early
+versions of compressed-tensors.
+"""
 GPTQ_FILE = "quantize_config.json"
 """The file in which early versions of AutoGPTQ put their settings."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""The file in which NVIDIA's ModelOpt puts its settings."""
 READERS: Mapping[str, Callable[[MethodSettings, torch.dtype], LayerReader]] = {
     "awq": AwqReader,
     "compressed-tensors": CompressedTensorsReader,
@@ -65,13 +72,15 @@ def quantization_of(folder: Path, config: JsonMapping) -> MethodSettings | None:
         ModelError: by a method that cannot be dequantized.
     """
     file = folder / "config.json"
-    fields = config.get(QUANTIZATION_KEY)
-    text_config = config.get("text_config")
-    if not fields and isinstance(text_config, dict):
-        fields = text_config.get(QUANTIZATION_KEY)
-    if not fields and (folder / GPTQ_FILE).is_file():
-        file = folder / GPTQ_FILE
-        fields = _gptq_settings(file)
+    fields: Any = None
+    for part in (config, config.get("text_config")):
+        for key in QUANTIZATION_KEYS:
+            if not fields and isinstance(part, dict):
+                fields = part.get(key)
+    for name, read_settings in _SETTINGS_FILES.items():
+        if not fields and (folder / name).is_file():
+            file = folder / name
+            fields = read_settings(file)
     if not fields:
         return None
     if not isinstance(fields, dict):
@@ -95,6 +104,26 @@ def _gptq_settings(file: Path) -> JsonMapping | None:
     if "bits" not in fields:
         return None
     return {"quant_method": "gptq"} | fields
+
+
+def _modelopt_settings(file: Path) -> JsonMapping | None:
+    """Return the settings in a file of ModelOpt, or None if weights are float.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    quantization = read_object(file, ModelError).get("quantization")
+    if not isinstance(quantization, dict):
+        return {"quant_method": "modelopt"}
+    algorithm = quantization.get("quant_algo")
+    return {"quant_method": f"modelopt ({algorithm})"} if algorithm else None
+
+
+_SETTINGS_FILES: Mapping[str, Callable[[Path], JsonMapping | None]] = {
+    GPTQ_FILE: _gptq_settings,
+    MODELOPT_FILE: _modelopt_settings,
+}
+"""What reads the settings of a method in a file of its own."""
 
 
 def dequantized_folder(
