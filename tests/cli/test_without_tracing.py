@@ -57,7 +57,7 @@ def test_test_mode_imports_no_tracer(tmp_path: Path) -> None:
     )
     given = ["--model", DIGITS, "--output_dir", str(tmp_path), "-q", "--subset_len", "64"]
     # Both processes have loaded the same files of tests
-    calibration = (run, "--quant_mode", "calib", *given)
+    calibration = [run, "--quant_mode", "calib", "--config_file", EXAMPLE, *given]
     made = fresh_processes.run(*calibration, cwd=ROOT, has_tracer=False)
     assert made.returncode == 0, made.stderr
     given += ["--quant_mode", "test"]
