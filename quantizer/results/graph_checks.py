@@ -25,8 +25,8 @@ _MOST_BITS = 1024
 """The most bits that a number computed of sizes may have. Those of Python have no limit."""
 _BITS_OF_NUMBER = 64
 _ANY_BATCH = 1 << 16
-"""The batch size for which the values of a tensor with an open batch are counted. Numbers up to
-this one need no check.
+"""The batch size for which values are counted if the batch is dynamic. Numbers up to this one
+need no check.
 """
 _WITHOUT_OPERATOR = ("input", "parameter", "constant")
 _ARITHMETIC = frozenset(

@@ -4,7 +4,7 @@ the tensors that the code of the model has as constants. Bind it to a model of t
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ from quantizer.storage.files import (
 
 _logger = logging.getLogger(__name__)
 
-_CODE = "code"
-"""The key of what `GraphFile.is_of` compares."""
+_SEAL = "traced_code"
+"""The key of what `GraphFile.is_of` compares. Earlier versions wrote another one."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,14 @@ def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
     A graph that `read_graph` would refuse is not written. Its model is traced again instead.
     """
     constants = {path: graph.tensors[path] for path in graph.constants}
-    for fault in _faults(graph, constants):
-        _logger.debug("the graph of %s is not stored: %s", graph.model, fault)
+    try:
+        content = graph_to_json(graph)
+        _check_storable(content, constants)
+    except (TypeError, ValueError) as error:
+        _logger.debug("the graph of %s is not stored: %s", graph.model, error)
         return {}
-    content = graph_to_json(graph)
     if graph.code:
-        content[_CODE] = _seal(graph.code, _content_digest(content, constants))
+        content[_SEAL] = _seal(graph.code, _content_digest(content, constants))
     # Not sorted: the order of keys is the order of an operator's arguments
     digests = {
         GRAPH_FILE: write_bytes(folder / GRAPH_FILE, json_parts(content, sort_keys=False))
@@ -87,17 +89,12 @@ def write_graph(folder: Path, graph: Graph) -> dict[str, str]:
     return digests
 
 
-def _faults(graph: Graph, constants: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield sentences that say why a graph cannot be stored."""
+def _check_storable(content: Mapping[str, Any], constants: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` if a graph in JSON has something that no stored graph may have."""
     if any(tensor.is_complex() for tensor in constants.values()):
-        yield "a constant holds complex numbers"
-    try:
-        content = graph_to_json(graph)
-    except TypeError as error:
-        yield str(error)
-        return
+        raise ValueError("a constant holds complex numbers")
     for place, why in faults_of_graph(graph_from_json(content)):
-        yield f"{place}: {why}"
+        raise ValueError(f"{place}: {why}")
 
 
 def _seal(code: str, content: str) -> str:
@@ -124,7 +121,7 @@ def read_graph(opened: OpenedResults) -> GraphFile | None:
     file = opened.files[GRAPH_FILE]
     content = checked_json(file)
     try:
-        seal = content.pop(_CODE, "")
+        seal = content.pop(_SEAL, "")
         stored = graph_from_json(content)
     except (
         AttributeError,
@@ -135,7 +132,9 @@ def read_graph(opened: OpenedResults) -> GraphFile | None:
         ValueError,
     ) as error:
         raise damaged(file.path, "a value", f"{type(error).__name__}: {error}") from error
-    check_graph(stored, opened.header, file.path)
+    # Without a seal no operator of it runs, and earlier versions took others
+    if seal:
+        check_graph(stored, opened.header, file.path)
     constants: Mapping[str, Tensor] = {}
     if stored.graph.constants:
         constants = read_tensors(opened.files[CONSTANTS_FILE])
@@ -147,9 +146,10 @@ def read_graph(opened: OpenedResults) -> GraphFile | None:
 
 
 def bound_graph(file: GraphFile, module: nn.Module, batch: Batch) -> Graph | None:
-    """Return the stored graph with the tensors of a module, or None if it may not be that of
-    the module: the code differs from what calibration has traced, or the batch from what the
-    graph takes.
+    """Return the stored graph with the tensors of a module.
+
+    Return None if the code of the module is not the traced one, or if the graph does not take
+    the batch.
     """
     graph = file.stored.bound(module, file.constants)
     if graph is None or not file.seal:

@@ -48,7 +48,7 @@ def check_model(info: QuantInfo, original: Graph) -> None:
 
 
 def check_output(info: OpenedResults, stored: Graph, original: Graph) -> None:
-    """Check that a model whose layers are those that were calibrated returns the same of them.
+    """Check that a model with the calibrated layers returns the same layers in the same order.
 
     Args:
         info: the calibration.

@@ -33,7 +33,6 @@ _FOREIGN_PREFIXES = (
     sysconfig.get_path("platstdlib"),
     sysconfig.get_path("purelib"),
     sysconfig.get_path("platlib"),
-    sysconfig.get_path("scripts"),
     os.path.join(Path(__file__).parents[1], ""),
     "<frozen",
 )
