@@ -33,7 +33,6 @@ from quantizer.graph.output_parts import Output, output_parts, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.calibrated_inputs import call_with_shapes
-from quantizer.results.small_calls import of_other_length
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 
@@ -192,7 +191,7 @@ class Deployment:
             leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
             for length in lengths:
                 for index, axis in length.axes:
-                    leaves[index] = of_other_length(leaves[index], axis, length, _SMALLER)
+                    leaves[index] = _of_other_size(leaves[index], axis, length)
             yield pytree.tree_unflatten(leaves, structure)
 
     @cached_property
@@ -275,6 +274,17 @@ class Deployment:
         # The call has the inputs of the graph.
         assert call is not None
         return call
+
+
+def _of_other_size(tensor: Tensor, axis: int, length: Length) -> Tensor:
+    """Return a tensor of a call with an axis of another size: smaller, or larger by one step
+    where it is as small as it can be.
+    """
+    size = tensor.shape[axis]
+    if size > length.least:
+        return tensor.narrow(axis, 0, length.nearest(size // _SMALLER)).clone()
+    last = tensor.narrow(axis, size - 1, 1)
+    return torch.cat([tensor, *[last] * length.step], axis)
 
 
 def _asked_lengths(graph: Graph) -> list[Length]:

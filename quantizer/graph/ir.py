@@ -191,7 +191,7 @@ class Graph:
         rebuild: makes the model's own output type from the plain structure.
         output_names: of the output's leaves, in order.
         constants: the paths of tensors that only the code of the model holds.
-        code: a digest of the code and the config that were traced; empty if not known.
+        code: the digest of the code that was traced; empty if not known.
     """
 
     model: str

@@ -160,9 +160,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     # A calibration on a GPU leaves the same file.
     graph = _moved(graph, _CPU)
     leaves = _leaves(graph.output)
-    code = {"code": graph.code} if graph.code else {}
     return {
-        **code,
         "model": graph.model,
         "inputs": [list(path) for path in graph.input_paths],
         "lengths": [asdict(length) for length in graph.lengths],
@@ -191,7 +189,6 @@ def graph_from_json(value: Mapping[str, Any]) -> StoredGraph:
         input_paths=tuple(map(tuple, value["inputs"])),
         lengths=tuple(map(_length_from_json, value["lengths"])),
         constants=tuple(value["constants"]),
-        code=value.get("code", ""),
     )
     return StoredGraph(graph, tensors)
 

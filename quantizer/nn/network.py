@@ -118,34 +118,7 @@ class Network(nn.Module):
         Raises:
             DataError: the call is not shaped like the example the model was traced with.
         """
-        nodes = [node for node in self.graph.nodes if node.op == "input"]
-        lengths = _names_of_lengths(self.graph)
-        values: list[Any] = []
-        batches: dict[str, int] = {}
-        for index, (node, path) in enumerate(zip(nodes, self.graph.input_paths, strict=True)):
-            value = _argument(node, path, args, kwargs)
-            _check_input(node, value, lengths.get(index, {}))
-            values.append(value)
-            if node.shape and None in node.shape:
-                batches[node.name] = value.shape[node.shape.index(None)]
-        count = len(pytree.tree_leaves((args, dict(kwargs))))
-        if count != len(values):
-            raise DataError(
-                f"{self.graph.model} was traced with {counted(len(values), 'input')}, but this "
-                f"call has {count}",
-                help="give the inputs of the call that was traced, and no others",
-            )
-        if _differ(batches):
-            raise DataError(f"the inputs have batches of different sizes: {batches}")
-        for length in self.graph.lengths:
-            sizes: dict[str, int] = {}
-            for index, axis in length.axes:
-                name = nodes[index].name
-                if name in sizes:
-                    name = f"axis {axis} of {name}"
-                sizes[name] = values[index].shape[axis]
-            _check_length(length, sizes)
-        return values
+        return inputs_of(self.graph, args, kwargs)
 
     def quantizers(self) -> Iterator[tuple[str, str, TensorQuantizer]]:
         """Yield layer name, role and quantizer for all that are attached."""
@@ -166,6 +139,46 @@ def build_layer(graph: Graph, node: Node) -> Layer:
             value = nn.Parameter(value, requires_grad=False)
         setattr(layer, key, value)
     return layer.eval()
+
+
+def inputs_of(
+    graph: Graph,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """Return the inputs of a graph in a call.
+
+    Raises:
+        DataError: the call is not shaped like the example the model was traced with.
+    """
+    nodes = [node for node in graph.nodes if node.op == "input"]
+    lengths = _names_of_lengths(graph)
+    values: list[Any] = []
+    batches: dict[str, int] = {}
+    for index, (node, path) in enumerate(zip(nodes, graph.input_paths, strict=True)):
+        value = _argument(node, path, args, kwargs)
+        _check_input(node, value, lengths.get(index, {}))
+        values.append(value)
+        if node.shape and None in node.shape:
+            batches[node.name] = value.shape[node.shape.index(None)]
+    count = len(pytree.tree_leaves((args, dict(kwargs))))
+    if count != len(values):
+        raise DataError(
+            f"{graph.model} was traced with {counted(len(values), 'input')}, but this "
+            f"call has {count}",
+            help="give the inputs of the call that was traced, and no others",
+        )
+    if _differ(batches):
+        raise DataError(f"the inputs have batches of different sizes: {batches}")
+    for length in graph.lengths:
+        sizes: dict[str, int] = {}
+        for index, axis in length.axes:
+            name = nodes[index].name
+            if name in sizes:
+                name = f"axis {axis} of {name}"
+            sizes[name] = values[index].shape[axis]
+        _check_length(length, sizes)
+    return values
 
 
 def _argument(

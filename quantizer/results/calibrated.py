@@ -39,10 +39,9 @@ from quantizer.graph.passes import for_device, run_passes
 from quantizer.nn.network import Network
 from quantizer.results.calibrated_inputs import call_with_shapes, shapes_text, window_length
 from quantizer.results.folder import RESOLVED_CONFIG_FILE, OpenedResults, QuantInfo
-from quantizer.results.graph_file import read_graph
-from quantizer.results.reused_graph import reused_graph
-from quantizer.results.same_calibration import check_model
-from quantizer.results.unchanged_code import code_digest
+from quantizer.results.graph_file import bound_graph, read_graph
+from quantizer.results.model_code import model_code
+from quantizer.results.same_calibration import check_model, check_output
 from quantizer.sources.batches import Batch
 from quantizer.sources.first_batch import try_first_batch
 from quantizer.sources.models import materialize_lazy_layers
@@ -185,31 +184,36 @@ def trace_module(
             batch.size,
         )
         return trace_module(module, batch, compared=compared, sizes=sizes, fixed=True)
-    return graph.replaced(code=code_digest(module))
+    code = model_code(module, graph, batch)
+    return graph.replaced(code=code.digest if code else "")
 
 
 def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
-    """Return the graph of a calibrated model: the stored graph if it computes what the module
-    computes on this batch, else the graph of a new trace.
+    """Return the graph of a calibrated model: the stored graph if the code of the model is what
+    calibration has traced, else the graph of a new trace.
 
     Raises:
         ModelError: the model cannot be traced.
         DataError: the model cannot run on the batch.
-        ResultError: the stored graph is damaged.
+        ResultError: the stored graph is damaged, or the model returns something else than the
+            calibrated one.
     """
-    stored = read_graph(info)
+    file = read_graph(info)
+    if file is None:
+        return trace_module(module, batch)
+    materialize_lazy_layers(module, batch)
+    graph = bound_graph(file, module, batch)
+    if graph is not None:
+        return graph
+    stored = file.stored.graph
     sizes: dict[str, None] = {}
-    is_fixed = False
-    if stored is not None:
-        materialize_lazy_layers(module, batch)
-        graph = reused_graph(*stored, module, batch)
-        if graph is not None:
-            return graph
-        is_fixed = not has_open_batch(stored[0].graph)
-        for length in stored[0].graph.lengths:
-            if length.is_asked_for:
-                sizes[length.noun] = None
-    return trace_module(module, batch, sizes=list(sizes), fixed=is_fixed)
+    for length in stored.lengths:
+        if length.is_asked_for:
+            sizes[length.noun] = None
+    is_fixed = not has_open_batch(stored)
+    graph = trace_module(module, batch, sizes=list(sizes), fixed=is_fixed)
+    check_output(info, stored, graph)
+    return graph
 
 
 def reopen_calibration(

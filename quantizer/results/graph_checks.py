@@ -5,11 +5,13 @@ the file. A graph that tracing cannot produce is refused.
 import math
 import operator
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from quantizer.calibration import fingerprint
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.functional_ops import FUNCTIONAL, SIZED_BY_VALUES
+from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.ops import OPS, find_op
 from quantizer.graph.program_nodes import MARK, STUB_OPERATORS
 from quantizer.graph.stored import StoredGraph
@@ -19,6 +21,13 @@ from quantizer.storage.files import damaged
 MAX_VALUES = 1 << 31
 """The most values that a tensor of a stored graph may have."""
 _TOO_MANY = f"it asks for more than {MAX_VALUES} values"
+_MOST_BITS = 1024
+"""The most bits that a number computed of sizes may have. Those of Python have no limit."""
+_BITS_OF_NUMBER = 64
+_ANY_BATCH = 1 << 16
+"""The batch size for which values are counted if the batch is dynamic. Numbers up to this one
+need no check.
+"""
 _WITHOUT_OPERATOR = ("input", "parameter", "constant")
 _ARITHMETIC = frozenset(
     function.__name__
@@ -33,10 +42,20 @@ _ARITHMETIC = frozenset(
 """The functions of Python's `operator` that traced graphs use to compute sizes. Others, such as
 `operator.methodcaller`, could run any code.
 """
-_SIZES = ("size", "output_size", "repeats", "dims", "shape", "pad")
-"""Names of arguments that determine the size of an operator's result."""
-_BOUNDS = ("start", "end", "steps", "n", "m", "row", "col")
+_SHAPES = frozenset({"size", "output_size", "scale_factors", "repeats", "shape", "s"})
+"""Names of arguments whose product the size of an operator's result may follow."""
+_WIDTHS = frozenset(
+    {
+        *("pad", "padding", "stride", "dilation", "output_padding", "kernel_size", "bins"),
+        *("chunks", "sections", "n_fft", "window_length", "offset"),
+    }
+)
+"""Names of arguments whose largest number it may follow."""
+_BOUNDS = frozenset({"start", "end", "steps", "n", "m", "row", "col"})
 """Names of further such arguments of operators without inputs, such as `arange`."""
+_SIZES_OF = {"tile": {"dims"}, "fft": {"n"}}
+"""Further such arguments of some operators, by the first word of their name."""
+_POWERS = ("pow", "lshift")
 
 Fault = tuple[str, str]
 """A place in graph.json, and what is wrong there."""
@@ -54,14 +73,18 @@ def check_graph(stored: StoredGraph, header: Mapping[str, Any], path: Path) -> N
     Raises:
         ResultError: it is not. The file, the place in it and the reason are named.
     """
-    for faults in (
-        _faults_of_header(stored, header),
-        _faults_of_nodes(stored),
-        _faults_of_inputs(stored.graph),
-        _faults_of_sizes(stored),
-    ):
-        for place, why in faults:
-            raise damaged(path, place, why)
+    for place, why in chain(_faults_of_header(stored, header), faults_of_graph(stored)):
+        raise damaged(path, place, why)
+
+
+def faults_of_graph(stored: StoredGraph) -> Iterator[Fault]:
+    """Yield what tracing cannot have written, and operators and numbers that no stored graph
+    may have.
+    """
+    yield from _faults_of_nodes(stored)
+    yield from _faults_of_inputs(stored.graph)
+    yield from _faults_of_sizes(stored)
+    yield from _faults_of_numbers(stored.graph)
 
 
 def operator_fault(node: Node) -> str | None:
@@ -81,43 +104,23 @@ def operator_fault(node: Node) -> str | None:
 
 
 def _is_allowed(target: str) -> bool:
-    """Return whether a target is arithmetic with sizes or an operator without side effects."""
+    """Return whether a target is arithmetic with sizes, an operator of the table, or one of the
+    reviewed operators, in a form that changes none of its arguments.
+    """
     namespace, _, name = target.partition(".")
     if namespace == "operator":
         return name in _ARITHMETIC
-    if "." not in name:
-        return _is_resolved(target)
-    row = find_op(packet(target))
-    if row.name in OPS:
-        return True
-    return namespace == "aten" and _has_no_side_effects(target)
-
-
-def _is_resolved(target: str) -> bool:
-    """Return whether torch has this operator."""
     try:
-        resolve_target(target)
-    except ValueError:
-        return False
-    return True
-
-
-def _has_no_side_effects(target: str) -> bool:
-    """Return whether an operator that is not in the table only computes: it takes no text, such
-    as the name of a file, and changes none of its arguments.
-    """
-    try:
-        schema: Any = getattr(resolve_target(target), "_schema", None)
+        function = resolve_target(target)
     except (AttributeError, ValueError):
         return False
-    if schema is None or schema.is_mutable:
+    schema: Any = getattr(function, "_schema", None)
+    if schema is None:
+        return "." not in name
+    if schema.is_mutable or target in SIZED_BY_VALUES:
         return False
-    for argument in schema.arguments:
-        kind = str(argument.type)
-        # "t" is a type variable, which stands for any type
-        if "str" in kind or "Any" in kind or kind == "t":
-            return False
-    return True
+    known = packet(target)
+    return find_op(known).name in OPS or known in FUNCTIONAL
 
 
 def _faults_of_header(stored: StoredGraph, header: Mapping[str, Any]) -> Iterator[Fault]:
@@ -196,15 +199,37 @@ def _faults_of_sizes(stored: StoredGraph) -> Iterator[Fault]:
         for axis in node.open_axes:
             if axis >= len(shape) or shape[axis] is None:
                 yield f"{place}/open_axes", f"there is no such size {axis}"
+        limit = max(_product(shape, _ANY_BATCH), _ANY_BATCH)
         for name, value in node.attrs.items():
-            is_size = name in _SIZES
-            if not node.inputs:
-                is_size = name in (*_SIZES, *_BOUNDS)
-            if is_size and _product(value) > MAX_VALUES:
-                yield f"{place}/attrs/{name}", _TOO_MANY
+            if _most_values(node, name, value) > limit:
+                yield f"{place}/attrs/{name}", f"it is far more than the shape {list(shape)}"
+        if _steps(node) > limit:
+            yield f"{place}/attrs/step", f"it is far too small for the shape {list(shape)}"
 
 
-def _product(sizes: Any) -> float:
+def _most_values(node: Node, name: str, value: Any) -> float:
+    """Return how many values an argument of a node may ask for, for each value of its inputs;
+    1 if it is not about sizes.
+    """
+    word, _, _ = node.op.partition("_")
+    is_bound = name in _BOUNDS and not node.inputs
+    if is_bound or name in _SHAPES or name in _SIZES_OF.get(word, ()):
+        return _product(value)
+    if name in _WIDTHS and isinstance(value, (list, tuple)):
+        return max(map(_product, value), default=1)
+    return _product(value) if name in _WIDTHS else 1
+
+
+def _steps(node: Node) -> float:
+    """Return how many values a node of `arange` may give for each unit of its range."""
+    step = node.attrs.get("step", 1)
+    if node.op != "arange" or not isinstance(step, (int, float)) or step == 0:
+        return 1
+    ends = [node.attrs.get(name, 1) for name in ("start", "end")]
+    return _product(max(ends, key=_product)) / abs(step)
+
+
+def _product(sizes: Any, size_of_none: int = 1) -> float:
     """Return the product of the sizes in an argument or a shape. Sizes below 1 count as 1, and
     negative ones, which are relative, by their magnitude.
     """
@@ -212,6 +237,48 @@ def _product(sizes: Any) -> float:
         sizes = [sizes]
     product: float = 1
     for size in sizes:
+        if size is None:
+            size = size_of_none
         if isinstance(size, (int, float)) and product <= MAX_VALUES:
             product *= max(1, abs(size))
     return product
+
+
+def _faults_of_numbers(graph: Graph) -> Iterator[Fault]:
+    """Yield numbers that do not fit, and arithmetic whose results may have too many bits."""
+    bits: dict[str, float] = {}
+    for index, node in enumerate(graph.nodes):
+        place = f"nodes/{index}"
+        for name, value in node.attrs.items():
+            if _most_bits(value, {}) > _BITS_OF_NUMBER:
+                yield f"{place}/attrs/{name}", f"it has more than {_BITS_OF_NUMBER} bits"
+        namespace, _, function = node.target.partition(".")
+        if namespace != "operator" or function == "getitem":
+            continue
+        arguments = {**node.inputs, **node.attrs}
+        total = 1 + sum(_most_bits(value, bits) for value in arguments.values())
+        if function in _POWERS:
+            total = _bits_of_power(node, bits)
+        bits[node.name] = total
+        if total > _MOST_BITS:
+            yield f"{place}/target", f"its results may have more than {_MOST_BITS} bits"
+
+
+def _bits_of_power(node: Node, bits: Mapping[str, float]) -> float:
+    """Return the most bits of a power or a shift to the left; infinity if the exponent is not
+    a constant.
+    """
+    exponent = node.attrs.get("b")
+    if not isinstance(exponent, (int, float)):
+        return math.inf
+    base = {**node.inputs, **node.attrs}.get("a")
+    return _most_bits(base, bits) * (1 + abs(exponent))
+
+
+def _most_bits(value: Any, bits: Mapping[str, float]) -> float:
+    """Return the most bits of the numbers in an argument; `bits` has those of nodes."""
+    if isinstance(value, Ref):
+        return bits.get(value.name, _BITS_OF_NUMBER)
+    if isinstance(value, (list, tuple)):
+        return max((_most_bits(item, bits) for item in value), default=0)
+    return value.bit_length() if isinstance(value, int) else _BITS_OF_NUMBER

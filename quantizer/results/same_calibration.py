@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Any
 
 from quantizer.calibration import fingerprint
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.model import Config, Settings
 from quantizer.errors import ResultError
-from quantizer.graph.ir import Graph
+from quantizer.graph.ir import Graph, references
 from quantizer.plan.joins import with_decisions
 from quantizer.plan.model import Plan
-from quantizer.results.folder import QuantInfo, stored_joins
+from quantizer.results.folder import OpenedResults, QuantInfo, stored_joins
 
 
 def check_model(info: QuantInfo, original: Graph) -> None:
@@ -44,6 +45,31 @@ def check_model(info: QuantInfo, original: Graph) -> None:
             f"the weights are not those that were calibrated: {path} of layer {owner} differs",
             help="calibrate again, or give the weights that were calibrated",
         )
+
+
+def check_output(info: OpenedResults, stored: Graph, original: Graph) -> None:
+    """Check that a model with the calibrated layers returns the same layers in the same order.
+
+    Args:
+        info: the calibration.
+        stored: its graph.
+        original: the graph of the model.
+
+    Raises:
+        ResultError: it returns the values of other layers, or in another order.
+    """
+    if info.header["layers"] != fingerprint.layer_digests(original):
+        # `check_model` names the layer
+        return
+    before = references(stored.output)
+    now = references(original.output)
+    for layer, present in zip_longest(before, now, fillvalue="nothing"):
+        if layer != present:
+            raise ResultError(
+                f"the model is not the calibrated one: it returns {present} where it returned "
+                f"{layer}",
+                help="calibrate this model first",
+            )
 
 
 def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:

@@ -40,6 +40,8 @@ _FOREIGN_PREFIXES = (
 """The beginnings of file names of code that is not the user's: Python, packages and
 quantizer.
 """
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, also those outside of the environment."""
 _IMPORTED: ContextVar[dict[Path, ModuleType] | None] = ContextVar("_IMPORTED", default=None)
 """The files imported by the current command; None if no command runs."""
 
@@ -372,13 +374,22 @@ def ends_in_user_code(cause: BaseException) -> bool:
     return bool(frames) and not frames[-1].filename.startswith(_FOREIGN_PREFIXES)
 
 
+def is_file_of_user(name: str) -> bool:
+    """Return whether a file of Python is not part of Python, of an installed package or of
+    quantizer. Packages that are installed in editable mode are the user's.
+    """
+    if name.startswith(_FOREIGN_PREFIXES):
+        return False
+    return _PACKAGE_FOLDERS.isdisjoint(Path(name).parts)
+
+
 def frames_of(cause: BaseException) -> list[str]:
     """Return the last frames of the user's code, such as `file.py:12 in build: the line`, the
     innermost last. A line that Python cannot read is the last one, with its column.
     """
     lines: list[str] = []
     for frame in traceback.extract_tb(cause.__traceback__):
-        if not frame.filename.startswith(_FOREIGN_PREFIXES):
+        if is_file_of_user(frame.filename):
             lines.append(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}")
     if isinstance(cause, SyntaxError) and cause.filename:
         place = f"{cause.filename}:{cause.lineno or 1}:{cause.offset or 1}"

@@ -43,16 +43,23 @@ def test_analyze_adds_to_a_report_without_a_trace(
 
 
 @pytest.mark.slow
-def test_test_mode_imports_no_tracer(calibrated: Path) -> None:
-    code = (
+def test_test_mode_imports_no_tracer(tmp_path: Path) -> None:
+    run = (
         "import sys\n"
         "from quantizer.cli.main import run_command\n"
         "assert run_command(sys.argv[1:]) == 0\n"
+    )
+    code = (
+        f"{run}"
         "assert 'torch._dynamo' not in sys.modules\n"
         "assert 'torch.export._trace' not in sys.modules\n"
         "assert 'quantizer.cli.calib_mode' not in sys.modules\n"
     )
-    given = ["--quant_mode", "test", "--model", DIGITS, "--output_dir", str(calibrated)]
-    given += ["-q", "--subset_len", "64"]
+    given = ["--model", DIGITS, "--output_dir", str(tmp_path), "-q", "--subset_len", "64"]
+    # Both processes have loaded the same files of tests
+    calibration = [run, "--quant_mode", "calib", "--config_file", EXAMPLE, *given]
+    made = fresh_processes.run(*calibration, cwd=ROOT, has_tracer=False)
+    assert made.returncode == 0, made.stderr
+    given += ["--quant_mode", "test"]
     done = fresh_processes.run(code, *given, cwd=ROOT, has_tracer=False)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""A calibration holds its graph: whoever reads it traces the model again only if the model is
-another than the graph says, and gets the same either way.
+"""A calibration holds its graph: whoever reads it traces the model again if the code of the model
+is another than calibration has traced, and gets the same either way.
 """
 
 from __future__ import annotations
@@ -7,25 +7,26 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fuzz.edits import sealed
+from fuzz.results import agree_with_graph
 from support.llamas import llama, tokens
 from support.llamas import saved as saved_llama
 from support.toys import TOYS, built
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantizer
 from quantizer.errors import ModelError, ResultError
 from quantizer.graph import trace as tracing
 from quantizer.graph.ir import Graph
-from quantizer.graph.stored import graph_from_json, graph_to_json
-from quantizer.graph.trace import trace
-from quantizer.results.reused_graph import reused_graph
+from quantizer.graph.stored import graph_from_json
+from quantizer.results import graph_file
+from quantizer.results.calibrated import trace_module
+from quantizer.results.graph_file import GraphFile, bound_graph, write_graph
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import load_hugging_face
 
@@ -42,23 +43,44 @@ def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_export", refuse)
 
 
-def reused(graph: Graph, module: nn.Module, *args: Any, **kwargs: Any) -> Graph | None:
-    """The graph as a file gives it back, if it is used for this module and call."""
-    stored = graph_from_json(json.loads(json.dumps(graph_to_json(graph))))
-    constants = {path: graph.tensors[path] for path in graph.constants}
-    return reused_graph(stored, constants, module, Batch(args, kwargs, None, None))
+def traced(module: nn.Module, *args: Any, **kwargs: Any) -> Graph:
+    """The graph of a module, as calibration makes it."""
+    return trace_module(module, Batch(args, kwargs, None, None))
+
+
+@pytest.fixture
+def reused(tmp_path: Path) -> Callable[..., Graph | None]:
+    """A function that returns a graph as its file gives it back, if it is used for a module and
+    a call.
+    """
+
+    def graph_from_file(
+        graph: Graph, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Graph | None:
+        write_graph(tmp_path, graph)
+        content = json.loads((tmp_path / "graph.json").read_text())
+        seal = content.pop("traced_code")
+        constants = {path: graph.tensors[path] for path in graph.constants}
+        digest = graph_file._content_digest(content, constants)
+        file = GraphFile(graph_from_json(content), constants, seal, digest)
+        return bound_graph(file, module, Batch(args, kwargs, None, None))
+
+    return graph_from_file
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOYS)
-def test_the_stored_graph_of_every_toy_is_that_of_a_trace(name: str) -> None:
+def test_the_stored_graph_of_every_toy_is_that_of_a_trace(
+    name: str, reused: Callable[..., Graph | None]
+) -> None:
     toy = built(name)
     toy.module.eval()
-    graph = trace(toy.module, toy.args, toy.kwargs)
+    graph = traced(toy.module, *toy.args, **(toy.kwargs or {}))
     again = reused(graph, toy.module, *toy.args, **(toy.kwargs or {}))
     assert again is not None
     empty: dict[str, Any] = {"tensors": {}, "rebuild": None}
     assert repr(again.replaced(**empty)) == repr(graph.replaced(**empty))
+    assert again.nodes == graph.nodes
     assert list(again.tensors) == list(graph.tensors)
     for path, tensor in again.tensors.items():
         assert torch.equal(tensor, graph.tensors[path])
@@ -128,108 +150,54 @@ def test_other_sizes_are_traced(saved: Path, no_trace: None) -> None:
 
 
 class Tokens(nn.Module):
-    """A model of any length; `seen` positions count, and samples mix by `mixed`."""
+    """A model of any length, of whose positions `seen` count."""
 
-    def __init__(self, seen: int = 1000, mixed: float = 0.0) -> None:
+    def __init__(self, seen: int = 1000) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.seen, self.mixed = nn.Embedding(7, 4), seen, mixed
+        self.embed, self.seen = nn.Embedding(7, 4), seen
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
         places = torch.arange(tokens.shape[1])
-        x = torch.where((places < self.seen)[:, None], x, 0.0)
-        return x + self.mixed * (x.mean(0, keepdim=True) - x)
+        return torch.where((places < self.seen)[:, None], self.embed(tokens), 0.0)
 
 
 TOKENS = torch.randint(7, (2, 40), generator=torch.Generator().manual_seed(2))
 
 
-def test_a_change_that_only_the_whole_length_or_several_samples_show_is_seen() -> None:
-    graph = trace(Tokens(), (TOKENS,))
+def test_a_change_that_the_data_do_not_show_is_seen(
+    reused: Callable[..., Graph | None],
+) -> None:
+    graph = traced(Tokens(), TOKENS)
     assert graph.lengths
     assert reused(graph, Tokens(), TOKENS) is not None
     assert reused(graph, Tokens(), TOKENS[:1]) is not None
-    # Ten positions fewer than the batch has, and more than the shorter call has
-    assert reused(graph, Tokens(seen=30), TOKENS) is None
-    assert reused(graph, Tokens(mixed=0.5), TOKENS) is None
+    # Two thousand positions more than any sample has
+    assert reused(graph, Tokens(seen=3000), TOKENS) is None
 
 
-def test_sizes_that_a_graph_states_wrongly_are_seen() -> None:
-    graph = trace(Tokens(), (TOKENS,))
-    node = graph.nodes[-1]
-    for changes in ({"open_axes": ()}, {"shape": (2, 40, 4)}, {"shape": (None, None, 4)}):
-        edited: dict[str, Any] = {"shape": node.shape, "open_axes": node.open_axes, **changes}
-        wrong = graph.replaced(nodes=(*graph.nodes[:-1], replace(node, **edited)))
-        assert reused(wrong, Tokens(), TOKENS) is None, changes
-
-
-class Chain(nn.Module):
-    """Products whose values are changed in place, whose inputs are drawn, and whose weight is
-    used twice.
-    """
-
-    def __init__(self, inside: float = 1.0, order: str = "ab", noise: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.Linear(4, 4)
-        self.inside, self.order, self.noise = inside, order, noise
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = {name: getattr(self, name)(x) for name in self.order}
-        y = (parts["a"] - parts["b"] * self.inside).relu_()
-        y = self.c(y + self.noise * torch.rand_like(y)).add_(1)
-        return self.c(y + self.noise * torch.rand_like(y))
-
-
-class Products(TorchDispatchMode):
-    """Counts the products inside the `with` block."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func.__name__.startswith(("convolution", "addmm"))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_the_products_of_the_module_are_those_of_the_graph(noise: float) -> None:
-    x = torch.randn(2, 3, 4, 4)
-    graph = trace(Chain(noise=noise), (x,))
-    with Products() as products:
-        assert reused(graph, Chain(noise=noise), x) is not None
-    # Of the module, and of the graph on one sample
-    assert products.count == 2 * 4
-    # A change between two products, one of which has the same weight
-    assert reused(graph, Chain(inside=1.001, noise=noise), x) is None
-    with Products() as products:
-        assert reused(graph, Chain(order="ba", noise=noise), x) is not None
-    assert products.count == 2 * 4 + 1
-
-
-class Shifting(nn.Module):
-    """A model that changes a buffer in place before it adds it."""
+class Counting(nn.Module):
+    """A model that counts its calls."""
 
     def __init__(self, step: float = 0.0) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.fc, self.step = nn.Linear(3, 2), step
-        self.register_buffer("shift", torch.zeros(2))
+        self.fc, self.step, self.calls = nn.Linear(3, 2), step, [0]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.fc(x)
-        if self.step:
-            self.shift.add_(self.step)
-        return y + self.shift
+        self.calls.append(1)
+        return self.fc(x) + self.step * torch.rand(2)
 
 
-def test_the_graph_does_not_read_what_the_module_has_changed() -> None:
-    x = torch.ones(2, 3)
-    graph = trace(Shifting(), (x,))
-    assert reused(graph, Shifting(), x) is not None
-    assert reused(graph, Shifting(step=1.0), x) is None
+def test_looking_at_the_code_leaves_the_model_as_it_was(
+    reused: Callable[..., Graph | None],
+) -> None:
+    x, module, other = torch.ones(2, 3), Counting(1.0), Counting(2.0)
+    graph = traced(module, x)
+    state = torch.get_rng_state()
+    assert reused(graph, module, x) is not None
+    assert reused(graph, other, x) is None
+    assert module.calls == [0]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Literal(nn.Module):
@@ -271,9 +239,11 @@ class Pair(nn.Module):
         return {"sum": self.fc(x + y), "difference": self.fc(x - y)}
 
 
-def test_outputs_and_arguments_are_those_of_the_model(tmp_path: Path) -> None:
+def test_outputs_and_arguments_are_those_of_the_model(
+    reused: Callable[..., Graph | None],
+) -> None:
     module, batch = Pair().eval(), {"x": torch.randn(2, 3), "y": torch.randn(2, 3)}
-    graph = trace(module, (), batch)
+    graph = traced(module, **batch)
     again = reused(graph, module, **batch)
     assert again is not None
     assert again.output == graph.output
@@ -310,14 +280,15 @@ def test_a_hugging_face_folder_is_tested_without_a_trace(llama_folder: Path) -> 
         {"hidden_act": "gelu"},
     ],
 )
-def test_a_hugging_face_folder_with_another_config_is_traced(
+def test_the_graph_is_not_used_for_a_hugging_face_folder_with_another_config(
     change: dict[str, Any], llama_folder: Path, tmp_path: Path, no_trace: None
 ) -> None:
     shutil.copytree(llama_folder, tmp_path / "llama")
     file = tmp_path / "llama" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     module = load_hugging_face(tmp_path / "llama")
-    with pytest.raises(ModelError, match="was traced"):
+    # What is in a buffer is compared with the weights
+    with pytest.raises((ModelError, ResultError), match=r"was traced|inv_freq of .* differs"):
         quantizer.load(llama_folder.parent / "results", module, tokens())
 
 
@@ -332,3 +303,73 @@ def test_another_call_of_a_hugging_face_folder_is_traced(
     ):
         with pytest.raises(ModelError, match="was traced"):
             quantizer.load(llama_folder.parent / "results", module, [call])
+
+
+def forget_the_code(folder: Path) -> None:
+    """Make results those of an earlier version, which wrote another digest and took operators
+    that are not stored any more.
+    """
+    path = folder / "graph.json"
+    content = json.loads(path.read_text())
+    content["code"] = content.pop("traced_code")
+    content["nodes"][0]["target"] = "aten.one_hot.default"
+    path.write_text(json.dumps(content))
+    sealed(folder)
+
+
+def edit_the_graph(folder: Path) -> None:
+    """Change the graph and what quant_info.json says of it, as someone without the model."""
+    path = folder / "graph.json"
+    content = json.loads(path.read_text())
+    for node in content["nodes"]:
+        if node["op"] == "mul":
+            node["attrs"]["other"] = 5.0
+    path.write_text(json.dumps(content))
+    agree_with_graph(folder)
+    sealed(folder)
+
+
+def test_results_of_earlier_versions_are_traced_again(
+    saved: Path, request: pytest.FixtureRequest
+) -> None:
+    forget_the_code(saved)
+    assert quantizer.load(saved, Net().eval(), BATCHES).test().metrics["sqnr_db"] > 10
+    request.getfixturevalue("no_trace")
+    with pytest.raises(ModelError, match="was traced"):
+        quantizer.load(saved, Net().eval(), BATCHES)
+
+
+def test_an_edited_graph_is_not_used_whatever_else_was_edited(saved: Path) -> None:
+    edit_the_graph(saved)
+    with pytest.raises(ResultError, match="layer Net::Net/mul differs"):
+        quantizer.load(saved, Net().eval(), BATCHES)
+
+
+def test_a_class_without_a_file_is_traced_again(tmp_path: Path) -> None:
+    space: dict[str, Any] = {"nn": nn}
+    exec("class Typed(nn.Linear):\n    pass", space)
+    module, data = space["Typed"](3, 2).eval(), [torch.ones(2, 3)]
+    quantizer.calibrate(module, None, data).save(tmp_path)
+    assert "traced_code" not in json.loads((tmp_path / "graph.json").read_text())
+    assert quantizer.load(tmp_path, module, data).test().metrics["sqnr_db"] > 10
+
+
+class Vandermonde(nn.Module):
+    """A model with an operator that no stored graph may have."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.size = nn.Linear(3, 2), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.vander(self.fc(x), N=self.size).sum(1)
+
+
+def test_a_model_with_an_operator_that_is_not_stored_is_traced_again(tmp_path: Path) -> None:
+    data = [torch.ones(2, 3)]
+    quantizer.calibrate(Vandermonde().eval(), None, data).save(tmp_path)
+    assert not (tmp_path / "graph.json").exists()
+    assert quantizer.load(tmp_path, Vandermonde().eval(), data).test().metrics["sqnr_db"] > 10
+    with pytest.raises(ResultError, match="layer Vandermonde::Vandermonde/linalg_vander"):
+        quantizer.load(tmp_path, Vandermonde(4).eval(), data)
