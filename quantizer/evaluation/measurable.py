@@ -1,7 +1,9 @@
 """Finds the metrics that a test cannot measure, before any network runs."""
 
+from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.perplexity import next_tokens
 from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.output_parts import output_parts
 from quantizer.sources.batches import Batch
 
 Reasons = dict[str, str]
@@ -17,8 +19,10 @@ def never_measured_metrics(graph: Graph) -> Reasons:
     reasons: Reasons = {}
     if not floats:
         why = "the model returns no floating-point values"
-        reasons["sqnr_db"] = why
-        reasons["cosine"] = why
+        for name in ("sqnr_db", WORST_SAMPLES, "cosine"):
+            reasons[name] = why
+    elif all(output.sample_axis is None for output in output_parts(graph) if output.is_float):
+        reasons[WORST_SAMPLES] = "no output has an axis whose size follows the batch"
     if len(floats) == len(outputs):
         reasons["equal_outputs"] = "the model returns only floating-point values"
     if not floats or not _is_ranking(floats[0]):

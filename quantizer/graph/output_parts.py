@@ -78,6 +78,7 @@ class Output:
         labels: gives the part of each value; None if there is one part.
         channel_axis: the axis of its channels, if it has any.
         order: what puts its rows in an order that depends on values; None if nothing does.
+        sample_axis: the axis whose size follows the batch; None if there is none, or several.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Output:
     labels: PartLabels | None = None
     channel_axis: int | None = None
     order: RowOrder | None = None
+    sample_axis: int | None = None
 
     @property
     def watched(self) -> frozenset[str]:
@@ -146,13 +148,27 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
         whole = OutputPart(name, None, node_name, is_constant=is_constant)
         is_float = node.dtype is not None and (node.is_float or node.dtype.is_complex)
         order = row_order(graph, node_name)
-        output = Output(name, node_name, is_float, (whole,), order=order)
+        axis = _sample_axis(graph, node)
+        output = Output(name, node_name, is_float, (whole,), order=order, sample_axis=axis)
         if node.is_float and provenance.joined[node_name]:
             output = _with_parts(provenance, output, taken)
         if output.channel_axis is None:
             output = replace(output, channel_axis=_channel_axis(provenance, output))
         outputs.append(output)
     return tuple(outputs)
+
+
+def _sample_axis(graph: Graph, node: Node) -> int | None:
+    """Return the axis of an output whose size follows the batch, or is that of a fixed batch;
+    None if there is none, or several.
+    """
+    shape = node.shape or ()
+    inputs = [other.shape for other in graph.nodes if other.op == "input" and other.shape]
+    has_open_batch = any(None in sizes for sizes in inputs)
+    if has_open_batch:
+        return shape.index(None) if shape.count(None) == 1 else None
+    is_alike = bool(inputs) and shape[:1] == inputs[0][:1]
+    return 0 if is_alike else None
 
 
 @dataclass(frozen=True)

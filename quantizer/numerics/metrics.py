@@ -98,6 +98,49 @@ def noise_energies(
     return _total(signals), energies
 
 
+def row_energies(x: Tensor, y: Tensor) -> Tensor:
+    """Return |x|^2, |y|^2 and |x - y|^2 of each index of axis 0, float64 [3, rows] on the CPU.
+
+    Args:
+        x: [rows, ...] floating point, with at least one value.
+        y: of the same shape.
+
+    >>> x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+    >>> row_energies(x, x + 1)
+    tensor([[25.,  1.],
+            [41.,  5.],
+            [ 2.,  2.]], dtype=torch.float64)
+    """
+    inner_axes = [axis + 1 for axis in memory_order(x[0])]
+    count = len(x)
+    x = x.detach().permute(0, *inner_axes).reshape(count, -1)
+    y = y.detach().permute(0, *inner_axes).reshape(count, -1)
+    rows = max(1, VALUES_PER_SUM // x.shape[1])
+    sums = []
+    for x_rows, y_rows in zip(torch.split(x, rows), torch.split(y, rows), strict=True):
+        x_parts = torch.split(x_rows, VALUES_PER_SUM, 1)
+        y_parts = torch.split(y_rows, VALUES_PER_SUM, 1)
+        total = torch.zeros(3, len(x_rows), dtype=torch.float64, device=x.device)
+        for x_part, y_part in zip(x_parts, y_parts, strict=True):
+            total[0] += _squares_by_row(x_part)
+            total[1] += _squares_by_row(y_part)
+            total[2] += _squares_by_row(x_part - y_part)
+        sums.append(total)
+    return torch.cat(sums, 1).cpu()
+
+
+def _squares_by_row(x: Tensor) -> Tensor:
+    """Return the sum of the squares of each row of a matrix, in float64."""
+    wide = scratch(x, torch.float64)
+    if wide is None:
+        wide = x.double()
+    else:
+        wide.copy_(x)
+    if len(wide) == 1:
+        return torch.dot(wide[0], wide[0])
+    return wide.square_().sum(1)
+
+
 def _parts(
     x: Tensor,
     approximations: Sequence[Approximation],
