@@ -406,7 +406,10 @@ STEPS: tuple[Step, ...] = (
     Step(load_statistics, when=lambda request, state: bool(request.statistics)),
     Step(observe, when=_observes_data),
     Step(find_scales),
-    Step(name_far_samples, when=lambda request, state: request.ranks.is_first),
+    Step(
+        name_far_samples,
+        when=lambda request, state: request.ranks.is_first,
+    ),
     Step(align_to_dpu, when=_is_for_dpu),
     Step(run_finetuning, when=lambda request, state: bool(request.fast_finetune)),
     Step(

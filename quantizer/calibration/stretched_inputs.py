@@ -1,10 +1,12 @@
-"""Finds the few calibration samples that stretch the range of an input, at the cost of the
-resolution of all others.
+"""Names the few calibration samples that stretch the range of an input, which costs all others
+their resolution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,93 +21,138 @@ from quantizer.sources.batches import Batch
 
 _STRETCH = 4.0
 """A range that is so many times as wide as the other samples need takes two bits from them."""
-_FEW_SHARE = 20
-"""At most one of so many samples counts as few, and at least one does."""
+_FEW = 20
+"""At most one of so many samples is few. One sample always is."""
 _MIN_SAMPLES = 4
 _MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The range of an input that was chosen: a name for people, and its largest magnitude."""
+
+    name: str
+    end: float
+
+
+@dataclass
+class _Samples:
+    """The samples of one input: the largest magnitude and the name of each."""
+
+    magnitudes: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def sentence(
+        self,
+        chosen: _Range,
+    ) -> str | None:
+        """Return a sentence about samples that stretch a range; None if there are none."""
+        magnitudes = torch.cat(self.magnitudes)
+        count = len(magnitudes)
+        if count < _MIN_SAMPLES:
+            return None
+        few = max(1, count // _FEW)
+        ordered = magnitudes.sort(descending=True).values
+        largest = float(ordered[0])
+        # Some methods clip what is far
+        end = min(chosen.end, largest)
+        rest = float(ordered[few])
+        if not 0 < _STRETCH * rest < end:
+            return None
+        far = magnitudes > _STRETCH * rest
+        names = []
+        for index in far.nonzero().flatten().tolist():
+            names.append(self.names[index])
+        verb = "stretches" if len(names) == 1 else "stretch"
+        text = f"{counted(len(names), 'sample')} of {count} {verb} the range of {chosen.name} "
+        text += f"from {rest:.3g} to {end:.3g}, {end / rest:.3g} times as far: "
+        text += first_names(names, _MAX_NAMED)
+        return f"{text} (leave out what is not in real inputs: all others lose resolution)"
 
 
 class InputMagnitudes:
     """The largest magnitude of each sample, for each floating-point input."""
 
     def __init__(self) -> None:
-        self._magnitudes: dict[str, list[Tensor]] = {}
-        self._samples: dict[str, list[tuple[int, int]]] = {}
+        self._inputs: dict[str, _Samples] = {}
 
-    def add(self, batch: Batch) -> None:
+    def add(
+        self,
+        batch: Batch,
+    ) -> None:
         """Add a batch with its number. Inputs without an axis of samples are left out."""
-        samples = batch.rows or range(batch.size)
+        count = batch.size
+        numbers: Sequence[int] = batch.rows or range(count)
+        names = []
+        for number in numbers:
+            name = sample_name(batch.number or 0, number)
+            names.append(name)
         for name, tensor in batch.tensors():
-            is_sampled = tensor.dim() > 0 and tensor.shape[0] == batch.size
-            if not is_sampled or not tensor.is_floating_point() or not tensor.numel():
+            if not tensor.is_floating_point() or not tensor.numel():
                 continue
-            largest = largest_by_index(tensor)
-            self._magnitudes.setdefault(name, []).append(largest)
-            names = self._samples.setdefault(name, [])
-            names += [(batch.number or 0, sample) for sample in samples]
+            if tensor.shape[:1] != (count,):
+                continue
+            samples = self._inputs.setdefault(name, _Samples())
+            magnitudes = largest_by_index(tensor)
+            samples.magnitudes.append(magnitudes)
+            samples.names += names
 
-    def sentences(self, plan: Plan, solution: Solution) -> Iterator[str]:
+    def sentences(
+        self,
+        plan: Plan,
+        solution: Solution,
+    ) -> Iterator[str]:
         """Yield a sentence for each input whose range a few samples stretch.
 
         Args:
-            plan: of the calibration. Without a trace it does not say which tensors are inputs.
+            plan: of the calibration.
             solution: with the ranges that were found.
         """
-        chosen = _largest_by_input(plan, solution)
-        for name, parts in self._magnitudes.items():
-            label, range_end = name, torch.inf
-            if chosen is not None:
-                if name not in chosen:
-                    continue
-                label, range_end = chosen[name]
-            magnitudes = torch.cat(parts)
-            count = len(magnitudes)
-            if count < _MIN_SAMPLES:
-                continue
-            ordered = magnitudes.sort(descending=True).values
-            rest = float(ordered[max(1, count // _FEW_SHARE)])
-            end = min(range_end, float(ordered[0]))
-            if not 0 < _STRETCH * rest < end:
-                continue
-            far = (magnitudes > _STRETCH * rest).nonzero().flatten().tolist()
-            names = [sample_name(*self._samples[name][index]) for index in far]
-            stretch = "stretches" if len(far) == 1 else "stretch"
-            yield (
-                f"{counted(len(far), 'sample')} of {count} {stretch} the range of {label} "
-                f"{end / rest:.3g} times, to {end:.3g}; the others end at {rest:.3g}: "
-                f"{first_names(names, _MAX_NAMED)} (leave out what does not occur in use: it "
-                "costs all other samples their resolution)"
-            )
+        ranges = _ranges(plan, solution)
+        for name, samples in self._inputs.items():
+            chosen = ranges.get(name)
+            if not plan.graph.input_paths:
+                # Without a trace it is not known which tensors are inputs
+                chosen = _Range(name, math.inf)
+            text = None if chosen is None else samples.sentence(chosen)
+            if text is not None:
+                yield text
 
 
-def _largest_by_input(plan: Plan, solution: Solution) -> dict[str, tuple[str, float]] | None:
-    """Return for each quantized input, by its name in a batch, its layer and the end of its
-    range. None without a trace.
-    """
+def _ranges(
+    plan: Plan,
+    solution: Solution,
+) -> Mapping[str, _Range]:
+    """Return the range of each quantized input, by its name in a batch."""
     graph = plan.graph
-    if not graph.input_paths:
-        return None
+    names: dict[str, str] = {}
     inputs = [node.name for node in graph.nodes if node.op == "input"]
-    names = dict(zip(inputs, map(_name_in_batch, graph.input_paths), strict=True))
-    largest: dict[str, tuple[str, float]] = {}
+    for node, path in zip(inputs, graph.input_paths, strict=False):
+        names[node] = _name_in_batch(path)
+    ranges: dict[str, _Range] = {}
     for key, tensor in plan.tensors.items():
-        if tensor.source not in names or not tensor.is_calibrated or tensor.spec.is_dynamic:
+        name = names.get(tensor.source)
+        if name is None or not tensor.is_calibrated or tensor.spec.is_dynamic:
             continue
-        end = code_range_of(tensor.spec).largest * float(
-            solution.tensors[key].scale.abs().max()
-        )
-        name = names[tensor.source]
-        _, before = largest.get(name, ("", 0.0))
-        largest[name] = (tensor.source, max(before, end))
-    return largest
+        codes = code_range_of(tensor.spec)
+        scale = solution.tensors[key].scale
+        end = codes.largest * float(scale.abs().max())
+        if name in ranges:
+            end = max(end, ranges[name].end)
+        ranges[name] = _Range(tensor.source, end)
+    return ranges
 
 
-def _name_in_batch(path: tuple[Any, ...]) -> str:
+def _name_in_batch(
+    path: tuple[Any, ...],
+) -> str:
     """Return what `Batch.tensors` calls an input.
 
     >>> _name_in_batch((0, 0)), _name_in_batch((1, "pixels"))
     ('args[0]', "kwargs['pixels']")
     """
-    kind, *keys = path
-    name = "kwargs" if kind else "args"
-    return name + "".join(f"[{key!r}]" for key in keys)
+    is_keyword, *keys = path
+    name = "kwargs" if is_keyword else "args"
+    for key in keys:
+        name += f"[{key!r}]"
+    return name

@@ -241,7 +241,9 @@ def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[
         if gate.metric in metrics and gate.holds(metrics):
             line = f"gate {gate.text}: met ({gate.figure(metrics)})"
             remark = remark_on_samples(gate.metric, metrics)
-            lines.append(f"{line}, but {remark}" if remark else line)
+            if remark:
+                line += f", but {remark}"
+            lines.append(line)
     return lines
 
 

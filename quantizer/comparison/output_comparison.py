@@ -24,7 +24,8 @@ from quantizer.comparison.row_matching import (
     count_unmatched,
     match_rows,
 )
-from quantizer.comparison.sample_noise import SampleFinder, SampleRows, together
+from quantizer.comparison.sample_noise import together
+from quantizer.comparison.sample_rows import SampleFinder, SampleRows
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.graph.label_replay import Seen
@@ -133,9 +134,16 @@ class OutputComparison:
             y = SeenOutput(quantized[number], right.seen)
             samples = rows[number] if rows else None
             if included is not None and self._has_positions(output, x.value, included):
-                figures.append(_of_tokens(output, x.value, y.value, included, samples))
+                of_output = _of_tokens(
+                    output,
+                    x.value,
+                    y.value,
+                    included=included,
+                    rows=samples,
+                )
             else:
-                figures.append(self._of_output(output, x, y, samples))
+                of_output = self._of_output(output, x, y, samples)
+            figures.append(of_output)
         return figures
 
     def _has_positions(self, output: Output, x: Tensor, included: Tensor) -> bool:
@@ -199,11 +207,19 @@ class OutputComparison:
         if split is not None and split.is_unwritten:
             figures.whole.channels = None
         if split is None:
-            self._add_whole(figures, x, y, matched, rows)
+            self._add_whole(
+                figures,
+                x,
+                y,
+                matched=matched,
+                rows=rows,
+            )
             for part in figures.parts:
                 part.samples.is_known = False
             return figures
-        rows_of_parts = split.rows(rows, x.shape, matched)
+        rows_of_parts: Sequence[SampleRows | None] = [None] * len(figures.parts)
+        if rows is not None:
+            rows_of_parts = split.rows(rows, x.shape, matched)
         if matched is None:
             pieces = zip(split.of(x), split.of(y), strict=True)
         else:
@@ -220,6 +236,7 @@ class OutputComparison:
         figures: OutputFigures,
         x: Tensor,
         y: Tensor,
+        *,
         matched: MatchedRows | None,
         rows: SampleRows | None,
     ) -> None:
@@ -227,7 +244,8 @@ class OutputComparison:
         ranges = None
         if matched is not None:
             if rows is not None:
-                rows = rows.of_places(matched.is_there.nonzero().flatten(), x.shape)
+                places = matched.is_there.nonzero().flatten()
+                rows = rows.of_places(places, x.shape)
             x, y = matched.select(x, y)
         elif figures.whole.channels is not None:
             ranges = figures.whole.channels.whole
@@ -358,6 +376,7 @@ def _of_tokens(
     output: Output,
     x: Tensor,
     y: Tensor,
+    *,
     included: Tensor,
     rows: SampleRows | None,
 ) -> OutputFigures:

@@ -27,9 +27,9 @@ from quantizer.comparison.sample_noise import (
     BELOW_DB,
     SampleFigures,
     SampleNoise,
-    SampleRows,
     sample_json,
 )
+from quantizer.comparison.sample_rows import SampleRows
 from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
 from quantizer.numerics.metrics import Energies

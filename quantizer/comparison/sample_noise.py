@@ -1,19 +1,16 @@
-"""Measures the error of each sample of an output, so that loud samples cannot hide the error of
-the others.
+"""Measures the error of each sample of an output, so that loud samples do not hide that of the
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from quantizer.errors import QuantizerError
-from quantizer.numerics.metrics import row_energies, sqnr_db
-from quantizer.sources.batches import Batch
 
 BELOW_DB = 6.0
 """Samples with an SQNR that is so much lower than that of all values are worth a sentence."""
@@ -22,64 +19,6 @@ _WORST_SHARE = 20
 _SILENCE = 1e-9
 """A sample with less of the median energy is silent: no error of it is large or small."""
 _MAX_NAMED = 4
-_SAME_DB = 40.0
-"""Batches of other sizes are computed with other sums."""
-
-
-@dataclass(frozen=True)
-class SampleRows:
-    """Which values of a tensor belong to which sample of a batch.
-
-    Args:
-        count: how many samples the batch has.
-        axis: along which the values of one sample after the other follow.
-        numbers: [rows] the sample of each index of `axis`, int64 on the CPU; None if all
-            samples have the same number of indices, in the order of the samples.
-    """
-
-    count: int
-    axis: int = 0
-    numbers: Tensor | None = None
-
-    def energies(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return |x|^2, |y|^2 and |x - y|^2 of each sample, float64 [3, samples] on the
-        CPU.
-        """
-        if not x.numel():
-            return torch.zeros(3, self.count, dtype=torch.float64)
-        x = x.movedim(self.axis, 0)
-        y = y.movedim(self.axis, 0)
-        if self.numbers is None:
-            per_sample = len(x) // self.count
-            shape = (self.count, per_sample, *x.shape[1:])
-            return row_energies(x.reshape(shape), y.reshape(shape))
-        by_row = row_energies(x, y)
-        # On the CPU: a GPU adds up by index in any order
-        sums = [torch.bincount(self.numbers, row, self.count) for row in by_row]
-        return torch.stack(sums)
-
-    def of_places(self, places: Tensor, shape: Sequence[int]) -> SampleRows:
-        """Return the samples of some values of a tensor, which are given as a vector.
-
-        Args:
-            places: [values] their indices into the flattened tensor.
-            shape: of the tensor.
-        """
-        after = torch.Size(shape[self.axis + 1 :]).numel()
-        indices = places.cpu() // after % shape[self.axis]
-        numbers = indices // (shape[self.axis] // self.count)
-        per_sample = len(numbers) // self.count
-        in_turn = torch.arange(self.count).repeat_interleave(per_sample)
-        if torch.equal(numbers, in_turn):
-            return SampleRows(self.count)
-        return SampleRows(self.count, numbers=numbers)
-
-    def of_tokens(self, included: Tensor) -> SampleRows:
-        """Return the samples of [1, tokens, ...], the tokens that a mask [samples, positions]
-        includes.
-        """
-        numbers = included.nonzero()[:, 0]
-        return SampleRows(self.count, axis=1, numbers=numbers.cpu())
 
 
 @dataclass(frozen=True)
@@ -105,20 +44,14 @@ class SampleFigures:
 
     def at_most(self, db: float) -> SampleFigures:
         """Return the figures with no SQNR above `db`."""
-        return replace(self, median_db=min(self.median_db, db), worst_db=min(self.worst_db, db))
+        median_db = min(self.median_db, db)
+        worst_db = min(self.worst_db, db)
+        return replace(self, median_db=median_db, worst_db=worst_db)
 
 
-def worst_words(count: int) -> str:
-    """Return which of so many samples count as the worst.
-
-    >>> worst_words(40), worst_words(8)
-    ('the worst twentieth of 40 samples', 'the worst of 8 samples')
-    """
-    share = " twentieth" if count >= _WORST_SHARE else ""
-    return f"the worst{share} of {count} samples"
-
-
-def sample_json(figures: SampleFigures | None) -> dict[str, Any]:
+def sample_json(
+    figures: SampleFigures | None,
+) -> dict[str, Any]:
     """Return the figures as report.json has them, each None if there are none."""
     if figures is None:
         return {"sqnr_db_median": None, "sqnr_db_worst": None, "samples": None}
@@ -147,14 +80,20 @@ class SampleNoise:
     batches: list[Tensor] = field(default_factory=list)
     is_known: bool = True
 
-    def add(self, energies: Tensor | None) -> None:
+    def add(
+        self,
+        energies: Tensor | None,
+    ) -> None:
         """Add the samples of one batch; None if they are not known."""
         if energies is None:
             self.is_known = False
         else:
             self.batches.append(energies)
 
-    def merge(self, other: SampleNoise) -> None:
+    def merge(
+        self,
+        other: SampleNoise,
+    ) -> None:
         """Add later batches."""
         self.batches += other.batches
         self.is_known &= other.is_known
@@ -168,23 +107,26 @@ class SampleNoise:
         present = signal[signal > 0]
         if not len(present):
             return None
-        median = present.sort().values[len(present) // 2]
-        is_silent = signal < _SILENCE * median
-        is_silent |= signal == 0
+        ordered_energies = present.sort().values
+        median = ordered_energies[len(present) // 2]
+        is_silent = (signal == 0) | (signal < _SILENCE * median)
         ratios = 10 * torch.log10(signal / error)
         # As `decibel` has it
-        ratios[ratios.isnan()] = -torch.inf
-        ratios[is_silent] = torch.inf
-        count = len(signal) - int(is_silent.sum())
-        ordered = ratios.sort().values[:count].tolist()
+        ratios[ratios.isnan()] = -math.inf
+        # Behind all others
+        ratios[is_silent] = math.inf
+        ordered = ratios.sort().values
         silent = is_silent.nonzero().flatten().tolist()
+        count = len(signal) - len(silent)
+        worst = max(1, count // _WORST_SHARE)
+        names = map(self._name, silent[:_MAX_NAMED])
         return SampleFigures(
             count,
-            median_db=ordered[(count - 1) // 2],
-            worst_db=ordered[max(1, count // _WORST_SHARE) - 1],
+            median_db=float(ordered[(count - 1) // 2]),
+            worst_db=float(ordered[worst - 1]),
             worst=self._name(int(ratios.argmin())),
             silent=len(silent),
-            first_silent=tuple(map(self._name, silent[:_MAX_NAMED])),
+            first_silent=tuple(names),
         )
 
     def _name(self, number: int) -> str:
@@ -205,67 +147,30 @@ def sample_name(batch: int, sample: int) -> str:
     return f"batch {batch}, sample {sample}"
 
 
-def together(parts: Iterable[SampleNoise]) -> SampleNoise:
+def worst_words(count: int) -> str:
+    """Return which of so many samples count as the worst.
+
+    >>> worst_words(40), worst_words(8)
+    ('the worst twentieth of 40 samples', 'the worst of 8 samples')
+    """
+    share = " twentieth" if count >= _WORST_SHARE else ""
+    return f"the worst{share} of {count} samples"
+
+
+def together(
+    parts: Iterable[SampleNoise],
+) -> SampleNoise:
     """Return the samples of one batch of an output that has these parts. Parts without energies
     are constant.
     """
     total = SampleNoise()
     for part in parts:
         if not part.is_known:
-            return part
-        if not total.batches:
-            total.batches = part.batches[:1]
-        elif part.batches:
+            return SampleNoise(is_known=False)
+        if not part.batches:
+            continue
+        if total.batches:
             total.batches = [total.batches[0] + part.batches[0]]
+        else:
+            total.batches = part.batches[:1]
     return total
-
-
-class SampleFinder:
-    """Finds which values of an output belong to which sample.
-
-    An output may have several rows for each sample along its axis of samples. Whether those of
-    one sample follow each other is seen from a run of the first samples alone.
-
-    Args:
-        run: returns the outputs of the float model for a batch.
-    """
-
-    def __init__(self, run: Callable[[Batch], Sequence[Tensor]]) -> None:
-        self._run = run
-        self._is_in_turn: dict[int, bool] = {}
-
-    def rows(self, number: int, x: Tensor, axis: int | None, batch: Batch) -> SampleRows | None:
-        """Return where the samples of an output are; None if that is not known.
-
-        Args:
-            number: of the output.
-            x: its value for the batch.
-            axis: whose size follows that of the batch; None if there is none.
-            batch: of data.
-        """
-        count = batch.size
-        if axis is None or axis >= x.dim() or not x.is_floating_point():
-            return None
-        size = x.shape[axis]
-        if not size or size % count:
-            return None
-        if size > count > 1:
-            if number not in self._is_in_turn:
-                self._is_in_turn[number] = self._starts_alike(number, x, axis, batch)
-            if not self._is_in_turn[number]:
-                return None
-        return SampleRows(count, axis)
-
-    def _starts_alike(self, number: int, x: Tensor, axis: int, batch: Batch) -> bool:
-        """Return whether the first samples alone have the first rows of the output."""
-        count = batch.size
-        few = min(2, count - 1)
-        try:
-            outputs = self._run(batch.first(few))
-        except (RuntimeError, ValueError, TypeError, IndexError, QuantizerError):
-            # Some models take batches of one size
-            return False
-        first = x.narrow(axis, 0, few * (x.shape[axis] // count))
-        if number >= len(outputs) or outputs[number].shape != first.shape:
-            return False
-        return sqnr_db(first, outputs[number]) >= _SAME_DB

@@ -3,7 +3,7 @@
 from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.perplexity import next_tokens
 from quantizer.graph.ir import Graph, Node, references
-from quantizer.graph.output_parts import output_parts
+from quantizer.graph.output_parts import sample_axis
 from quantizer.sources.batches import Batch
 
 Reasons = dict[str, str]
@@ -19,10 +19,12 @@ def never_measured_metrics(graph: Graph) -> Reasons:
     reasons: Reasons = {}
     if not floats:
         why = "the model returns no floating-point values"
-        for name in ("sqnr_db", WORST_SAMPLES, "cosine"):
-            reasons[name] = why
-    elif all(output.sample_axis is None for output in output_parts(graph) if output.is_float):
-        reasons[WORST_SAMPLES] = "no output has an axis whose size follows the batch"
+        reasons["sqnr_db"] = why
+        reasons["cosine"] = why
+        reasons[WORST_SAMPLES] = why
+    elif all(sample_axis(graph, node) is None for node in floats):
+        why = "no output has an axis whose size follows the batch"
+        reasons[WORST_SAMPLES] = why
     if len(floats) == len(outputs):
         reasons["equal_outputs"] = "the model returns only floating-point values"
     if not floats or not _is_ranking(floats[0]):

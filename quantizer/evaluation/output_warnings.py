@@ -10,9 +10,10 @@ from itertools import islice
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures
 from quantizer.comparison.output_measure import OutputMeasure
-from quantizer.comparison.sample_noise import worst_words
+from quantizer.comparison.sample_noise import BELOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.ablation import ablate
+from quantizer.evaluation.low_sqnr import LOW_DB
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
@@ -29,7 +30,7 @@ _MIN_CAUSE_DB = 3.0
 """The cause of a loss gives back at least half of it."""
 _MAX_NAMED_CHANNELS = 4
 NOTES = ("rows", "silent")
-"""Kinds of warnings that are no loss."""
+"""Kinds of warnings about what is not lost."""
 
 
 @dataclass(frozen=True)
@@ -92,33 +93,31 @@ def output_warnings(
     return warnings
 
 
-def sample_warnings(parts: Iterable[PartFigures]) -> Iterator[OutputWarning]:
-    """Yield the warnings about parts whose SQNR hides that of their worst samples, and those
-    about silent samples.
+def sample_warnings(
+    parts: Iterable[PartFigures],
+) -> Iterator[OutputWarning]:
+    """Yield the warnings about parts whose SQNR hides that of samples, and those about silent
+    samples.
     """
     for part in parts:
         figures = part.sample_figures
-        if figures is None:
+        sqnr_db = part.sqnr_db
+        if figures is None or sqnr_db is None:
             continue
         name = named_output(part.name)
-        if part.hides_samples:
-            text = (
-                f"{name} has {part.sqnr_db:.1f} dB over all values, but {figures.worst_db:.1f} "
-            )
+        is_typical = sqnr_db - figures.median_db >= BELOW_DB
+        looks_usable = figures.worst_db < LOW_DB <= sqnr_db
+        if part.hides_samples and (is_typical or looks_usable):
+            text = f"{name} has {sqnr_db:.1f} dB over all values, but {figures.worst_db:.1f} "
             text += f"dB on {worst_words(figures.count)} and {figures.median_db:.1f} dB on the "
             text += f"median one; {figures.worst} is the worst"
             yield OutputWarning("samples", part.name, text, part.layer, "activation")
         if figures.silent:
-            text = f"{counted(figures.silent, 'sample')} of {name} "
-            text += (
-                f"{'has' if figures.silent == 1 else 'have'} next to no energy in the float "
-            )
-            text += "network, and no figure of samples counts "
-            text += f"{'it' if figures.silent == 1 else 'them'}: "
-            names = list(figures.first_silent)
-            text += "; ".join(names)
-            if figures.silent > len(names):
-                text += f" and {figures.silent - len(names)} more"
+            more = figures.silent - len(figures.first_silent)
+            text = f"{counted(figures.silent, 'sample')} of {name}, next to zero in the float "
+            text += f"network, counted without an SQNR: {'; '.join(figures.first_silent)}"
+            if more:
+                text += f" and {more} more"
             yield OutputWarning("silent", part.name, text, part.layer, "activation")
 
 

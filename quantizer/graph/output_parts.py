@@ -148,8 +148,14 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
         whole = OutputPart(name, None, node_name, is_constant=is_constant)
         is_float = node.dtype is not None and (node.is_float or node.dtype.is_complex)
         order = row_order(graph, node_name)
-        axis = _sample_axis(graph, node)
-        output = Output(name, node_name, is_float, (whole,), order=order, sample_axis=axis)
+        output = Output(
+            name,
+            node_name,
+            is_float,
+            (whole,),
+            order=order,
+            sample_axis=sample_axis(graph, node),
+        )
         if node.is_float and provenance.joined[node_name]:
             output = _with_parts(provenance, output, taken)
         if output.channel_axis is None:
@@ -158,17 +164,19 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
     return tuple(outputs)
 
 
-def _sample_axis(graph: Graph, node: Node) -> int | None:
+def sample_axis(graph: Graph, node: Node) -> int | None:
     """Return the axis of an output whose size follows the batch, or is that of a fixed batch;
     None if there is none, or several.
     """
     shape = node.shape or ()
-    inputs = [other.shape for other in graph.nodes if other.op == "input" and other.shape]
-    has_open_batch = any(None in sizes for sizes in inputs)
-    if has_open_batch:
+    batches: list[int | None] = []
+    for other in graph.nodes:
+        if other.op == "input" and other.shape:
+            batches.append(other.shape[0])
+    if None in batches:
         return shape.index(None) if shape.count(None) == 1 else None
-    is_alike = bool(inputs) and shape[:1] == inputs[0][:1]
-    return 0 if is_alike else None
+    is_of_samples = bool(batches) and shape[:1] == (batches[0],)
+    return 0 if is_of_samples else None
 
 
 @dataclass(frozen=True)

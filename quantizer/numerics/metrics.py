@@ -98,7 +98,10 @@ def noise_energies(
     return _total(signals), energies
 
 
-def row_energies(x: Tensor, y: Tensor) -> Tensor:
+def row_energies(
+    x: Tensor,
+    y: Tensor,
+) -> Tensor:
     """Return |x|^2, |y|^2 and |x - y|^2 of each index of axis 0, float64 [3, rows] on the CPU.
 
     Args:
@@ -111,25 +114,31 @@ def row_energies(x: Tensor, y: Tensor) -> Tensor:
             [41.,  5.],
             [ 2.,  2.]], dtype=torch.float64)
     """
-    inner_axes = [axis + 1 for axis in memory_order(x[0])]
+    order = [0]
+    for axis in memory_order(x[0]):
+        order.append(axis + 1)
     count = len(x)
-    x = x.detach().permute(0, *inner_axes).reshape(count, -1)
-    y = y.detach().permute(0, *inner_axes).reshape(count, -1)
-    rows = max(1, VALUES_PER_SUM // x.shape[1])
-    sums = []
-    for x_rows, y_rows in zip(torch.split(x, rows), torch.split(y, rows), strict=True):
-        x_parts = torch.split(x_rows, VALUES_PER_SUM, 1)
-        y_parts = torch.split(y_rows, VALUES_PER_SUM, 1)
-        total = torch.zeros(3, len(x_rows), dtype=torch.float64, device=x.device)
-        for x_part, y_part in zip(x_parts, y_parts, strict=True):
-            total[0] += _squares_by_row(x_part)
-            total[1] += _squares_by_row(y_part)
-            total[2] += _squares_by_row(x_part - y_part)
-        sums.append(total)
-    return torch.cat(sums, 1).cpu()
+    x = x.detach().permute(order).reshape(count, -1)
+    y = y.detach().permute(order).reshape(count, -1)
+    length = x.shape[1]
+    rows = max(1, VALUES_PER_SUM // length)
+    sums = torch.zeros(3, count, dtype=torch.float64, device=x.device)
+    for first in range(0, count, rows):
+        stop = first + rows
+        for start in range(0, length, VALUES_PER_SUM):
+            end = start + VALUES_PER_SUM
+            x_part = x[first:stop, start:end]
+            y_part = y[first:stop, start:end]
+            of_rows = sums[:, first:stop]
+            of_rows[0] += _squares_by_row(x_part)
+            of_rows[1] += _squares_by_row(y_part)
+            of_rows[2] += _squares_by_row(x_part - y_part)
+    return sums.cpu()
 
 
-def _squares_by_row(x: Tensor) -> Tensor:
+def _squares_by_row(
+    x: Tensor,
+) -> Tensor:
     """Return the sum of the squares of each row of a matrix, in float64."""
     wide = scratch(x, torch.float64)
     if wide is None:

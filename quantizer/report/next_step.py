@@ -140,8 +140,13 @@ def _is_far_from_float(facts: NextFacts) -> bool:
         return False
     is_narrow = facts.weight_bits is not None and facts.weight_bits <= NARROW_BITS
     bound_db = NARROW_CLOSE_DB if is_narrow else CLOSE_DB
-    parts = measured_parts(facts.tested)
-    return bool(parts and judged_db(parts[0]) < bound_db)
+    for row in measured_parts(facts.tested):
+        median_db = row.get("sqnr_db_median")
+        if row["sqnr_db"] < bound_db or judged_db(row) < bound_db / 2:
+            return True
+        if median_db is not None and median_db < bound_db:
+            return True
+    return False
 
 
 def _repeating(tested: JsonMapping) -> Iterator[str]:
