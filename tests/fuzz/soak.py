@@ -118,8 +118,10 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
     model = load_model(str(place / "net.py")).module
     data = load_model(str(place / "net.py")).calibration_data
     batches: list[Tensor] = list(data()) if callable(data) else []
-    fresh = run_path(str(place / "net.py"))["fresh_data"]()
-    found += unlike_fresh(folder, model, batches, fresh)
+    # What is fitted to a few samples loses more on others
+    if "algo_config" not in config:
+        fresh = run_path(str(place / "net.py"))["fresh_data"]()
+        found += unlike_fresh(folder, model, batches, fresh)
     return "ok", [*found, *compared(folder, model, batches, config, given, plain=plain)]
 
 
