@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,12 +10,14 @@ from quantizer.api.notebook import html_table
 from quantizer.api.python_words import in_python
 from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.errors import GateError, UsageError
-from quantizer.evaluation.scores import DROP, RATIO, Scores
+from quantizer.evaluation.scores import DROP, RATIO, Scores, remark_on_samples
 from quantizer.graph.module_names import path_names
 from quantizer.report import tables
 from quantizer.report.page.html import element
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
+
+_logger = logging.getLogger(__name__)
 
 _SHOWN_METRICS = 8
 """Metrics that a comparison shows."""
@@ -27,7 +30,8 @@ class Comparison:
 
     Attributes:
         metrics: the figures by name. `sqnr_db` and `cosine` are those of the worst output or
-            part, `sqnr_db_pooled` is that of all together. For a metric X of the task,
+            part, `sqnr_db_worst` is that of its worst samples, `sqnr_db_pooled` that of all
+            outputs together. For a metric X of the task,
             `X_float` is the value of the float network. If it is known whether more or less of
             X is better, `X_drop` is the loss of quality.
         outputs: a row of figures for each output, and for each part of an output that is joined
@@ -82,6 +86,10 @@ class Comparison:
                     failed.append(f"{name}<={bound:g}")
             elif not metrics[name] >= bound:
                 failed.append(f"{name}>={bound:g}")
+            else:
+                remark = remark_on_samples(name, metrics)
+                if remark:
+                    _logger.warning("%s>=%g is met, but %s", name, bound, remark)
         if failed:
             raise GateError(
                 f"not met: {', '.join(failed)}",

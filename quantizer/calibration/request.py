@@ -15,6 +15,7 @@ from quantizer.calibration.level_channels import Exponents
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.snapshots import CheckpointStore, share_snapshot
 from quantizer.calibration.solution import Solution
+from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.calibration.target import Target
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config
@@ -58,6 +59,7 @@ class CalibrationState:
             None until data have decided.
         levels: by how much channels are levelled, as `calibration.level_channels` records it;
             None until data have decided.
+        inputs: the largest values of each sample.
         solution: scales, zero points, codes and corrections.
         is_finetuned: whether fast finetuning has changed the solution.
     """
@@ -69,6 +71,7 @@ class CalibrationState:
     joins: Mapping[str, JoinDecision] = field(default_factory=dict)
     absorption: Record | None = None
     levels: Exponents | None = None
+    inputs: InputMagnitudes = field(default_factory=InputMagnitudes)
     solution: Solution = _NOT_YET
     is_finetuned: bool = False
 

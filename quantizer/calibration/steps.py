@@ -25,6 +25,7 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.run_algorithms import algorithms_report, run_algorithms
 from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
 from quantizer.calibration.solution import Solution, quantized_network
+from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
 from quantizer.config.wording import counted
@@ -152,6 +153,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
     calibration = state.calibration.unseen()
     fingerprint = _resume(request, calibration)
     done = calibration.batches
+    inputs = InputMagnitudes()
 
     def snapshot() -> Snapshot:
         """Return the statistics so far, and the fingerprint of the data they are of."""
@@ -165,6 +167,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         nonlocal fingerprint
         count = 0
         for count, batch in enumerate(request.read(), 1):
+            inputs.add(batch)
             if count > done:
                 yield batch
                 # Several ranks add up their statistics only now and then, and a snapshot needs
@@ -203,7 +206,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         text = f"{layer} was not reached by the calibration data: its activations stay float"
         request.events.message(logging.WARNING, text)
     calibration = calibration.without(unreached)
-    return replace(state, calibration=calibration)
+    return replace(state, calibration=calibration, inputs=inputs)
 
 
 def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
@@ -271,6 +274,13 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
         algorithms = algorithms_report(request.config.algorithms, state.adjustment)
         solution = replace(solution, algorithms=algorithms)
     return replace(state, solution=solution)
+
+
+def name_far_samples(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Name the samples that stretch the range of an input."""
+    for text in state.inputs.sentences(state.plan, state.solution):
+        request.events.message(logging.WARNING, text)
+    return state
 
 
 def align_to_dpu(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -396,6 +406,10 @@ STEPS: tuple[Step, ...] = (
     Step(load_statistics, when=lambda request, state: bool(request.statistics)),
     Step(observe, when=_observes_data),
     Step(find_scales),
+    Step(
+        name_far_samples,
+        when=lambda request, state: request.ranks.is_first,
+    ),
     Step(align_to_dpu, when=_is_for_dpu),
     Step(run_finetuning, when=lambda request, state: bool(request.fast_finetune)),
     Step(

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantizer.cli.options import Options
 from quantizer.cli.render import workflow_command
+from quantizer.evaluation.output_warnings import NOTES
 from quantizer.printable import one_line
 from quantizer.report.page.rows import most_damaged, tensor_name
 
@@ -48,7 +49,7 @@ def annotate_warnings(options: Options, values: dict[str, Any]) -> None:
     for row in values["layers"]:
         rows[row["layer"], row["tensor"]] = row
     for warning in values["warnings"]:
-        if warning["kind"] == "rows":
+        if warning["kind"] in NOTES:
             continue
         key = (warning["layer"], warning["tensor"])
         place: dict[str, str] = {}

@@ -8,10 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.cli.options import Options
-from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, metric_names
+from quantizer.comparison.output_figures import (
+    NAMED_FIGURES,
+    POOLED_FIGURE,
+    ROWS_KEPT,
+    metric_names,
+)
 from quantizer.config.wording import did_you_mean
 from quantizer.errors import UsageError
-from quantizer.evaluation.scores import DROP, metrics_of_both
+from quantizer.evaluation.scores import DROP, metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.output_parts import Output
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
@@ -25,7 +30,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-_OUTPUT_FIGURES = ("sqnr_db", "cosine", POOLED_FIGURE, "top1_agreement", "equal_outputs")
+_OUTPUT_FIGURES = (*NAMED_FIGURES, POOLED_FIGURE, "top1_agreement")
 """Test mode measures these without an evaluate()."""
 MEASURED = ("top1", "perplexity")
 """Measured without an evaluate(), if the data has labels or is text."""
@@ -234,7 +239,11 @@ def met_gate_lines(gates: Iterable[Gate], metrics: Mapping[str, float]) -> list[
     lines = []
     for gate in gates:
         if gate.metric in metrics and gate.holds(metrics):
-            lines.append(f"gate {gate.text}: met ({gate.figure(metrics)})")
+            line = f"gate {gate.text}: met ({gate.figure(metrics)})"
+            remark = remark_on_samples(gate.metric, metrics)
+            if remark:
+                line += f", but {remark}"
+            lines.append(line)
     return lines
 
 

@@ -17,12 +17,15 @@ from quantizer.comparison.output_figures import (
     PartFigures,
     RowCounts,
 )
+from quantizer.comparison.part_places import PartPlaces
 from quantizer.comparison.row_matching import (
     MatchedRows,
     SeenOutput,
     count_unmatched,
     match_rows,
 )
+from quantizer.comparison.sample_noise import together
+from quantizer.comparison.sample_rows import SampleFinder, SampleRows
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
 from quantizer.graph.label_replay import Seen
@@ -95,7 +98,7 @@ class OutputComparison:
     def __init__(self, outputs: Sequence[Output], graph: Graph | None = None) -> None:
         self.outputs = outputs
         self._graph = graph
-        self._splits: dict[tuple[Any, ...], _Split] = {}
+        self._splits: dict[tuple[Any, ...], PartPlaces] = {}
 
     def empty(self) -> list[OutputFigures]:
         """Return figures without a batch."""
@@ -109,6 +112,7 @@ class OutputComparison:
         right: Recorder,
         *,
         included: Tensor | None = None,
+        rows: Sequence[SampleRows | None] = (),
     ) -> list[OutputFigures]:
         """Return the figures of one batch.
 
@@ -118,6 +122,7 @@ class OutputComparison:
             left: has watched the float network.
             right: has watched the quantized network.
             included: as `Batch` has it.
+            rows: where the samples of each output are, if their figures are wanted.
 
         Raises:
             DataError: an output of the float network is not finite.
@@ -127,10 +132,18 @@ class OutputComparison:
         for number, output in enumerate(self.outputs):
             x = SeenOutput(reference[number], left.seen)
             y = SeenOutput(quantized[number], right.seen)
+            samples = rows[number] if rows else None
             if included is not None and self._has_positions(output, x.value, included):
-                figures.append(_of_tokens(output, x.value, y.value, included))
+                of_output = _of_tokens(
+                    output,
+                    x.value,
+                    y.value,
+                    included=included,
+                    rows=samples,
+                )
             else:
-                figures.append(self._of_output(output, x, y))
+                of_output = self._of_output(output, x, y, samples)
+            figures.append(of_output)
         return figures
 
     def _has_positions(self, output: Output, x: Tensor, included: Tensor) -> bool:
@@ -173,6 +186,7 @@ class OutputComparison:
         output: Output,
         reference: SeenOutput,
         quantized: SeenOutput,
+        rows: SampleRows | None,
     ) -> OutputFigures:
         """Return the figures of one output for one batch."""
         x = reference.value
@@ -193,15 +207,28 @@ class OutputComparison:
         if split is not None and split.is_unwritten:
             figures.whole.channels = None
         if split is None:
-            self._add_whole(figures, x, y, matched)
+            self._add_whole(
+                figures,
+                x,
+                y,
+                matched=matched,
+                rows=rows,
+            )
+            for part in figures.parts:
+                part.samples.is_known = False
             return figures
+        rows_of_parts: Sequence[SampleRows | None] = [None] * len(figures.parts)
+        if rows is not None:
+            rows_of_parts = split.rows(rows, x.shape, matched)
         if matched is None:
             pieces = zip(split.of(x), split.of(y), strict=True)
         else:
             pieces = zip(*split.matched(x, y, matched), strict=True)
-        for part, (x_piece, y_piece) in zip(figures.parts, pieces, strict=True):
-            part.add(x_piece, y_piece)
+        for number, (x_piece, y_piece) in enumerate(pieces):
+            part = figures.parts[number]
+            part.add(x_piece, y_piece, rows=rows_of_parts[number])
             figures.whole.merge(part)
+        figures.whole.samples = together(part.samples for part in figures.parts)
         return figures
 
     def _add_whole(
@@ -209,17 +236,22 @@ class OutputComparison:
         figures: OutputFigures,
         x: Tensor,
         y: Tensor,
+        *,
         matched: MatchedRows | None,
+        rows: SampleRows | None,
     ) -> None:
         """Add the values of an output that has one part."""
         ranges = None
         if matched is not None:
+            if rows is not None:
+                places = matched.is_there.nonzero().flatten()
+                rows = rows.of_places(places, x.shape)
             x, y = matched.select(x, y)
         elif figures.whole.channels is not None:
             ranges = figures.whole.channels.whole
-        figures.whole.add(x, y, ranges)
+        figures.whole.add(x, y, ranges, rows)
 
-    def _split(self, output: Output, run: SeenOutput) -> _Split | None:
+    def _split(self, output: Output, run: SeenOutput) -> PartPlaces | None:
         """Return the places of the parts of an output; None if it has one part."""
         if output.labels is None:
             return None
@@ -238,7 +270,7 @@ class OutputComparison:
             labels = output.labels.of(seen, shape)
         except ValueError:
             return None
-        split = _Split(labels, len(output.parts))
+        split = PartPlaces(labels, len(output.parts))
         if key is not None:
             if len(self._splits) >= _MAX_SHAPES:
                 self._splits.clear()
@@ -267,6 +299,7 @@ class ComparedNetworks:
         if outputs is None:
             outputs = output_parts(expected.graph)
         self._comparison = OutputComparison(outputs, expected.graph)
+        self._samples = SampleFinder(partial(_outputs_of, expected))
         self._passed: OutputComparison | None = None
         if user is not None:
             passed = parts_named_as(reference.graph, user.graph)
@@ -309,64 +342,43 @@ class ComparedNetworks:
         reference = executions[0].outputs()
         quantized = executions[1].outputs()
         if self._user is None or self._passed is None:
+            rows = self._sample_rows(reference, batch)
             figures = self._comparison.figures(
-                reference, quantized, *recorders, included=batch.included
+                reference, quantized, *recorders, included=batch.included, rows=rows
             )
             return reference, figures, []
         passed = self._passed.figures(reference, quantized, *recorders, included=batch.included)
         recorder = Recorder(self._comparison.outputs)
         execution = self._user.start(batch.args, batch.kwargs)
         expected = execution.advance(watch=recorder.watchers).outputs()
+        rows = self._sample_rows(expected, batch)
         figures = self._comparison.figures(
-            expected, quantized, recorder, recorders[1], included=batch.included
+            expected, quantized, recorder, recorders[1], included=batch.included, rows=rows
         )
         return expected, figures, passed
 
+    def _sample_rows(self, outputs: Sequence[Tensor], batch: Batch) -> list[SampleRows | None]:
+        """Return where the samples of each output are."""
+        rows = []
+        for number, output in enumerate(self._comparison.outputs):
+            found = self._samples.rows(number, outputs[number], output.sample_axis, batch)
+            rows.append(found)
+        return rows
 
-class _Split:
-    """The places of all parts of an output, one part after the other.
 
-    Args:
-        labels: the number of the part of each value; -1 for values that no layer has written.
-        parts: how many parts there are.
-    """
-
-    def __init__(self, labels: Tensor, parts: int) -> None:
-        flat = labels.reshape(-1)
-        unwritten, *counts = torch.bincount(flat + 1, minlength=parts + 1).tolist()
-        self.is_unwritten = unwritten > 0
-        self._counts: list[int] = counts
-        # Values that are not written come first
-        self._order = flat.argsort(stable=True)[unwritten:]
-
-    def of(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the values of each part."""
-        order = self._order.to(x.device)
-        values = x.reshape(-1)[order]
-        return torch.split(values, self._counts)
-
-    def matched(
-        self,
-        x: Tensor,
-        y: Tensor,
-        matched: MatchedRows,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the values of each part that are in rows of both networks."""
-        x_pieces = []
-        y_pieces = []
-        for places in torch.split(self._order, self._counts):
-            shared = places[matched.is_there[places]]
-            others = matched.places[shared]
-            x_pieces.append(x.reshape(-1)[shared.to(x.device)])
-            y_pieces.append(y.reshape(-1)[others.to(y.device)])
-        return x_pieces, y_pieces
+@torch.no_grad()
+def _outputs_of(network: Network, batch: Batch) -> list[Tensor]:
+    """Return the outputs of a network for a batch."""
+    return network.start(batch.args, batch.kwargs).advance().outputs()
 
 
 def _of_tokens(
     output: Output,
     x: Tensor,
     y: Tensor,
+    *,
     included: Tensor,
+    rows: SampleRows | None,
 ) -> OutputFigures:
     """Return the figures of an output of one part, without padding.
 
@@ -375,6 +387,7 @@ def _of_tokens(
         x: its values in the float network.
         y: its values in the quantized network.
         included: as `Batch` has it.
+        rows: where the samples are; None if that is not known.
     """
     require_same_shape("the output", x, y)
     figures = _empty(output)
@@ -382,13 +395,15 @@ def _of_tokens(
     # One sample that has all tokens, so that axes keep their numbers
     x = x[mask].unsqueeze(0)
     y = y[mask].unsqueeze(0)
+    if rows is not None:
+        rows = rows.of_tokens(included)
     ranges = None
     axis = output.channel_axis
     if axis is not None and axis >= mask.dim() and x.is_floating_point():
         figures.whole.channels = ChannelExtents.of(x, y, axis)
     if figures.whole.channels is not None:
         ranges = figures.whole.channels.whole
-    figures.whole.add(x, y, ranges)
+    figures.whole.add(x, y, ranges, rows)
     return figures
 
 

@@ -23,10 +23,20 @@ from quantizer.comparison.extents import (
     varying_noise,
 )
 from quantizer.comparison.noise import Noise
+from quantizer.comparison.sample_noise import (
+    BELOW_DB,
+    SampleFigures,
+    SampleNoise,
+    sample_json,
+)
+from quantizer.comparison.sample_rows import SampleRows
 from quantizer.errors import DataError
 from quantizer.graph.output_parts import Output
+from quantizer.numerics.metrics import Energies
 
-NAMED_FIGURES = ("sqnr_db", "cosine", "equal_outputs")
+WORST_SAMPLES = "sqnr_db_worst"
+"""The SQNR that all but the worst twentieth of samples have."""
+NAMED_FIGURES = ("sqnr_db", WORST_SAMPLES, "cosine", "equal_outputs")
 """The figures of each output and part."""
 POOLED_FIGURE = "sqnr_db_pooled"
 """The SQNR of all outputs together."""
@@ -53,6 +63,7 @@ class PartFigures:
         reference: the range of the float network's values.
         other: the range of the quantized network's values.
         channels: the ranges of the channels of a whole output, if it has channels.
+        samples: the error of each sample, if the samples are known.
     """
 
     name: str
@@ -67,14 +78,22 @@ class PartFigures:
     reference: Extent = field(default_factory=Extent)
     other: Extent = field(default_factory=Extent)
     channels: ChannelExtents | None = None
+    samples: SampleNoise = field(default_factory=SampleNoise)
 
-    def add(self, x: Tensor, y: Tensor, ranges: tuple[Extent, Extent] | None = None) -> None:
+    def add(
+        self,
+        x: Tensor,
+        y: Tensor,
+        ranges: tuple[Extent, Extent] | None = None,
+        rows: SampleRows | None = None,
+    ) -> None:
         """Add the values of one batch.
 
         Args:
             x: of the float network.
             y: of the quantized network.
             ranges: of both, if they are known.
+            rows: where the samples are; None if that is not known.
 
         Raises:
             DataError: a value of the float network is not finite.
@@ -89,7 +108,15 @@ class PartFigures:
         reference, other = ranges or (Extent.of(x), Extent.of(y))
         if not reference.is_finite:
             raise DataError(NOT_FINITE, help="check the data and the weights")
-        self.noise.add(x, y)
+        energies = None
+        if rows is None:
+            self.noise.add(x, y)
+        else:
+            # What all samples have together is not read again
+            energies = rows.energies(x, y)
+            sums = list(map(math.fsum, energies.tolist()))
+            self.noise.add_energies(sums[0], Energies(*sums[1:]))
+        self.samples.add(energies)
         self.reference.merge(reference)
         self.other.merge(other)
 
@@ -99,6 +126,7 @@ class PartFigures:
         self.equal += other.equal
         self.is_float |= other.is_float
         self.noise.merge(other.noise)
+        self.samples.merge(other.samples)
         self.reference.merge(other.reference)
         self.other.merge(other.other)
 
@@ -121,6 +149,28 @@ class PartFigures:
         """
         ratios = [noise.sqnr_db for noise in self._rated]
         return min(ratios, default=None)
+
+    @property
+    def sample_figures(self) -> SampleFigures | None:
+        """Return the figures of samples; None if they are not known, or there is no SQNR.
+
+        None of them is above the SQNR of what varies, where that counts.
+        """
+        rated = self._rated
+        figures = self.samples.figures if rated else None
+        if figures is None:
+            return None
+        varying_db = min((noise.sqnr_db for noise in rated[1:]), default=math.inf)
+        return figures.at_most(varying_db)
+
+    @property
+    def hides_samples(self) -> bool:
+        """Return whether the worst samples have a much lower SQNR than all values."""
+        figures = self.sample_figures
+        sqnr_db = self.sqnr_db
+        if figures is None or sqnr_db is None:
+            return False
+        return sqnr_db - figures.worst_db >= BELOW_DB
 
     @property
     def cosine(self) -> float | None:
@@ -193,6 +243,7 @@ class PartFigures:
             "sqnr_db": self.sqnr_db,
             "cosine": self.cosine,
             "equal": self.equal_share,
+            **sample_json(self.sample_figures),
         }
 
 
@@ -286,6 +337,21 @@ def worst(outputs: Sequence[OutputFigures]) -> PartFigures | None:
     return min(rated, key=lambda part: part.sqnr_db or 0.0, default=None)
 
 
+def worst_samples_db(outputs: Sequence[OutputFigures]) -> float | None:
+    """Return the lowest SQNR of the worst samples of an output or part; None if no samples are
+    known. What has no samples counts with the SQNR of all values.
+    """
+    ratios = []
+    has_samples = False
+    for part in _rated_rows(outputs):
+        figures = part.sample_figures
+        has_samples |= figures is not None
+        ratio = part.sqnr_db if figures is None else figures.worst_db
+        if ratio is not None:
+            ratios.append(ratio)
+    return min(ratios) if has_samples else None
+
+
 def lowest_cosine(outputs: Sequence[OutputFigures]) -> float | None:
     """Return the lowest cosine of a part or output, NaN if one is NaN; None if none has a
     cosine."""
@@ -323,8 +389,10 @@ def named_metrics(outputs: Sequence[OutputFigures]) -> dict[str, float]:
     metrics = {}
     for output in outputs:
         for row in output.rows:
+            samples = row.sample_figures
             figures = {
                 "sqnr_db": row.sqnr_db,
+                WORST_SAMPLES: None if samples is None else samples.worst_db,
                 "cosine": row.cosine,
                 "equal_outputs": row.equal_share,
             }
@@ -353,6 +421,8 @@ def metric_names(outputs: Sequence[Output]) -> set[str]:
             is_rated = output.is_float and not is_constant
             figures = NAMED_FIGURES if is_rated else NAMED_FIGURES[-1:]
             names |= {f"{figure}[{name}]" for figure in figures}
+            if output.sample_axis is None:
+                names.discard(f"{WORST_SAMPLES}[{name}]")
         if output.order is not None:
             names |= {ROWS_KEPT, f"{ROWS_KEPT}[{output.name}]"}
     return names

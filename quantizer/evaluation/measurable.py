@@ -1,7 +1,9 @@
 """Finds the metrics that a test cannot measure, before any network runs."""
 
+from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.perplexity import next_tokens
 from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.output_parts import sample_axis
 from quantizer.sources.batches import Batch
 
 Reasons = dict[str, str]
@@ -19,6 +21,10 @@ def never_measured_metrics(graph: Graph) -> Reasons:
         why = "the model returns no floating-point values"
         reasons["sqnr_db"] = why
         reasons["cosine"] = why
+        reasons[WORST_SAMPLES] = why
+    elif all(sample_axis(graph, node) is None for node in floats):
+        why = "no output has an axis whose size follows the batch"
+        reasons[WORST_SAMPLES] = why
     if len(floats) == len(outputs):
         reasons["equal_outputs"] = "the model returns only floating-point values"
     if not floats or not _is_ranking(floats[0]):

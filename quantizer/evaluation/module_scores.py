@@ -11,12 +11,14 @@ from torch.utils import _pytree as pytree
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_comparison import require_same_shape
-from quantizer.comparison.output_figures import OutputFigures, PartFigures
+from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves
+from quantizer.comparison.sample_rows import SampleFinder
 from quantizer.errors import ModelError
 from quantizer.evaluation.compare import over_batches
 from quantizer.evaluation.network_comparison import NetworkComparison
+from quantizer.evaluation.output_warnings import sample_warnings
 from quantizer.evaluation.paired_run import record_predictions
-from quantizer.evaluation.scores import Scores, measure
+from quantizer.evaluation.scores import Scores, log_warnings, measure
 from quantizer.graph.output_names import leaf_names, plain_output
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
@@ -59,21 +61,24 @@ class ModulePair:
             before = self._measured(self.reference, batches, events, function, kind="float")
             check(before.keys())
         comparison = NetworkComparison([])
+        samples = SampleFinder(lambda batch: list(outputs_of(self.reference, batch).values()))
         names = batches.arguments.names
         marked = (with_included(batch, names) for batch in batches)
         with RunStage(events, "test", batches.total) as stage:
             over_batches(
                 stage.counted(self.moved(marked)),
-                lambda number, batch: self._add(comparison, number, batch),
+                lambda number, batch: self._add(comparison, number, batch, samples),
             )
+        warnings = tuple(sample_warnings(leaves(comparison.outputs)))
+        log_warnings(warnings)
         if function is None:
-            return Scores(comparison, comparison.pairs(), BY_NAME)
+            return Scores(comparison, comparison.pairs(), BY_NAME, warnings=warnings)
         after = self._measured(self.quantized, batches, events, function, kind="quantized")
         pairs = {}
         for name, value in before.items():
             if name in after:
                 pairs[name] = {"float": value, "quantized": after[name]}
-        return Scores(comparison, pairs, function.directions)
+        return Scores(comparison, pairs, function.directions, warnings=warnings)
 
     def moved(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Return batches on the device of the models."""
@@ -93,7 +98,13 @@ class ModulePair:
             model, batches, self.device, events, label=f"evaluate {kind}", function=function
         )
 
-    def _add(self, comparison: NetworkComparison, number: int, batch: Batch) -> None:
+    def _add(
+        self,
+        comparison: NetworkComparison,
+        number: int,
+        batch: Batch,
+        samples: SampleFinder,
+    ) -> None:
         """Run both models on a batch, and add what it shows to the comparison."""
         with prefix_batch_errors(number, batch):
             reference = outputs_of(self.reference, batch)
@@ -108,17 +119,21 @@ class ModulePair:
                     help="return the same outputs from forward() for all batches",
                 )
             result = NetworkComparison([], outputs=_empty(names))
-            for figures, x in zip(result.outputs, reference.values(), strict=True):
+            for index, (figures, x) in enumerate(
+                zip(result.outputs, reference.values(), strict=True)
+            ):
                 y = quantized[figures.whole.name]
                 require_same_shape(figures.whole.name, x, y)
+                rows = samples.rows(index, x, 0, batch)
                 mask = batch.included
                 # The second of two axes may be one of features
                 has_positions = x.dim() > 2
                 if has_positions and mask is not None and x.shape[:2] == mask.shape:
                     tokens = mask.to(x.device)
-                    x = x[tokens]
-                    y = y[tokens]
-                figures.whole.add(x, y)
+                    x = x[tokens].unsqueeze(0)
+                    y = y[tokens].unsqueeze(0)
+                    rows = None if rows is None else rows.of_tokens(mask)
+                figures.whole.add(x, y, rows=rows)
             record_predictions(
                 result, batch, list(reference.values()), list(quantized.values())
             )

@@ -12,11 +12,13 @@ from quantizer.comparison.noise import Noise, beside_far_values
 from quantizer.comparison.output_figures import (
     POOLED_FIGURE,
     ROWS_KEPT,
+    WORST_SAMPLES,
     OutputFigures,
     lowest_cosine,
     named_metrics,
     pooled_noise,
     worst,
+    worst_samples_db,
 )
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
 from quantizer.numerics.metrics import Approximation, noise_energies
@@ -173,6 +175,9 @@ class NetworkComparison:
             kinds.append("constant")
         elif lowest.sqnr_db is not None and cosine is not None:
             metrics["sqnr_db"] = lowest.sqnr_db
+            lowest_of_samples = worst_samples_db(self.outputs)
+            if lowest_of_samples is not None:
+                metrics[WORST_SAMPLES] = lowest_of_samples
             metrics["cosine"] = cosine
             metrics[POOLED_FIGURE] = self.output.sqnr_db
         equal_shares: list[float] = []

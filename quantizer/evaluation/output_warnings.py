@@ -3,15 +3,17 @@ that causes the loss.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures
 from quantizer.comparison.output_measure import OutputMeasure
-from quantizer.config.wording import first_names, named_output
+from quantizer.comparison.sample_noise import BELOW_DB, worst_words
+from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.ablation import ablate
+from quantizer.evaluation.low_sqnr import LOW_DB
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
@@ -27,6 +29,8 @@ _MAX_TRIED_TENSORS = 8
 _MIN_CAUSE_DB = 3.0
 """The cause of a loss gives back at least half of it."""
 _MAX_NAMED_CHANNELS = 4
+NOTES = ("rows", "silent")
+"""Kinds of warnings about what is not lost."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class OutputWarning:
     """A warning about one output or part.
 
     Attributes:
-        kind: "random", "constant", "hidden", "below", "channels", "varies", "rows" or
-            "unmatched".
+        kind: "random", "constant", "hidden", "below", "samples", "channels", "varies", "rows",
+            "silent" or "unmatched".
         output: the name of the output or part.
         text: a sentence for people.
         layer: the one that causes the loss; "" if it is not known.
@@ -85,7 +89,36 @@ def output_warnings(
         if not any(part.collapses or part.hides_its_loss for part in lost):
             warnings += _about_channels(figures)
         warnings += _about_rows(figures)
+        warnings += sample_warnings(open_parts)
     return warnings
+
+
+def sample_warnings(
+    parts: Iterable[PartFigures],
+) -> Iterator[OutputWarning]:
+    """Yield the warnings about parts whose SQNR hides that of samples, and those about silent
+    samples.
+    """
+    for part in parts:
+        figures = part.sample_figures
+        sqnr_db = part.sqnr_db
+        if figures is None or sqnr_db is None:
+            continue
+        name = named_output(part.name)
+        is_typical = sqnr_db - figures.median_db >= BELOW_DB
+        looks_usable = figures.worst_db < LOW_DB <= sqnr_db
+        if part.hides_samples and (is_typical or looks_usable):
+            text = f"{name} has {sqnr_db:.1f} dB over all values, but {figures.worst_db:.1f} "
+            text += f"dB on {worst_words(figures.count)} and {figures.median_db:.1f} dB on the "
+            text += f"median one; {figures.worst} is the worst"
+            yield OutputWarning("samples", part.name, text, part.layer, "activation")
+        if figures.silent:
+            more = figures.silent - len(figures.first_silent)
+            text = f"{counted(figures.silent, 'sample')} of {name}, next to zero in the float "
+            text += f"network, counted without an SQNR: {'; '.join(figures.first_silent)}"
+            if more:
+                text += f" and {more} more"
+            yield OutputWarning("silent", part.name, text, part.layer, "activation")
 
 
 def _random_origins(graph: Graph) -> dict[str, str]:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from quantizer.calibration.events import Events, RunStage
+from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES
+from quantizer.comparison.sample_noise import BELOW_DB
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
@@ -19,7 +21,7 @@ from quantizer.evaluation import low_sqnr
 from quantizer.evaluation.batch_groups import keep_on_device
 from quantizer.evaluation.compare import compare, target_metrics
 from quantizer.evaluation.network_comparison import NetworkComparison
-from quantizer.evaluation.output_warnings import OutputWarning, output_warnings
+from quantizer.evaluation.output_warnings import NOTES, OutputWarning, output_warnings
 from quantizer.evaluation.pass_loss import PassLoss, pass_loss
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.nn.network import Network
@@ -88,7 +90,7 @@ class Scores:
         """Return the warnings about outputs and parts that have lost."""
         texts = []
         for warning in self.warnings:
-            if warning.kind not in ("rows", "unmatched"):
+            if warning.kind not in (*NOTES, "unmatched"):
                 texts.append(warning.text)
         return texts
 
@@ -298,6 +300,22 @@ class _Test:
             )
 
 
+def remark_on_samples(metric: str, metrics: Mapping[str, float]) -> str:
+    """Return what a bound of a metric does not show: samples with a much lower SQNR than all
+    values have. Return an empty text if there are none.
+
+    >>> remark_on_samples("sqnr_db", {"sqnr_db": 38.6, "sqnr_db_worst": 0.0})
+    'the worst samples have 0.0 dB: sqnr_db_worst bounds them'
+    """
+    figure, bracket, output = metric.partition("[")
+    samples = f"{WORST_SAMPLES}{bracket}{output}"
+    if figure not in ("sqnr_db", POOLED_FIGURE) or samples not in metrics:
+        return ""
+    if not metrics[metric] - metrics[samples] >= BELOW_DB:
+        return ""
+    return f"the worst samples have {metrics[samples]:.1f} dB: {samples} bounds them"
+
+
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     """Return the warnings about outputs, and log them."""
     remark_on_passes = low_sqnr.remark_on_passes(scores.passes)
@@ -305,9 +323,7 @@ def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
         _logger.warning("%s", remark_on_passes)
     lost_to_passes = low_sqnr.lost_to_passes(scores.passes)
     warnings = tuple(output_warnings(scores.comparison, networks, lost_to_passes))
-    for warning in warnings:
-        level = logging.INFO if warning.kind == "rows" else logging.WARNING
-        _logger.log(level, "%s", warning.text)
+    log_warnings(warnings)
     is_named = any(
         warning.kind in ("random", "constant", "hidden", "below") for warning in warnings
     )
@@ -317,6 +333,13 @@ def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     if remark is not None:
         _logger.warning("%s", remark)
     return warnings
+
+
+def log_warnings(warnings: Iterable[OutputWarning]) -> None:
+    """Log what is said about outputs, losses as warnings."""
+    for warning in warnings:
+        level = logging.INFO if warning.kind in NOTES else logging.WARNING
+        _logger.log(level, "%s", warning.text)
 
 
 def _warn_of_unknown(directions: Directions, metrics: Mapping[str, float]) -> None:

@@ -80,6 +80,7 @@ class Output:
         labels: gives the part of each value; None if there is one part.
         channel_axis: the axis of its channels, if it has any.
         order: what puts its rows in an order that depends on values; None if nothing does.
+        sample_axis: the axis whose size follows the batch; None if there is none, or several.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Output:
     labels: PartLabels | None = None
     channel_axis: int | None = None
     order: RowOrder | None = None
+    sample_axis: int | None = None
 
     @property
     def watched(self) -> frozenset[str]:
@@ -147,7 +149,8 @@ def output_parts(graph: Graph) -> tuple[Output, ...]:
         is_constant = not provenance.depends[node_name]
         whole = OutputPart(name, None, node_name, is_constant=is_constant)
         is_float = node.dtype is not None and (node.is_float or node.dtype.is_complex)
-        output = Output(name, node_name, is_float, (whole,))
+        axis = sample_axis(graph, node)
+        output = Output(name, node_name, is_float, (whole,), sample_axis=axis)
         what = f"the parts, rows and channels of output {name}"
         analyse = partial(_analysed, provenance, output, taken)
         analysed = or_without(what, analyse, output)
@@ -164,6 +167,23 @@ def _analysed(provenance: Provenance, output: Output, taken: set[str]) -> Output
     if output.channel_axis is None:
         output = replace(output, channel_axis=_channel_axis(provenance, output))
     return output
+
+
+def sample_axis(graph: Graph, node: Node) -> int | None:
+    """Return the axis of an output whose size follows the batch, or is that of a fixed batch;
+    None if there is none, or several.
+    """
+    shape = node.shape or ()
+    batches: list[int | None] = []
+    has_open_batch = False
+    for other in graph.nodes:
+        if other.op == "input" and other.shape:
+            batches.append(other.shape[0])
+            has_open_batch |= None in other.shape
+    if has_open_batch:
+        return shape.index(None) if shape.count(None) == 1 else None
+    is_of_samples = bool(batches) and shape[:1] == (batches[0],)
+    return 0 if is_of_samples else None
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,58 @@ def noise_energies(
     return _total(signals), energies
 
 
+def row_energies(
+    x: Tensor,
+    y: Tensor,
+) -> Tensor:
+    """Return |x|^2, |y|^2 and |x - y|^2 of each index of axis 0, float64 [3, rows] on the CPU.
+
+    Args:
+        x: [rows, ...] floating point, with at least one value.
+        y: of the same shape.
+
+    >>> x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+    >>> row_energies(x, x + 1)
+    tensor([[25.,  1.],
+            [41.,  5.],
+            [ 2.,  2.]], dtype=torch.float64)
+    """
+    order = [0]
+    for axis in memory_order(x[0]):
+        order.append(axis + 1)
+    count = len(x)
+    x = x.detach().permute(order).reshape(count, -1)
+    y = y.detach().permute(order).reshape(count, -1)
+    length = x.shape[1]
+    rows = max(1, VALUES_PER_SUM // length)
+    sums = torch.zeros(3, count, dtype=torch.float64, device=x.device)
+    for first in range(0, count, rows):
+        stop = first + rows
+        for start in range(0, length, VALUES_PER_SUM):
+            end = start + VALUES_PER_SUM
+            x_part = x[first:stop, start:end]
+            y_part = y[first:stop, start:end]
+            of_rows = sums[:, first:stop]
+            of_rows[0] += _squares_by_row(x_part)
+            of_rows[1] += _squares_by_row(y_part)
+            of_rows[2] += _squares_by_row(x_part - y_part)
+    return sums.cpu()
+
+
+def _squares_by_row(
+    x: Tensor,
+) -> Tensor:
+    """Return the sum of the squares of each row of a matrix, in float64."""
+    wide = scratch(x, torch.float64)
+    if wide is None:
+        wide = x.double()
+    else:
+        wide.copy_(x)
+    if len(wide) == 1:
+        return torch.dot(wide[0], wide[0])
+    return wide.square_().sum(1)
+
+
 def _parts(
     x: Tensor,
     approximations: Sequence[Approximation],

@@ -9,6 +9,7 @@ from quantizer.observers.methods import (
     kernel_of,
     searched_format,
 )
+from quantizer.observers.observed_batch import largest_by_index
 from quantizer.observers.observer import (
     NegativeValuesError,
     NonFiniteError,
@@ -32,5 +33,6 @@ __all__ = [
     "code_range_of",
     "find_ranges",
     "kernel_of",
+    "largest_by_index",
     "searched_format",
 ]

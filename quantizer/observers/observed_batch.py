@@ -133,6 +133,16 @@ def by_index(x: Tensor) -> Tensor:
     return x.permute(0, *inner_axes).reshape(len(x), -1)
 
 
+def largest_by_index(x: Tensor) -> Tensor:
+    """Return the largest magnitude at each index of the first axis, float64 on the CPU.
+
+    >>> largest_by_index(torch.tensor([[1.0, -3.0], [2.0, 0.0]]))
+    tensor([3., 2.], dtype=torch.float64)
+    """
+    low, high = extremes(by_index(x))
+    return torch.maximum(-low, high).double().cpu()
+
+
 def slices(x: Tensor) -> tuple[Tensor, int]:
     """Return a sample of `x` as one row, and how many values of `x` each value stands for.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT
+from quantizer.comparison.output_figures import POOLED_FIGURE, ROWS_KEPT, WORST_SAMPLES
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.scores import DROP, RATIO
 from quantizer.plan.model import Key, Plan
@@ -133,13 +133,14 @@ def _figures(tested: JsonMapping) -> dict[str, float | None]:
     """
     figures: dict[str, float | None] = dict(tested.get("metrics", {}))
     outputs = tested.get("outputs", [])
-    if "sqnr_db" in figures and figures["sqnr_db"] is None:
-        sqnrs = []
-        for row in outputs:
-            sqnr_db = _output_sqnr_db(row)
-            if sqnr_db is not None:
-                sqnrs.append(sqnr_db)
-        figures["sqnr_db"] = min(sqnrs, default=None)
+    for figure in ("sqnr_db", WORST_SAMPLES):
+        if figure in figures and figures[figure] is None:
+            sqnrs = []
+            for row in outputs:
+                sqnr_db = _output_sqnr_db(row, figure)
+                if sqnr_db is not None:
+                    sqnrs.append(sqnr_db)
+            figures[figure] = min(sqnrs, default=None)
     if len(outputs) < 2:
         # It equals the SQNR of the only output
         figures.pop(POOLED_FIGURE, None)
@@ -160,6 +161,8 @@ def _output_figures(row: JsonMapping) -> Iterator[tuple[str, float | None]]:
     """
     if row["kind"] == "float":
         yield "sqnr_db", _output_sqnr_db(row)
+        if row.get("samples"):
+            yield WORST_SAMPLES, _output_sqnr_db(row, WORST_SAMPLES)
         yield "cosine", row["cosine"]
     elif row["kind"] != "empty":
         yield "equal_outputs", row["equal"]
@@ -168,12 +171,12 @@ def _output_figures(row: JsonMapping) -> Iterator[tuple[str, float | None]]:
         yield ROWS_KEPT, 1 - order["exchanged"] / order["rows"]
 
 
-def _output_sqnr_db(row: JsonMapping) -> float | None:
-    """Return the SQNR of an output or part, or None if it has none.
+def _output_sqnr_db(row: JsonMapping, figure: str = "sqnr_db") -> float | None:
+    """Return the SQNR of an output or part, or of its worst samples; None if it has none.
 
     report.json has null instead of infinity. Then the share of equal values shows the sign.
     """
-    sqnr_db: float | None = row["sqnr_db"]
+    sqnr_db: float | None = row[figure]
     if sqnr_db is not None or row["kind"] != "float":
         return sqnr_db
     return math.inf if row["equal"] == 1 else -math.inf

@@ -37,6 +37,14 @@ METRICS: Mapping[str, MetricWords] = {
         "the signal to quantization noise ratio (SQNR) of the worst output. 20 dB: the error "
         "has a tenth of the signal's amplitude; 40 dB: a hundredth",
     ),
+    "sqnr_db_worst": MetricWords(
+        "dB",
+        HIGHER,
+        "the same of each sample alone: all but the worst twentieth of samples have more; with "
+        "fewer than 20 samples it is that of the worst one",
+        "the SQNR that all but the worst twentieth of samples have; with fewer than 20 samples "
+        "that of the worst one",
+    ),
     "sqnr_db_pooled": MetricWords(
         "dB",
         HIGHER,

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from quantizer.comparison.output_figures import WORST_SAMPLES
+from quantizer.comparison.sample_noise import BELOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.evaluation.scores import DROP, MAX_RELATIVE_CHANGE, RATIO
 
@@ -138,8 +140,13 @@ def _is_far_from_float(facts: NextFacts) -> bool:
         return False
     is_narrow = facts.weight_bits is not None and facts.weight_bits <= NARROW_BITS
     bound_db = NARROW_CLOSE_DB if is_narrow else CLOSE_DB
-    parts = measured_parts(facts.tested)
-    return bool(parts and parts[0]["sqnr_db"] < bound_db)
+    for row in measured_parts(facts.tested):
+        median_db = row.get("sqnr_db_median")
+        if row["sqnr_db"] < bound_db or judged_db(row) < bound_db / 2:
+            return True
+        if median_db is not None and median_db < bound_db:
+            return True
+    return False
 
 
 def _repeating(tested: JsonMapping) -> Iterator[str]:
@@ -158,10 +165,14 @@ def _proposed_gate(tested: JsonMapping) -> str:
     for name, pair in tested.get("pairs", {}).items():
         if tested["metrics"].get(f"{name}{DROP}") is not None and pair["float"]:
             return _gate_on_loss(tested, name)
-    lowest_db = tested["metrics"].get("sqnr_db")
+    metric = "sqnr_db"
+    lowest_db = tested["metrics"].get(metric)
     if lowest_db is None:
         return ""
-    return f"sqnr_db>={math.floor(lowest_db - _GATE_MARGIN_DB)}"
+    samples_db = tested["metrics"].get(WORST_SAMPLES)
+    if samples_db is not None and samples_db <= lowest_db - BELOW_DB:
+        metric, lowest_db = WORST_SAMPLES, samples_db
+    return f"{metric}>={math.floor(lowest_db - _GATE_MARGIN_DB)}"
 
 
 def leaf_rows(tested: JsonMapping) -> list[JsonMapping]:
@@ -177,7 +188,20 @@ def leaf_rows(tested: JsonMapping) -> list[JsonMapping]:
 def measured_parts(tested: JsonMapping) -> list[JsonMapping]:
     """Return those of `leaf_rows` that have an SQNR, the lowest first."""
     measured = [row for row in leaf_rows(tested) if row["sqnr_db"] is not None]
-    return sorted(measured, key=lambda row: row["sqnr_db"])
+    return sorted(measured, key=judged_db)
+
+
+def hides_samples(row: JsonMapping) -> bool:
+    """Return whether the worst samples of an output have a much lower SQNR than all values."""
+    worst_db = row.get(WORST_SAMPLES)
+    return worst_db is not None and worst_db <= row["sqnr_db"] - BELOW_DB
+
+
+def judged_db(row: JsonMapping) -> float:
+    """Return the SQNR of an output, or that of its worst samples where it is much lower."""
+    name = WORST_SAMPLES if hides_samples(row) else "sqnr_db"
+    ratio: float = row[name]
+    return ratio
 
 
 def relative_loss(tested: JsonMapping, name: str) -> float:

@@ -170,17 +170,20 @@ def output_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
             row["index"] or "",
             row["kind"],
             number_text(row["sqnr_db"], ".2f"),
+            number_text(row["sqnr_db_median"], ".2f"),
+            number_text(row["sqnr_db_worst"], ".2f"),
             number_text(row["cosine"], ".6g"),
             number_text(row["equal"], ".6g"),
         )
         lines.append(line)
-    titles = ("layer", "output", "index", "kind", "dB", "cosine", "equal")
+    figures = ("dB", "median dB", "worst dB", "cosine", "equal")
+    titles = ("layer", "output", "index", "kind", *figures)
     without_layer = titles[1:]
     return view.listing(
         titles,
         lines,
         [row["sqnr_db"] for row in rows],
-        numbers=titles[4:],
+        numbers=figures,
         layouts=((*without_layer, "layer"), without_layer),
         what="output",
         idle="without an SQNR",

@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quantizer.comparison.sample_noise import worst_words
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names, named_output
+from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.attention import cached_values
 from quantizer.graph.module_names import path_names
 from quantizer.numerics.codes import bits_of
@@ -22,6 +24,8 @@ from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextFacts,
+    hides_samples,
+    judged_db,
     leaf_rows,
     measured_parts,
     next_step,
@@ -241,7 +245,10 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
         name = named_output(worst["name"])
         texts.append(f"Of {count} outputs, {name} differs most from float, by {_error(worst)}")
         for row in rows[1 : 1 + _MAX_NAMES]:
-            texts.append(f"{named_output(row['name'])} by {_share(row['sqnr_db'])}")
+            text = f"{named_output(row['name'])} by {_share(judged_db(row))}"
+            if hides_samples(row):
+                text += " on its worst samples"
+            texts.append(text)
     for row in tested.get("outputs", ()):
         # Classes and indices have no SQNR
         if row["kind"] == "integer" and row["equal"] < 1:
@@ -255,7 +262,8 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
 
 def _warnings(tested: JsonMapping) -> Iterator[str]:
     """Yield the first warning about an output that has lost, with the number of others."""
-    texts = [row["text"] for row in tested.get("warnings", ()) if row["kind"] != "rows"]
+    silent = (*NOTES, "samples")
+    texts = [row["text"] for row in tested.get("warnings", ()) if row["kind"] not in silent]
     if not texts:
         return
     text = f"Warning: {texts[0]}"
@@ -265,8 +273,18 @@ def _warnings(tested: JsonMapping) -> Iterator[str]:
 
 
 def _error(row: JsonMapping) -> str:
-    """Return the error of an output, such as "5 % (SQNR 26.0 dB)"."""
-    return f"{_share(row['sqnr_db'])} (SQNR {row['sqnr_db']:.1f} dB)"
+    """Return the error of an output, such as "5 % (SQNR 26.0 dB)"; where its worst samples have
+    much more, theirs first.
+    """
+    whole = f"{_share(row['sqnr_db'])} (SQNR {row['sqnr_db']:.1f} dB)"
+    if not hides_samples(row):
+        return whole
+    texts = [f"{_share(judged_db(row))} ({judged_db(row):.1f} dB) on "]
+    texts[0] += worst_words(row["samples"]["count"])
+    median_db = row["sqnr_db_median"]
+    if median_db is not None:
+        texts.append(f"{_share(median_db)} ({median_db:.1f} dB) on the median one")
+    return f"{', '.join(texts)} and {whole} over all values"
 
 
 def _share(sqnr_db: float) -> str:

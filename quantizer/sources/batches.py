@@ -39,6 +39,7 @@ class Batch:
         is_stable: whether the tensors keep their values when the next batch is read. A loader
             may reuse their memory. To keep a batch, call `stable()`.
         number: of the user's batch that it is, or is a part of; None if it is not numbered.
+        rows: the numbers of its samples in the user's batch, if it is a part of that.
         included: bool [batch, positions], which positions hold tokens; None if all do, or if
             that is not known.
     """
@@ -50,6 +51,7 @@ class Batch:
     left_out: tuple[str, ...] = ()
     is_stable: bool = True
     number: int | None = None
+    rows: tuple[int, ...] | None = None
     included: Tensor | None = None
 
     @classmethod

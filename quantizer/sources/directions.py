@@ -56,6 +56,7 @@ _REVERSING_WORDS = frozenset(["neg", "negative", "negated", "inverse", "inv", "m
 _DECLARATIONS = ("LOWER_IS_BETTER", "HIGHER_IS_BETTER")
 _FIGURES_LOWER_IS_BETTER = {
     "sqnr_db": False,
+    "sqnr_db_worst": False,
     "sqnr_db_pooled": False,
     "cosine": False,
     "equal_outputs": False,

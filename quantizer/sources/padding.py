@@ -141,7 +141,7 @@ class _PaddedCall:
                 values = self._values_of_samples(rows)
             for mask, span in zip(masks, spans, strict=True):
                 _cut_to_span(values, positions_by_mask[mask], span)
-            yield self._batch_with(values)
+            yield self._batch_with(values, rows)
 
     @cached_property
     def _padded_masks(self) -> dict[_Path, Tensor]:
@@ -286,14 +286,17 @@ class _PaddedCall:
             values[path] = value
         return values
 
-    def _batch_with(self, values: Mapping[_Path, Any]) -> Batch:
-        """Return the batch with other values. It has no target, which may have padding, too."""
+    def _batch_with(self, values: Mapping[_Path, Any], rows: Sequence[int]) -> Batch:
+        """Return the batch with other values, those of the samples `rows`. It has no target,
+        which may have padding, too.
+        """
         leaves = list(values.values())
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return replace(
             self._batch,
             args=args,
             kwargs=kwargs,
+            rows=tuple(rows),
             target=None,
             raw=kwargs or args[0],
         )

@@ -170,8 +170,9 @@ def test_test_mode_shows_the_worst_tensors_and_then_the_metrics(
     assert len(rows) == 3
     decibels = [float(row[-2]) for row in rows if row[1] == "input"]
     assert decibels == sorted(decibels)
-    assert [line.split()[0] for line in lines[-4:]] == [
+    assert [line.split()[0] for line in lines[-5:]] == [
         "sqnr_db",
+        "sqnr_db_worst",
         "cosine",
         "top1_agreement",
         "peak",

@@ -32,10 +32,30 @@ def model():
     return net
 
 
+def batches(seed):
+    draw = torch.Generator().manual_seed(seed)
+    data = [{scale} * torch.randn({shape}, generator=draw) for _ in range({batches})]
+    for sample, x in enumerate(x for batch in data for x in batch):
+        {loudness}
+    return data
+
+
 def calibration_data():
-    draw = torch.Generator().manual_seed({seed})
-    return [{scale} * torch.randn({shape}, generator=draw) for _ in range({batches})]
+    data = batches({seed})
+    data[0][0] *= {corrupt}
+    return data
+
+
+def fresh_data():
+    return batches({seed} + 1)
 """
+LOUDNESS = (
+    "pass",
+    "pass",
+    "x *= 1e-3 if sample % 2 else 1",
+    "x *= 10 ** -(2 * torch.rand((), generator=draw))",
+)
+"""What makes some samples louder than others."""
 ACTIVATIONS = (
     "F.relu",
     "F.relu6",
@@ -80,6 +100,8 @@ def model_file(seed: int) -> tuple[str, bool]:
         scale=draw.choice([1.0, 1.0, 10.0, 0.01]),
         shape=shape,
         batches=draw.choice([1, 2, 4]),
+        loudness=draw.choice(LOUDNESS),
+        corrupt=draw.choice([1, 1, 1, 1e4]),
     )
     return text, not any("BatchNorm" in line for line in layers)
 

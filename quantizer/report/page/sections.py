@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.evaluation.output_warnings import NOTES
 from quantizer.report.page.axes import number
 from quantizer.report.page.figures import measured_rows
 from quantizer.report.page.rows import is_lossless, layer_name, tensor_name
@@ -19,7 +20,7 @@ def warned_outputs(content: JsonMapping) -> set[str]:
     """Return the outputs that a warning is about."""
     names: set[str] = set()
     for warning in content.get("warnings", ()):
-        if warning["kind"] != "rows":
+        if warning["kind"] not in NOTES:
             names.add(warning["output"])
     return names
 

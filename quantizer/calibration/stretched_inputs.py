@@ -1,0 +1,158 @@
+"""Names the few calibration samples that stretch the range of an input, which costs all others
+their resolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantizer.calibration.solution import Solution
+from quantizer.comparison.sample_noise import sample_name
+from quantizer.config.wording import counted, first_names
+from quantizer.observers import code_range_of, largest_by_index
+from quantizer.plan.model import Plan
+from quantizer.sources.batches import Batch
+
+_STRETCH = 4.0
+"""A range that is so many times as wide as the other samples need takes two bits from them."""
+_FEW = 20
+"""At most one of so many samples is few. One sample always is."""
+_MIN_SAMPLES = 4
+_MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The range of an input that was chosen: a name for people, and its largest magnitude."""
+
+    name: str
+    end: float
+
+
+@dataclass
+class _Samples:
+    """The samples of one input: the largest magnitude and the name of each."""
+
+    magnitudes: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def sentence(
+        self,
+        chosen: _Range,
+    ) -> str | None:
+        """Return a sentence about samples that stretch a range; None if there are none."""
+        magnitudes = torch.cat(self.magnitudes)
+        count = len(magnitudes)
+        if count < _MIN_SAMPLES:
+            return None
+        few = max(1, count // _FEW)
+        ordered = magnitudes.sort(descending=True).values
+        largest = float(ordered[0])
+        # Some methods clip what is far
+        end = min(chosen.end, largest)
+        rest = float(ordered[few])
+        if not 0 < _STRETCH * rest < end:
+            return None
+        far = magnitudes > _STRETCH * rest
+        names = []
+        for index in far.nonzero().flatten().tolist():
+            names.append(self.names[index])
+        verb = "stretches" if len(names) == 1 else "stretch"
+        text = f"{counted(len(names), 'sample')} of {count} {verb} the range of {chosen.name} "
+        text += f"from {rest:.3g} to {end:.3g}, {end / rest:.3g} times as far: "
+        text += first_names(names, _MAX_NAMED)
+        return f"{text} (leave out what is not in real inputs: all others lose resolution)"
+
+
+class InputMagnitudes:
+    """The largest magnitude of each sample, for each floating-point input."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[str, _Samples] = {}
+
+    def add(
+        self,
+        batch: Batch,
+    ) -> None:
+        """Add a batch with its number. Inputs without an axis of samples are left out."""
+        count = batch.size
+        numbers: Sequence[int] = batch.rows or range(count)
+        names = []
+        for number in numbers:
+            name = sample_name(batch.number or 0, number)
+            names.append(name)
+        for name, tensor in batch.tensors():
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if tensor.shape[:1] != (count,):
+                continue
+            samples = self._inputs.setdefault(name, _Samples())
+            magnitudes = largest_by_index(tensor)
+            samples.magnitudes.append(magnitudes)
+            samples.names += names
+
+    def sentences(
+        self,
+        plan: Plan,
+        solution: Solution,
+    ) -> Iterator[str]:
+        """Yield a sentence for each input whose range a few samples stretch.
+
+        Args:
+            plan: of the calibration.
+            solution: with the ranges that were found.
+        """
+        ranges = _ranges(plan, solution)
+        for name, samples in self._inputs.items():
+            chosen = ranges.get(name)
+            if not plan.graph.input_paths:
+                # Without a trace it is not known which tensors are inputs
+                chosen = _Range(name, math.inf)
+            text = None if chosen is None else samples.sentence(chosen)
+            if text is not None:
+                yield text
+
+
+def _ranges(
+    plan: Plan,
+    solution: Solution,
+) -> Mapping[str, _Range]:
+    """Return the range of each quantized input, by its name in a batch."""
+    graph = plan.graph
+    names: dict[str, str] = {}
+    inputs = [node.name for node in graph.nodes if node.op == "input"]
+    for node, path in zip(inputs, graph.input_paths, strict=False):
+        names[node] = _name_in_batch(path)
+    ranges: dict[str, _Range] = {}
+    for key, tensor in plan.tensors.items():
+        name = names.get(tensor.source)
+        if name is None or not tensor.is_calibrated or tensor.spec.is_dynamic:
+            continue
+        codes = code_range_of(tensor.spec)
+        scale = solution.tensors[key].scale
+        end = codes.largest * float(scale.abs().max())
+        if name in ranges:
+            end = max(end, ranges[name].end)
+        ranges[name] = _Range(tensor.source, end)
+    return ranges
+
+
+def _name_in_batch(
+    path: tuple[Any, ...],
+) -> str:
+    """Return what `Batch.tensors` calls an input.
+
+    >>> _name_in_batch((0, 0)), _name_in_batch((1, "pixels"))
+    ('args[0]', "kwargs['pixels']")
+    """
+    is_keyword, *keys = path
+    name = "kwargs" if is_keyword else "args"
+    for key in keys:
+        name += f"[{key!r}]"
+    return name
