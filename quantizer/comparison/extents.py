@@ -23,6 +23,8 @@ _NARROW = 0.25
 high though their error may be as large as what varies."""
 _MIN_RANGE = 1e-5
 """A range below this share of the largest value is float32's own rounding."""
+_ROUNDING = 1e-6
+"""A standard deviation below this share of the values is float32's own rounding."""
 _MAX_ERROR = 0.2
 """A larger root mean square of the error, as a share of a narrow range, is a loss."""
 
@@ -63,6 +65,13 @@ def is_flat(extent: Extent) -> bool:
     """Return whether values differ by so little that they count as one value."""
     largest = max(abs(extent.low), abs(extent.high))
     return extent.high - extent.low <= _FLAT * largest
+
+
+def varies(deviation: Tensor, size: Tensor) -> Tensor:
+    """Return whether values of this standard deviation and size differ by more than the
+    rounding of float.
+    """
+    return deviation > _ROUNDING * size
 
 
 def _is_narrow(low: Tensor, high: Tensor) -> Tensor:
@@ -139,8 +148,8 @@ class ChannelExtents:
         if x.dim() <= axis or not x.numel() or x.shape != y.shape:
             return None
         count = x.numel() // x.shape[axis]
-        low, high = _ends_along(x, axis)
-        other_low, other_high = _ends_along(y, axis)
+        low, high = ends_along(x, axis)
+        other_low, other_high = ends_along(y, axis)
         # Those that are narrow over all batches. In one batch the largest value may be smaller
         largest = _largest(low, high)
         may_be_narrow = high - low < 2 * _NARROW * largest
@@ -236,23 +245,23 @@ def _error_of(
     actual = y.index_select(axis, index)
     difference = expected.float() - actual.float()
     squares = difference.square()
-    axes = _other_axes(x, axis)
+    axes = other_axes(x, axis)
     return squares.sum(axes).double().cpu()
 
 
-def _ends_along(
+def ends_along(
     values: Tensor,
     axis: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest value at each index of an axis."""
-    axes = _other_axes(values, axis)
+    axes = other_axes(values, axis)
     low = values.amin(axes)
     high = values.amax(axes)
     return low.float().cpu(), high.float().cpu()
 
 
-def _other_axes(values: Tensor, axis: int) -> list[int]:
+def other_axes(values: Tensor, axis: int) -> list[int]:
     """Return all axes of a tensor except one."""
     axes = list(range(values.dim()))
-    axes.remove(axis)
+    del axes[axis]
     return axes

@@ -20,6 +20,7 @@ ARGUMENT = (
 )
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
+SCALED = "inputs of different units are scaled by channel before they are quantized"
 RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
@@ -49,6 +50,7 @@ def floating(graph: Graph) -> dict[str, str]:
         (DENOMINATOR, _denominators(graph)),
         (COMPARED_TO_COUNT, _compared(graph)),
         (ARGUMENT, exact_arguments(graph, constants)),
+        (SCALED, scaled_inputs(graph)),
         (UNREAD, [name for name, names in graph.consumers.items() if not names]),
     )
     reasons: dict[str, str] = {}
@@ -80,6 +82,49 @@ def derived_layers(graph: Graph) -> set[str]:
         if follows:
             names.add(node.name)
     return names
+
+
+def input_values(graph: Graph) -> set[str]:
+    """Return the layers whose values are computed of floating-point inputs and constants alone,
+    before any matrix multiplies them. Normalizations and factors of channels are among them.
+    """
+    constants = derived_layers(graph)
+    constants.update(node.name for node in graph.nodes if node.op == "parameter")
+    names: set[str] = set()
+    for node in graph.nodes:
+        operands = set(node.refs())
+        is_matrix = node.row.kind == "mac" and not node.row.scales_channels
+        if node.op == "input" and node.is_float:
+            names.add(node.name)
+        elif is_matrix or node.row.looks_up or names.isdisjoint(operands):
+            continue
+        elif operands <= names | constants:
+            names.add(node.name)
+    return names
+
+
+def scaled_inputs(graph: Graph) -> set[str]:
+    """Return the layers of `input_values` whose channels are scaled before they are quantized,
+    back to the inputs.
+
+    A join that is scaled is quantized behind the factors anyway.
+    """
+    scaled: set[str] = set()
+    scales = [node for node in graph.nodes if node.op == "input_scale"]
+    if not scales:
+        return scaled
+    names = input_values(graph)
+    pending = []
+    for node in scales:
+        source = graph.source(node)
+        if source is not None and not source.is_join:
+            pending.append(source.name)
+    while pending:
+        name = pending.pop()
+        if name in names and name not in scaled:
+            scaled.add(name)
+            pending += graph.by_name[name].refs()
+    return scaled
 
 
 def multiplies_values(node: Node, name: str) -> bool:
