@@ -25,7 +25,13 @@ from quantizer.calibration.level_channels import (
     level_adjustment,
 )
 from quantizer.calibration.solution import quantized_network
-from quantizer.comparison.channel_noise import ChannelNoise, column_energy, effect_errors
+from quantizer.comparison.channel_noise import (
+    MAX_LOST,
+    MIN_EFFECT,
+    ChannelNoise,
+    column_energy,
+    effect_errors,
+)
 from quantizer.comparison.extents import ends_along
 from quantizer.config.roles import is_parameter, parameter_role
 from quantizer.config.wording import first_names
@@ -35,7 +41,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import find_ranges
 from quantizer.plan.floating import input_values
-from quantizer.plan.input_readers import InputReaders, input_readers
+from quantizer.plan.input_readers import InputReaders, channel_names, input_readers
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
@@ -44,14 +50,9 @@ MIN_CODES = 8
 """A channel needs so many codes per standard deviation, an SQNR of 29 dB."""
 _MIN_GAIN = 4
 """Channels are scaled if one of them gets so many times more codes."""
-MIN_EFFECT = 0.01
-"""Channels with less than this share of the largest effect on the layers are not judged."""
-MAX_LOST = 0.2
-"""An error of more than this share of a channel's effect is a loss."""
 _MIN_VALUES = 256
 """The batches that are read have at least so many values of each channel, if there are."""
 _MAX_BATCHES = 256
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class _Channels:
         if self.noise is None:
             self.noise, self.low, self.high = noise, low, high
             return
-        self.noise.merge(noise)
+        self.noise = self.noise.merged(noise)
         self.low = torch.minimum(self.low, low)
         self.high = torch.maximum(self.high, high)
 
@@ -190,9 +191,7 @@ def _ancestors(graph: Graph, name: str, names: set[str]) -> set[str]:
     return ancestors
 
 
-def _is_scalable(
-    plan: Plan, reading: InputReaders, readers: Sequence[InputReaders]
-) -> bool:
+def _is_scalable(plan: Plan, reading: InputReaders, readers: Sequence[InputReaders]) -> bool:
     """Return whether the weights of all layers that read the channels can take the factors."""
     group = reading.group
     others = [row for row in readers if row.group.source == group.source]
@@ -291,7 +290,7 @@ def _weight_energies(plan: Plan, channels: _Channels) -> list[tuple[Tensor, Tens
         node = graph.by_name[layer]
         for key in input_weights(node):
             weight = loaded(graph.tensors[node.params[key]]).detach()
-            table = by_channel(node, weight).double().cpu()
+            table = by_channel(node, weight).float()
             error = torch.zeros_like(table)
             tensor = plan.tensors.get((layer, parameter_role(key)))
             if tensor is not None and tensor.spec.dtype == "int" and not tensor.spec.has_groups:
@@ -369,9 +368,3 @@ def _remarks(
                 "standard deviation in the model's forward, or give this input 16 bits"
             )
         yield level, text
-
-
-def channel_names(indices: Sequence[int]) -> str:
-    """Return the text that names channels, as "channels 0, 2 and 3"."""
-    names = [str(index) for index in indices]
-    return f"channel{'s' * (len(names) > 1)} {first_names(names, _MAX_NAMED)}"

@@ -16,7 +16,13 @@ from quantizer.algorithms import bias_correction
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.calibration import absorption, level_channels, level_inputs, observing, rank_shards
+from quantizer.calibration import (
+    absorption,
+    level_channels,
+    level_inputs,
+    observing,
+    rank_shards,
+)
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
@@ -128,7 +134,9 @@ def level_far_channels(
         return state
     adjustment = level_inputs.adjustment_of(state.plan.graph, levels)
     target = state.target.adjusted(adjustment)
-    return replace(state, target=target, plan=target.plan(request.config), adjustment=adjustment)
+    return replace(
+        state, target=target, plan=target.plan(request.config), adjustment=adjustment
+    )
 
 
 def _far_channels(

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from quantizer.comparison.extents import other_axes, varies
 
+MAX_LOST = 0.2
+"""An error of more than this share of a channel's effect is a loss."""
+MIN_EFFECT = 0.01
+"""Channels with less than this share of the largest effect are not judged."""
 _STEPS_TO_RMS = math.sqrt(12)
 """Rounding to multiples of a step has an error of the step divided by this number."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChannelNoise:
     """The standard deviation of each channel of a tensor, and that of its error.
 
@@ -52,24 +56,27 @@ class ChannelNoise:
         variance, mean = torch.var_mean(x, axes, correction=0)
         error_variance, error_mean = torch.var_mean(y.float() - x, axes, correction=0)
         rows = (mean, variance * count, error_mean, error_variance * count)
-        return cls(count, *(row.double().cpu() for row in rows))
+        mean, squares, error_mean, error_squares = torch.stack(rows).cpu().double()
+        return cls(count, mean, squares, error_mean, error_squares)
 
-    def merge(self, other: ChannelNoise) -> None:
-        """Add other batches.
+    def merged(self, other: ChannelNoise) -> ChannelNoise:
+        """Return the noise over both batches.
 
         Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
         Computing Sample Variances", 1979, equation 1.5.
         """
         count = self.count + other.count
-        weight = self.count * other.count / count
+        share = other.count / count
         distance = other.mean - self.mean
         error_distance = other.error_mean - self.error_mean
-        self.mean = self.mean + distance * (other.count / count)
-        self.error_mean = self.error_mean + error_distance * (other.count / count)
-        self.squares = self.squares + other.squares + distance.square() * weight
-        more_error = other.error_squares + error_distance.square() * weight
-        self.error_squares = self.error_squares + more_error
-        self.count = count
+        weight = self.count * share
+        return ChannelNoise(
+            count,
+            self.mean + distance * share,
+            self.squares + other.squares + distance.square() * weight,
+            self.error_mean + error_distance * share,
+            self.error_squares + other.error_squares + error_distance.square() * weight,
+        )
 
     @property
     def deviation(self) -> Tensor:
@@ -132,4 +139,4 @@ def column_energy(squares: Tensor) -> Tensor:
     Args:
         squares: [groups, a group's outputs, its inputs, taps].
     """
-    return squares.sum((1, 3)).flatten().double().cpu()
+    return squares.sum((1, 3)).flatten().cpu().double()

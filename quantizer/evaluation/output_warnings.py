@@ -34,9 +34,9 @@ class OutputWarning:
     """A warning about one output or part.
 
     Attributes:
-        kind: "random", "constant", "hidden", "below", "channels", "varies", "rows" or
-            "unmatched".
-        output: the name of the output or part.
+        kind: "inputs", "random", "constant", "hidden", "below", "channels", "varies", "rows"
+            or "unmatched".
+        output: the name of the output or part; "" for inputs.
         text: a sentence for people.
         layer: the one that causes the loss; "" if it is not known.
         tensor: the role of the tensor in that layer.
@@ -68,6 +68,10 @@ def output_warnings(
     if compared.spoiled is not None:
         return []
     warnings: list[OutputWarning] = []
+    for row in compared.inputs:
+        if row.warning:
+            layer = row.readers.group.layers[0]
+            warnings.append(OutputWarning("inputs", "", row.warning, layer, "input"))
     drawing = _random_origins(networks.reference.graph)
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
         if figures.whole.name in explained:

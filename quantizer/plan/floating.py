@@ -28,6 +28,7 @@ OUTSIDE = "outside QuantStub … DeQuantStub"
 _NORM_PARTS = ("rsqrt", "pow", "square")
 # On either side of a stub
 _NO_OUTSIDE = ("size", "constant", "zeros", "ones", "full", "arange", "empty")
+_SUMS = ("add", "sub")
 # They select by integers
 _PICKS = ("gather", "take_along_dim", "index_select", "index")
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
@@ -84,9 +85,14 @@ def derived_layers(graph: Graph) -> set[str]:
     return names
 
 
-def input_values(graph: Graph) -> set[str]:
+def input_values(graph: Graph, *, with_sums: bool = False) -> set[str]:
     """Return the layers whose values are computed of floating-point inputs and constants alone,
     before any matrix multiplies them. Normalizations and factors of channels are among them.
+
+    Args:
+        graph: of the network.
+        with_sums: whether sums of such values with others count, too, as residuals around the
+            first layers are.
     """
     constants = derived_layers(graph)
     constants.update(node.name for node in graph.nodes if node.op == "parameter")
@@ -98,7 +104,7 @@ def input_values(graph: Graph) -> set[str]:
             names.add(node.name)
         elif is_matrix or node.row.looks_up or names.isdisjoint(operands):
             continue
-        elif operands <= names | constants:
+        elif operands <= names | constants or (with_sums and node.op in _SUMS):
             names.add(node.name)
     return names
 
@@ -187,7 +193,7 @@ def before_norms(graph: Graph) -> set[str]:
     """
     names: set[str] = set()
     for node in reversed(graph.nodes):
-        is_sum = node.op in ("add", "sub")
+        is_sum = node.op in _SUMS
         is_added = is_sum or node.row.spatial == 0 or node.row.looks_up
         if not is_added or not node.is_float:
             continue

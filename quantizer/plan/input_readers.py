@@ -3,14 +3,17 @@ read.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from quantizer.config.wording import first_names
 from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.edits import channels_of, input_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import InputGroup
 from quantizer.plan.floating import input_values
 
+_MAX_NAMED = 8
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
@@ -36,18 +39,17 @@ class InputReaders:
         return f"{channels} of what {self.group.layers[0]} reads"
 
 
-def input_readers(graph: Graph) -> list[InputReaders]:
-    """Return the layers that multiply several channels of values computed of inputs alone."""
-    names = input_values(graph)
+def input_readers(graph: Graph, *, with_sums: bool = False) -> list[InputReaders]:
+    """Return the layers that multiply several channels of the `input_values` of a graph."""
+    names = input_values(graph, with_sums=with_sums)
     if not names:
         return []
-    labels = ChannelLabels(graph)
     rows = []
     for group in _groups(graph, names):
         source = graph.by_name[group.source]
         if group.channels < 2 or _is_of_flat_images(graph, group, names):
             continue
-        name = _input_of(labels, group, names)
+        name = _input_of(graph, group, names)
         sizes = [size or 1 for size in (source.shape or ())[1:]]
         positions = math.prod(sizes) // group.channels
         rows.append(InputReaders(group, name, max(1, positions)))
@@ -88,9 +90,8 @@ def _is_of_flat_images(graph: Graph, group: InputGroup, names: set[str]) -> bool
     return False
 
 
-def _input_of(labels: ChannelLabels, group: InputGroup, names: set[str]) -> str | None:
+def _input_of(graph: Graph, group: InputGroup, names: set[str]) -> str | None:
     """Return the input that has a group's channels whole and in order."""
-    graph = labels.graph
     node = graph.by_name[group.source]
     axis: int | None = group.axis % node.rank if node.rank else None
     while node.op != "input" and axis is not None:
@@ -100,6 +101,12 @@ def _input_of(labels: ChannelLabels, group: InputGroup, names: set[str]) -> str 
         source = graph.by_name[operands[0]]
         is_moved = node.row.kind == "passthrough"
         if is_moved or source.shape != node.shape:
-            axis = labels.moved_back(node, axis)
+            axis = ChannelLabels(graph).moved_back(node, axis)
         node = source
     return node.name if axis is not None else None
+
+
+def channel_names(indices: Sequence[int]) -> str:
+    """Return the text that names channels, as "channels 0, 2 and 3"."""
+    names = [str(index) for index in indices]
+    return f"channel{'s' * (len(names) > 1)} {first_names(names, _MAX_NAMED)}"
