@@ -104,7 +104,8 @@ class _Channels:
         assert self.noise is not None
         spans = self.high.clamp(min=0) - self.low.clamp(max=0)
         steps = spans.double() / (2**self.bits - 1)
-        return self.noise.deviation / steps
+        codes: Tensor = self.noise.values.deviation / steps
+        return codes
 
     @property
     def sizes(self) -> Tensor:
@@ -147,7 +148,7 @@ def decide_input_levels(
             if bool((is_helped & is_heard).any()):
                 exponents[group.source] = _exponents(channels.sizes)
                 codes = channels.own_codes
-        is_coarse = (codes < MIN_CODES) & channels.noise.is_varying
+        is_coarse = (codes < MIN_CODES) & channels.noise.values.is_varying
         remarks += _remarks(channels.readers, codes, is_coarse, is_heard)
     if exponents:
         layers = [row.group.layers[0] for row in readers if row.group.source in exponents]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.comparison.extents import other_axes, varies
+from quantizer.comparison.extents import other_axes
+from quantizer.comparison.moments import Moments
 
 MAX_LOST = 0.2
 """An error of more than this share of a channel's effect is a loss."""
@@ -23,23 +24,17 @@ _STEPS_TO_RMS = math.sqrt(12)
 
 @dataclass(frozen=True)
 class ChannelNoise:
-    """The standard deviation of each channel of a tensor, and that of its error.
+    """How much each channel of a tensor varies, and how much its error does.
 
     A constant error of a channel takes nothing from its variation, so it does not count.
 
     Args:
-        count: the values of each channel.
-        mean: [channels] means, float64.
-        squares: [channels] sums of squared distances from the mean, float64.
-        error_mean: [channels] means of the error.
-        error_squares: [channels] sums of squared distances of the error from its mean.
+        values: [channels] of the float values.
+        error: [channels] of the error.
     """
 
-    count: int
-    mean: Tensor
-    squares: Tensor
-    error_mean: Tensor
-    error_squares: Tensor
+    values: Moments
+    error: Moments
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, axis: int) -> ChannelNoise:
@@ -50,55 +45,19 @@ class ChannelNoise:
             y: their approximation, in the same shape.
             axis: of the channels.
         """
-        axes = other_axes(x, axis % x.dim())
-        count = x.numel() // x.shape[axis]
-        x = x.float()
-        variance, mean = torch.var_mean(x, axes, correction=0)
-        error_variance, error_mean = torch.var_mean(y.float() - x, axes, correction=0)
-        rows = (mean, variance * count, error_mean, error_variance * count)
-        mean, squares, error_mean, error_squares = torch.stack(rows).cpu().double()
-        return cls(count, mean, squares, error_mean, error_squares)
+        axes = other_axes(x, axis)
+        return cls(Moments.of(x, axes), Moments.of(y.float() - x.float(), axes))
 
     def merged(self, other: ChannelNoise) -> ChannelNoise:
-        """Return the noise over both batches.
-
-        Source: Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
-        Computing Sample Variances", 1979, equation 1.5.
-        """
-        count = self.count + other.count
-        share = other.count / count
-        distance = other.mean - self.mean
-        error_distance = other.error_mean - self.error_mean
-        weight = self.count * share
-        return ChannelNoise(
-            count,
-            self.mean + distance * share,
-            self.squares + other.squares + distance.square() * weight,
-            self.error_mean + error_distance * share,
-            self.error_squares + other.error_squares + error_distance.square() * weight,
-        )
-
-    @property
-    def deviation(self) -> Tensor:
-        """Return the standard deviation of each channel."""
-        return (self.squares / self.count).sqrt()
-
-    @property
-    def error_deviation(self) -> Tensor:
-        """Return the standard deviation of the error of each channel."""
-        return (self.error_squares / self.count).sqrt()
-
-    @property
-    def is_varying(self) -> Tensor:
-        """Return whether each channel varies by more than float's own rounding."""
-        return varies(self.deviation, self.mean.abs())
+        """Return the noise over both batches."""
+        return ChannelNoise(self.values.merged(other.values), self.error.merged(other.error))
 
     @property
     def codes_per_deviation(self) -> Tensor:
         """Return how many codes each channel has per standard deviation, infinity without an
         error. Channels whose values all have one code seem to have 0.3.
         """
-        return self.deviation / (self.error_deviation * _STEPS_TO_RMS)
+        return self.values.deviation / (self.error.deviation * _STEPS_TO_RMS)
 
 
 def effect_errors(
@@ -117,8 +76,9 @@ def effect_errors(
     Returns:
         [channels] effects, and [channels] errors as shares of these; 0 for constant channels.
     """
-    weights = torch.zeros_like(noise.mean)
-    errors = torch.zeros_like(noise.mean)
+    values = noise.values
+    weights = torch.zeros_like(values.mean)
+    errors = torch.zeros_like(values.mean)
     is_weighted = False
     for energy, error in columns:
         weights += energy
@@ -126,10 +86,9 @@ def effect_errors(
         is_weighted = True
     if not is_weighted:
         weights += 1
-    variance = noise.squares / noise.count
-    shares = noise.error_squares / noise.squares + errors / weights
-    effects = (variance * weights).sqrt()
-    has_effect = noise.is_varying & (effects > 0)
+    shares = noise.error.squares / values.squares + errors / weights
+    effects = values.deviation * weights.sqrt()
+    has_effect = values.is_varying & (effects > 0)
     return effects * has_effect, torch.where(has_effect, shares, 0.0).sqrt()
 
 

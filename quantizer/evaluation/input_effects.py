@@ -93,8 +93,8 @@ class InputEffects:
         where = self.readers.channels_text(channel_names(self.lost))
         layer = self.readers.group.layers[0]
         return (
-            f"{count} input channels lose more than a fifth of their effect on {layer}: {where} "
-            f"lose up to {min(1.0, float(errors.max())):.0%}"
+            f"{count} input channels lose more than a fifth of their effect on {layer}: "
+            f"{where} lose up to {min(1.0, float(errors.max())):.0%}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -126,12 +126,12 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         text = f"{name} is {value}; in the float network it ranges from {spread}"
         return "constant", text
     if part.hides_its_loss:
-        low, high = part.reference.low, part.reference.high
-        share = part.rms_error / (high - low)
-        spread = range_text(low, high)
+        assert part.moments is not None
+        share = part.rms_error / float(part.moments.deviation)
+        spread = range_text(part.reference.low, part.reference.high)
         text = f"{name} only ranges from {spread} in the float network, and its "
-        text += f"error is {share:.0%} of that range. An SQNR of {sqnr:.1f} dB would hide it, "
-        text += f"so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
+        text += f"error is {share:.0%} of their standard deviation. An SQNR of {sqnr:.1f} dB "
+        text += f"would hide it, so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
         return "hidden", text
     others_db = _sqnr_of_others(part, outputs)
     if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
@@ -240,8 +240,8 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
         yield _channel_warning(figures, channels.collapsed, text)
     if channels.lost:
         lowest = min(noise.sqnr_db for noise in channels.lost_noise)
-        text = "have narrow ranges far from 0, and lose a fifth of these ranges or more "
-        text += f"(the SQNR of what varies, {lowest:.1f} dB, counts)"
+        text = "have narrow ranges far from 0, and an error of more than a fifth of their "
+        text += f"standard deviation (the SQNR of what varies, {lowest:.1f} dB, counts)"
         yield _channel_warning(figures, channels.lost, text)
 
 

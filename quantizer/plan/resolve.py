@@ -20,7 +20,7 @@ from quantizer.plan import axes, checks, joins
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.cached_values import cache_findings, planned_values
 from quantizer.plan.dpu_findings import with_dpu_findings
-from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
+from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
 from quantizer.plan.kept_float import FIRST_LAST, layers_kept_float, residual
