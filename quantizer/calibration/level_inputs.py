@@ -1,5 +1,5 @@
-"""Finds channels of inputs that one scale cannot serve, such as pressures in Pa beside angles
-in radians, and the powers of two that bring them to one range before they are quantized.
+"""Finds channels of inputs that one scale cannot serve, and the powers of two that bring them
+to one range. An input may hold pressures in Pa and angles in radians.
 
 The decision is measured on the first calibration batches, as the error of what the first
 layers read. Ordinary images, whose channels have one unit, stay as they are.
@@ -213,7 +213,7 @@ def _measured(
     readers: Sequence[InputReaders],
     batches: Iterable[Batch],
 ) -> list[_Channels]:
-    """Return what quantizing the inputs alone does to the channels that layers read."""
+    """Return the noise of the channels that layers read, if only inputs are quantized."""
     graph = plan.graph
     part = replace(plan, tensors=tensors, joins=())
     calibration = observing.create_observers(part)

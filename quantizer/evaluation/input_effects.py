@@ -1,5 +1,5 @@
-"""Measures what the quantized network keeps of the effect of each input channel, so that an
-output that one channel dominates cannot hide the loss of the others.
+"""Measures how much of the effect of each input channel a quantized network keeps. One channel
+may dominate an output, whose SQNR then hides the loss of the others.
 """
 
 from __future__ import annotations

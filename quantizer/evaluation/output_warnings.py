@@ -130,7 +130,7 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         share = part.rms_error / float(part.moments.deviation)
         spread = range_text(part.reference.low, part.reference.high)
         text = f"{name} only ranges from {spread} in the float network, and its "
-        text += f"error is {share:.0%} of their standard deviation. An SQNR of {sqnr:.1f} dB "
+        text += f"error is {share:.0%} of its standard deviation. An SQNR of {sqnr:.1f} dB "
         text += f"would hide it, so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
         return "hidden", text
     others_db = _sqnr_of_others(part, outputs)

@@ -259,7 +259,9 @@ def test_channels_that_stay_coarse_are_named(
     """The DPU computes nothing in float."""
     given = written(tmp_path, DPU)
     assert run_command(["--quant_mode", "calib", *given]) == 0
-    text = "8 codes per standard deviation are left of channels 0, 1, 2, 3 of Sequential::input_0"
+    text = (
+        "8 codes per standard deviation are left of channels 0, 1, 2, 3 of Sequential::input_0"
+    )
     assert text in capfd.readouterr().err
     assert run_command(["--quant_mode", "test", *given]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
