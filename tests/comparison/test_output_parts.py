@@ -423,7 +423,8 @@ def transformed(head: Head, boxes: Tensor, scores: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("join", [detected, sorted_by_score, transformed])
 def test_rows_in_another_order_are_matched_before_they_are_compared(join: Any) -> None:
     graph = trace(Head(join).eval(), (data()[0],))
-    quantized = quantized_at(graph, node_of(graph, "scores]/conv1d"), 0.05)
+    step = 0.05 if join is transformed else 0.04
+    quantized = quantized_at(graph, node_of(graph, "scores]/conv1d"), step)
     compared = compare(Network(graph), quantized, batches(*data()))
     metrics = compared.metrics() | compared.named_metrics()
     orders = [output.order for output in compared.outputs]
@@ -479,7 +480,7 @@ class Offset(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(3, 2, bias=False)
-        self.register_buffer("factor", torch.tensor([30.0, 1.2]))
+        self.register_buffer("factor", torch.tensor([30.0, 4.0]))
         self.register_buffer("offset", torch.tensor([0.0, 60.5]))
         self.together = together
 
@@ -516,7 +517,7 @@ def test_what_varies_around_a_large_value_is_not_hidden_by_it(
     [warning] = output_warnings(compared, networks_of(graph, lost))
     assert (warning.kind, warning.output) == (kind, output.name)
     assert text in warning.text
-    fine = quantized_at(graph, output.node, 0.1)
+    fine = quantized_at(graph, output.node, 0.5)
     compared = compare(Network(graph), fine, items)
     assert not output_warnings(compared, networks_of(graph, fine))
     assert compared.metrics()["sqnr_db"] > 20
