@@ -18,6 +18,7 @@ from quantizer.algorithms.adjustment import Adjustment, Remark
 from quantizer.graph.edits import (
     Insertion,
     channels_of,
+    input_weights,
     rescale_weight,
 )
 from quantizer.graph.ir import Graph
@@ -52,9 +53,12 @@ def fold_factors(
     """
     fold = _fold(group, adjustment)
     for layer in _multiplied(group, fold):
-        weight = parameter(graph, adjustment, layer)
-        scaled = rescale_weight(graph.by_name[layer], weight, inputs=factors)
-        adjustment = adjustment.with_parameters(layer, weight=deferred_like(weight, scaled))
+        node = graph.by_name[layer]
+        for key in input_weights(node):
+            weight = parameter(graph, adjustment, layer, key)
+            scaled = rescale_weight(node, weight, inputs=factors)
+            changed = {key: deferred_like(weight, scaled)}
+            adjustment = adjustment.with_parameters(layer, **changed)
     if fold is None:
         return _divided_by_layer(group, factors, adjustment)
     return _divided_in_fold(graph, fold, factors, adjustment)

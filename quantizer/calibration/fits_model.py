@@ -23,6 +23,7 @@ from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import QParams
+from quantizer.plan.input_readers import input_readers
 from quantizer.plan.model import TensorSpecs
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.files import damaged
@@ -53,12 +54,17 @@ def check_levels(levels: Mapping[str, Any], passed: Graph, path: Path | str) -> 
     Raises:
         ResultError: naming the first layer.
     """
+    readers = input_readers(passed) if levels else []
+    inputs = {row.group.source: row.group.channels for row in readers}
     for name, exponents in levels.items():
         where = f"header/levels/{name}"
         node = passed.by_name.get(name)
-        if node is None or not node.is_multiplying:
+        if name in inputs:
+            channels = inputs[name]
+        elif node is None or not node.is_multiplying:
             raise damaged(path, where, "there is no such layer with weights")
-        channels, _ = channels_of(node, passed.weight(node))
+        else:
+            channels, _ = channels_of(node, passed.weight(node))
         if not _are_exponents(exponents, channels):
             text = f"expected {channels} integers up to {LARGEST_EXPONENT}"
             raise damaged(path, where, text)

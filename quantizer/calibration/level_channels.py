@@ -31,7 +31,7 @@ HEARD_BITS = 8
 """A channel is left as it is if its products are this many bits smaller than the largest."""
 LARGEST_EXPONENT = 24
 """Larger factors would make sums in float32 inexact."""
-_WIDE = (torch.float32, torch.bfloat16, torch.float64)
+WIDE = (torch.float32, torch.bfloat16, torch.float64)
 """Dtypes in which powers of two change no digit."""
 Exponents = Mapping[str, Sequence[int]]
 """By layer, the power of two that each output channel is multiplied with."""
@@ -73,7 +73,7 @@ def _is_lossless(plan: Plan, pair: LayerPair) -> bool:
     between them.
     """
     for node in (pair.first, pair.second):
-        if plan.graph.weight(node).dtype not in _WIDE:
+        if plan.graph.weight(node).dtype not in WIDE:
             return False
         if not _has_scale_by_channel(plan, node):
             return False

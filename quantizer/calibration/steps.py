@@ -16,7 +16,13 @@ from quantizer.algorithms import bias_correction
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.calibration import absorption, level_channels, observing, rank_shards
+from quantizer.calibration import (
+    absorption,
+    level_channels,
+    level_inputs,
+    observing,
+    rank_shards,
+)
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
@@ -113,7 +119,8 @@ def check_high_biases(request: CalibrationRequest, state: CalibrationState) -> C
 def level_far_channels(
     request: CalibrationRequest, state: CalibrationState
 ) -> CalibrationState:
-    """Level the channels that one scale cannot serve, as the first batches show them.
+    """Level the channels that one scale cannot serve, as the first batches show them: those of
+    inputs, and those between two layers.
 
     If there are any, the plan is made again. The first rank decides for all.
     """
@@ -121,17 +128,48 @@ def level_far_channels(
     if levels is None:
         levels = {}
         if request.ranks.is_first and not request.batches.stands_in:
-            levels = level_channels.decide_levels(state.plan, request.read())
+            levels = _far_channels(request, state)
         levels = request.ranks.broadcast(levels, "the ranges of channels")
     state = replace(state, levels=levels)
     if not levels:
         return state
-    adjustment = level_channels.level_adjustment(state.plan.graph, levels)
+    adjustment = level_inputs.adjustment_of(state.plan.graph, levels)
     target = state.target.adjusted(adjustment)
-    plan = target.plan(request.config)
-    text = level_channels.level_sentence(levels)
-    request.events.message(logging.INFO, text)
-    return replace(state, target=target, plan=plan, adjustment=adjustment)
+    return replace(
+        state, target=target, plan=target.plan(request.config), adjustment=adjustment
+    )
+
+
+def _far_channels(
+    request: CalibrationRequest, state: CalibrationState
+) -> level_channels.Exponents:
+    """Return the exponents of channels, and report them and what stays coarse.
+
+    The DPU computes nothing in float and has one scale for all weights of a layer, so its
+    channels stay as they are.
+    """
+    plan = state.plan
+    can_scale = not _is_for_dpu(request, state)
+    of_inputs = level_inputs.decide_input_levels(
+        plan, _early_batches(request), can_scale=can_scale
+    )
+    for level, text in of_inputs.remarks:
+        request.events.message(level, text)
+    if not can_scale:
+        return {}
+    of_layers = level_channels.decide_levels(plan, request.read())
+    if of_layers:
+        text = level_channels.level_sentence(of_layers)
+        request.events.message(logging.INFO, text)
+    return {**of_layers, **of_inputs.exponents}
+
+
+def _early_batches(request: CalibrationRequest) -> Iterator[Batch]:
+    """Yield the calibration data. The first batch is kept, so that reading it costs nothing."""
+    yield request.first_batch()
+    batches = request.read()
+    next(batches, None)
+    yield from batches
 
 
 def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -374,14 +412,6 @@ def _is_for_dpu(request: CalibrationRequest, state: CalibrationState) -> bool:
     return state.plan.settings.target_device == "DPU"
 
 
-def _can_level(request: CalibrationRequest, state: CalibrationState) -> bool:
-    """Return whether channels can be levelled; the DPU has one scale for all weights of a
-    layer.
-    """
-    is_for_dpu = _is_for_dpu(request, state)
-    return state.target.is_traced and not is_for_dpu
-
-
 def _observes_data(request: CalibrationRequest, state: CalibrationState) -> bool:
     if request.statistics:
         return False
@@ -397,7 +427,7 @@ STEPS: tuple[Step, ...] = (
             request.config.settings.include_cle and state.absorption is None
         ),
     ),
-    Step(level_far_channels, when=_can_level),
+    Step(level_far_channels, when=lambda request, state: state.target.is_traced),
     Step(
         run_algorithms,
         when=lambda request, state: bool(request.config.algorithms),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantizer.comparison.moments import Moments
 from quantizer.comparison.noise import Noise
 
 MIN_VALUES = 4
@@ -21,10 +22,10 @@ _FLAT = 1e-3
 _NARROW = 0.25
 """Values that differ by less than this share of the largest have a narrow range: their SQNR is
 high though their error may be as large as what varies."""
-_MIN_RANGE = 1e-5
-"""A range below this share of the largest value is float32's own rounding."""
 _MAX_ERROR = 0.2
-"""A larger root mean square of the error, as a share of a narrow range, is a loss."""
+"""A larger root mean square of the error, as a share of the standard deviation of values with a
+narrow range, is a loss.
+"""
 
 
 @dataclass
@@ -48,10 +49,21 @@ class Extent:
         self.high = max(self.high, other.high)
 
     @property
+    def is_empty(self) -> bool:
+        """Return whether there was no value."""
+        return self.low == math.inf and self.high == -math.inf
+
+    @property
+    def may_be_narrow(self) -> bool:
+        """Return what `may_be_narrow` says of the values; False if there are none."""
+        if self.is_empty:
+            return False
+        return bool(may_be_narrow(torch.tensor(self.low), torch.tensor(self.high)))
+
+    @property
     def is_finite(self) -> bool:
         """Return whether there are neither NaN nor infinity among the values."""
-        is_empty = self.low == math.inf and self.high == -math.inf
-        return is_empty or (math.isfinite(self.low) and math.isfinite(self.high))
+        return self.is_empty or (math.isfinite(self.low) and math.isfinite(self.high))
 
     @property
     def is_constant(self) -> bool:
@@ -65,12 +77,11 @@ def is_flat(extent: Extent) -> bool:
     return extent.high - extent.low <= _FLAT * largest
 
 
-def _is_narrow(low: Tensor, high: Tensor) -> Tensor:
-    """Return whether values from low to high differ by little, compared with the largest."""
-    largest = _largest(low, high)
-    spread = high - low
-    is_more_than_rounding = spread > _MIN_RANGE * largest
-    return is_more_than_rounding & (spread < _NARROW * largest)
+def may_be_narrow(low: Tensor, high: Tensor) -> Tensor:
+    """Return whether values from low to high may turn out to be narrow over all batches. In one
+    batch the largest value may be smaller.
+    """
+    return high - low < 2 * _NARROW * _largest(low, high)
 
 
 def _largest(low: Tensor, high: Tensor) -> Tensor:
@@ -78,34 +89,31 @@ def _largest(low: Tensor, high: Tensor) -> Tensor:
     return torch.maximum(low.abs(), high.abs())
 
 
-def is_lost(low: Tensor, high: Tensor, rms_error: Tensor) -> Tensor:
-    """Return whether an error is large against a narrow range of values from low to high.
+def is_lost(low: Tensor, high: Tensor, moments: Moments, rms_error: Tensor) -> Tensor:
+    """Return whether an error is large against the deviation of values in a narrow range from
+    low to high. What varies by float's own rounding counts as constant.
 
-    >>> low, high = torch.tensor([299.9, 299.9, -0.1]), torch.tensor([300.1, 300.1, 0.1])
-    >>> is_lost(low, high, torch.tensor([0.1, 0.01, 0.1]))
+    >>> x = torch.tensor([[299.9, 299.9, -0.1], [300.1, 300.1, 0.1]])
+    >>> is_lost(x[0], x[1], Moments.of(x, [0]), torch.tensor([0.1, 0.01, 0.1]))
     tensor([ True, False, False])
     """
-    spread = high - low
-    is_large = rms_error > _MAX_ERROR * spread
-    return _is_narrow(low, high) & is_large
+    is_narrow = high - low < _NARROW * _largest(low, high)
+    is_large = rms_error > _MAX_ERROR * moments.deviation
+    return is_narrow & moments.is_varying & is_large
 
 
-def varying_noise(low: float, high: float, count: int, error: float) -> Noise:
-    """Return the noise of values from low to high without the energy of what does not vary.
-
-    Each value counts as half of the range, and the error as independent of the values.
+def varying_noise(squares: float, error: float) -> Noise:
+    """Return the noise of values without the energy of what does not vary. The error counts as
+    independent of the values.
 
     Args:
-        low, high: the ends of the range.
-        count: how many values there are.
+        squares: the sum of the squared distances from their mean.
         error: the sum of the squared error.
 
-    >>> round(varying_noise(299.0, 301.0, 100, 25.0).sqnr_db, 2)
+    >>> round(varying_noise(100.0, 25.0).sqnr_db, 2)
     6.02
     """
-    half = (high - low) / 2
-    signal = count * half * half
-    return Noise(signal, signal + error, error)
+    return Noise(squares, squares + error, error)
 
 
 @dataclass
@@ -120,6 +128,7 @@ class ChannelExtents:
         other_low: [channels] least values in the quantized network.
         other_high: [channels] greatest values in the quantized network.
         error: [channels] sums of the squared error, float64; 0 where values are far apart.
+        moments: of each channel; 0 where values are far apart.
     """
 
     axis: int
@@ -129,6 +138,7 @@ class ChannelExtents:
     other_low: Tensor
     other_high: Tensor
     error: Tensor
+    moments: Moments
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, axis: int) -> ChannelExtents | None:
@@ -139,15 +149,20 @@ class ChannelExtents:
         if x.dim() <= axis or not x.numel() or x.shape != y.shape:
             return None
         count = x.numel() // x.shape[axis]
-        low, high = _ends_along(x, axis)
-        other_low, other_high = _ends_along(y, axis)
-        # Those that are narrow over all batches. In one batch the largest value may be smaller
-        largest = _largest(low, high)
-        may_be_narrow = high - low < 2 * _NARROW * largest
-        channels = _indices(may_be_narrow)
+        low, high = ends_along(x, axis)
+        other_low, other_high = ends_along(y, axis)
+        channels = _indices(may_be_narrow(low, high))
         error = torch.zeros(len(low), dtype=torch.float64)
+        moments = Moments(count, error.clone(), error.clone())
         if channels:
-            error[channels] = _error_of(x, y, axis, channels)
+            index = torch.tensor(channels, dtype=torch.int64, device=x.device)
+            expected = x.index_select(axis, index).float()
+            actual = y.index_select(axis, index).float()
+            axes = other_axes(x, axis)
+            error[channels] = (expected - actual).square().sum(axes).double().cpu()
+            narrow = Moments.of(expected, axes)
+            moments.mean[channels] = narrow.mean
+            moments.squares[channels] = narrow.squares
         return cls(
             axis,
             count,
@@ -156,6 +171,7 @@ class ChannelExtents:
             other_low,
             other_high,
             error,
+            moments,
         )
 
     @property
@@ -177,6 +193,7 @@ class ChannelExtents:
             torch.minimum(self.other_low, other.other_low),
             torch.maximum(self.other_high, other.other_high),
             self.error + other.error,
+            self.moments.merged(other.moments),
         )
 
     @property
@@ -198,7 +215,7 @@ class ChannelExtents:
         if self.count < MIN_FOR_RANGE or len(self.low) < 2:
             return []
         mean_error = self.error / self.count
-        lost = is_lost(self.low, self.high, mean_error.sqrt())
+        lost = is_lost(self.low, self.high, self.moments, mean_error.sqrt())
         return _indices(lost)
 
     @property
@@ -206,8 +223,8 @@ class ChannelExtents:
         """Return the noise of each lost channel, without the energy of what does not vary."""
         noises = []
         for index in self.lost:
-            low, high = float(self.low[index]), float(self.high[index])
-            noises.append(varying_noise(low, high, self.count, float(self.error[index])))
+            squares = float(self.moments.squares[index])
+            noises.append(varying_noise(squares, float(self.error[index])))
         return noises
 
 
@@ -224,35 +241,19 @@ def _indices(is_true: Tensor) -> list[int]:
     return places
 
 
-def _error_of(
-    x: Tensor,
-    y: Tensor,
-    axis: int,
-    channels: list[int],
-) -> Tensor:
-    """Return the sum of the squared error of some channels, float64."""
-    index = torch.tensor(channels, dtype=torch.int64, device=x.device)
-    expected = x.index_select(axis, index)
-    actual = y.index_select(axis, index)
-    difference = expected.float() - actual.float()
-    squares = difference.square()
-    axes = _other_axes(x, axis)
-    return squares.sum(axes).double().cpu()
-
-
-def _ends_along(
+def ends_along(
     values: Tensor,
     axis: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest value at each index of an axis."""
-    axes = _other_axes(values, axis)
+    axes = other_axes(values, axis)
     low = values.amin(axes)
     high = values.amax(axes)
     return low.float().cpu(), high.float().cpu()
 
 
-def _other_axes(values: Tensor, axis: int) -> list[int]:
+def other_axes(values: Tensor, axis: int) -> list[int]:
     """Return all axes of a tensor except one."""
     axes = list(range(values.dim()))
-    axes.remove(axis)
+    del axes[axis]
     return axes

@@ -22,6 +22,7 @@ from quantizer.comparison.extents import (
     is_lost,
     varying_noise,
 )
+from quantizer.comparison.moments import Moments
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.sample_noise import (
     BELOW_DB,
@@ -62,6 +63,7 @@ class PartFigures:
         noise: the error of floating-point values.
         reference: the range of the float network's values.
         other: the range of the quantized network's values.
+        moments: of the float network's values, if their range may be narrow.
         channels: the ranges of the channels of a whole output, if it has channels.
         samples: the error of each sample, if the samples are known.
     """
@@ -77,6 +79,7 @@ class PartFigures:
     noise: Noise = field(default_factory=Noise)
     reference: Extent = field(default_factory=Extent)
     other: Extent = field(default_factory=Extent)
+    moments: Moments | None = None
     channels: ChannelExtents | None = None
     samples: SampleNoise = field(default_factory=SampleNoise)
 
@@ -117,11 +120,27 @@ class PartFigures:
             sums = list(map(math.fsum, energies.tolist()))
             self.noise.add_energies(sums[0], Energies(*sums[1:]))
         self.samples.add(energies)
+        self._add_moments(x, reference)
         self.reference.merge(reference)
         self.other.merge(other)
 
+    def _add_moments(self, x: Tensor, extent: Extent) -> None:
+        """Add the moments of a batch, unless its values or earlier ones are far apart."""
+        is_first = self.reference.is_empty
+        if not extent.may_be_narrow or (self.moments is None and not is_first):
+            self.moments = None
+            return
+        moments = Moments.of(x, range(x.dim()))
+        self.moments = moments if self.moments is None else self.moments.merged(moments)
+
     def merge(self, other: PartFigures) -> None:
         """Add other batches."""
+        if self.reference.is_empty:
+            self.moments = other.moments
+        elif self.moments is not None and other.moments is not None:
+            self.moments = self.moments.merged(other.moments)
+        elif not other.reference.is_empty:
+            self.moments = None
         self.count += other.count
         self.equal += other.equal
         self.is_float |= other.is_float
@@ -185,9 +204,8 @@ class PartFigures:
         if self.kind != "float":
             return []
         noises = [self.noise]
-        if self.hides_its_loss:
-            low, high = self.reference.low, self.reference.high
-            noises.append(varying_noise(low, high, self.count, self.noise.error))
+        if self.hides_its_loss and self.moments is not None:
+            noises.append(varying_noise(float(self.moments.squares), self.noise.error))
         if self.channels is not None:
             noises += self.channels.lost_noise
         return noises
@@ -217,11 +235,12 @@ class PartFigures:
 
         Their SQNR is high because of the energy of what does not vary.
         """
-        if self.kind != "float" or self.count < MIN_FOR_RANGE:
+        moments = self.moments
+        if self.kind != "float" or self.count < MIN_FOR_RANGE or moments is None:
             return False
         low = torch.tensor(self.reference.low, dtype=torch.float64)
         high = torch.tensor(self.reference.high, dtype=torch.float64)
-        return bool(is_lost(low, high, torch.tensor(self.rms_error)))
+        return bool(is_lost(low, high, moments, torch.tensor(self.rms_error)))
 
     @property
     def appears(self) -> bool:

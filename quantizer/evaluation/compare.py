@@ -117,7 +117,8 @@ def compare(
 
     over_batches(batches, runs.add, ranks, exchange)
     parameters = runs.parameters.rows()
-    return replace(total, layers=parameters + total.layers)
+    inputs = [row.measured(reference, quantized) for row in total.inputs]
+    return replace(total, layers=parameters + total.layers, inputs=inputs)
 
 
 class _GroupedRuns:

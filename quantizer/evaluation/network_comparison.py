@@ -21,6 +21,7 @@ from quantizer.comparison.output_figures import (
     worst_samples_db,
 )
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
+from quantizer.evaluation.input_effects import InputEffects
 from quantizer.numerics.metrics import Approximation, noise_energies
 from quantizer.sources.batches import Batch
 
@@ -125,6 +126,7 @@ class NetworkComparison:
         quantization: empty if passes keep the float function. Otherwise `outputs` has the
             comparison with the user's model, and `quantization` that with the float network
             after passes.
+        inputs: the effects of input channels.
         spoiled: the first batch where only the quantized network outputs NaN or infinity.
         batches: how many batches were compared.
         samples: how many samples have an output with classes.
@@ -137,6 +139,7 @@ class NetworkComparison:
     layers: list[LayerNoise]
     outputs: list[OutputFigures] = field(default_factory=list)
     quantization: list[OutputFigures] = field(default_factory=list)
+    inputs: list[InputEffects] = field(default_factory=list)
     spoiled: int | None = None
     batches: int = 0
     samples: int = 0
@@ -151,6 +154,8 @@ class NetworkComparison:
             noise.merge(other_noise)
         _merge_figures(self.outputs, other.outputs)
         _merge_figures(self.quantization, other.quantization)
+        pairs = zip(self.inputs, other.inputs, strict=True)
+        self.inputs = [row.merged(other_row) for row, other_row in pairs]
         if self.spoiled is None and other.spoiled is not None:
             self.spoiled = self.batches + other.spoiled
         self.batches += other.batches

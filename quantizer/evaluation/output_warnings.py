@@ -38,9 +38,9 @@ class OutputWarning:
     """A warning about one output or part.
 
     Attributes:
-        kind: "random", "constant", "hidden", "below", "samples", "channels", "varies", "rows",
-            "silent" or "unmatched".
-        output: the name of the output or part.
+        kind: "inputs", "random", "constant", "hidden", "below", "samples", "channels",
+            "varies", "rows", "silent" or "unmatched".
+        output: the name of the output or part; "" for inputs.
         text: a sentence for people.
         layer: the one that causes the loss; "" if it is not known.
         tensor: the role of the tensor in that layer.
@@ -72,6 +72,10 @@ def output_warnings(
     if compared.spoiled is not None:
         return []
     warnings: list[OutputWarning] = []
+    for row in compared.inputs:
+        if row.warning:
+            layer = row.readers.group.layers[0]
+            warnings.append(OutputWarning("inputs", "", row.warning, layer, "input"))
     drawing = _random_origins(networks.reference.graph)
     for output, figures in zip(networks.float_outputs, compared.outputs, strict=True):
         if figures.whole.name in explained:
@@ -155,12 +159,12 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         text = f"{name} is {value}; in the float network it ranges from {spread}"
         return "constant", text
     if part.hides_its_loss:
-        low, high = part.reference.low, part.reference.high
-        share = part.rms_error / (high - low)
-        spread = range_text(low, high)
+        assert part.moments is not None
+        share = part.rms_error / float(part.moments.deviation)
+        spread = range_text(part.reference.low, part.reference.high)
         text = f"{name} only ranges from {spread} in the float network, and its "
-        text += f"error is {share:.0%} of that range. An SQNR of {sqnr:.1f} dB would hide it, "
-        text += f"so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
+        text += f"error is {share:.0%} of its standard deviation. An SQNR of {sqnr:.1f} dB "
+        text += f"would hide it, so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
         return "hidden", text
     others_db = _sqnr_of_others(part, outputs)
     if others_db is None or sqnr >= _HIGH_DB or sqnr > others_db - _MAX_BELOW_DB:
@@ -269,8 +273,8 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
         yield _channel_warning(figures, channels.collapsed, text)
     if channels.lost:
         lowest = min(noise.sqnr_db for noise in channels.lost_noise)
-        text = "have narrow ranges far from 0, and lose a fifth of these ranges or more "
-        text += f"(the SQNR of what varies, {lowest:.1f} dB, counts)"
+        text = "have narrow ranges far from 0, and an error of more than a fifth of their "
+        text += f"standard deviation (the SQNR of what varies, {lowest:.1f} dB, counts)"
         yield _channel_warning(figures, channels.lost, text)
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import ComparedNetworks, require_same_shape
 from quantizer.comparison.output_figures import leaves
 from quantizer.config.roles import is_parameter
+from quantizer.evaluation.input_effects import InputEffects, empty_effects
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
@@ -39,6 +41,7 @@ class NetworkPair:
         outputs: compares their outputs.
         taps: the quantizers of activations.
         no_noise: a `LayerNoise` without a batch for each of them.
+        inputs: the effects of input channels, without a batch.
         recorded: keeps the outputs of the quantized network; None if nothing will need them.
     """
 
@@ -47,6 +50,7 @@ class NetworkPair:
     outputs: ComparedNetworks
     taps: _Taps
     no_noise: Sequence[LayerNoise]
+    inputs: Sequence[InputEffects]
     recorded: RecordedOutputs | None
 
     @classmethod
@@ -59,11 +63,13 @@ class NetworkPair:
     ) -> NetworkPair:
         """Return the pair of two networks."""
         no_noise, taps = _taps(quantized)
-        return cls(reference, quantized, outputs, taps, no_noise, recorded)
+        inputs = empty_effects(quantized)
+        return cls(reference, quantized, outputs, taps, no_noise, inputs, recorded)
 
     def empty(self) -> NetworkComparison:
         """Return a comparison without a batch."""
-        return NetworkComparison(deepcopy(list(self.no_noise)), *self.outputs.empty())
+        layers = deepcopy(list(self.no_noise))
+        return NetworkComparison(layers, *self.outputs.empty(), inputs=list(self.inputs))
 
 
 class PairedRun:
@@ -93,6 +99,7 @@ class PairedRun:
             _, y = self._quantized_run.step()
             left.see(name, x)
             right.see(name, y)
+            self._see_input(name, x, y)
             for quantizer, index, most in self._pair.taps.get(name, ()):
                 require_same_shape(name, x, y)
                 noise = self._result.layers[index]
@@ -105,6 +112,13 @@ class PairedRun:
                     # The quantized network has not applied a quantizer of a layer's input yet
                     accumulated = _quantized(quantizer, actual)
                 noise.add(expected, local, accumulated)
+
+    def _see_input(self, name: str, x: object, y: object) -> None:
+        """Add the values of a node to the effects of the channels that layers read from it."""
+        rows = self._result.inputs
+        for index, row in enumerate(rows):
+            if row.readers.group.source == name:
+                rows[index] = row.with_batch(cast(Tensor, x), cast(Tensor, y))
 
     def finish(self) -> NetworkComparison:
         """Return the comparison of the batch, whose nodes have all run."""

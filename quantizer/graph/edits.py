@@ -139,6 +139,15 @@ def channels_of(
     return groups * outputs, groups * inputs
 
 
+def input_weights(node: Node) -> list[str]:
+    """Return the parameters whose columns multiply the channels of a layer's input: for a
+    recurrent layer those of its first layer in each direction.
+    """
+    if not node.params.keys() & {"weight_ih_l0"}:
+        return ["weight"]
+    return [key for key in node.params if key.startswith("weight_ih_l0")]
+
+
 def rescale_weight(
     node: Node, weight: Tensor, outputs: Tensor | None = None, inputs: Tensor | None = None
 ) -> Tensor:

@@ -20,6 +20,7 @@ ARGUMENT = (
 )
 FLOAT_READERS = "only float operators read it"
 UNREAD = "nothing reads it"
+SCALED = "inputs of different units are scaled by channel before they are quantized"
 RESIDUAL = "only normalizations, and sums that they read, take it"
 OUTSIDE = "outside QuantStub … DeQuantStub"
 
@@ -27,6 +28,7 @@ OUTSIDE = "outside QuantStub … DeQuantStub"
 _NORM_PARTS = ("rsqrt", "pow", "square")
 # On either side of a stub
 _NO_OUTSIDE = ("size", "constant", "zeros", "ones", "full", "arange", "empty")
+_SUMS = ("add", "sub")
 # They select by integers
 _PICKS = ("gather", "take_along_dim", "index_select", "index")
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
@@ -49,6 +51,7 @@ def floating(graph: Graph) -> dict[str, str]:
         (DENOMINATOR, _denominators(graph)),
         (COMPARED_TO_COUNT, _compared(graph)),
         (ARGUMENT, exact_arguments(graph, constants)),
+        (SCALED, scaled_inputs(graph)),
         (UNREAD, [name for name, names in graph.consumers.items() if not names]),
     )
     reasons: dict[str, str] = {}
@@ -80,6 +83,54 @@ def derived_layers(graph: Graph) -> set[str]:
         if follows:
             names.add(node.name)
     return names
+
+
+def input_values(graph: Graph, *, with_sums: bool = False) -> set[str]:
+    """Return the layers whose values are computed of floating-point inputs and constants alone,
+    before any matrix multiplies them. Normalizations and factors of channels are among them.
+
+    Args:
+        graph: of the network.
+        with_sums: whether sums of such values with others count, too, as residuals around the
+            first layers are.
+    """
+    constants = derived_layers(graph)
+    constants.update(node.name for node in graph.nodes if node.op == "parameter")
+    names: set[str] = set()
+    for node in graph.nodes:
+        operands = set(node.refs())
+        is_matrix = node.row.kind == "mac" and not node.row.scales_channels
+        if node.op == "input" and node.is_float:
+            names.add(node.name)
+        elif is_matrix or node.row.looks_up or names.isdisjoint(operands):
+            continue
+        elif operands <= names | constants or (with_sums and node.op in _SUMS):
+            names.add(node.name)
+    return names
+
+
+def scaled_inputs(graph: Graph) -> set[str]:
+    """Return the layers of `input_values` whose channels are scaled before they are quantized,
+    back to the inputs.
+
+    A join that is scaled is quantized behind the factors anyway.
+    """
+    scaled: set[str] = set()
+    scales = [node for node in graph.nodes if node.op == "input_scale"]
+    if not scales:
+        return scaled
+    names = input_values(graph)
+    pending = []
+    for node in scales:
+        source = graph.source(node)
+        if source is not None and not source.is_join:
+            pending.append(source.name)
+    while pending:
+        name = pending.pop()
+        if name in names and name not in scaled:
+            scaled.add(name)
+            pending += graph.by_name[name].refs()
+    return scaled
 
 
 def multiplies_values(node: Node, name: str) -> bool:
@@ -142,7 +193,7 @@ def before_norms(graph: Graph) -> set[str]:
     """
     names: set[str] = set()
     for node in reversed(graph.nodes):
-        is_sum = node.op in ("add", "sub")
+        is_sum = node.op in _SUMS
         is_added = is_sum or node.row.spatial == 0 or node.row.looks_up
         if not is_added or not node.is_float:
             continue

@@ -12,6 +12,7 @@ from quantizer.graph.origins import maker, origins_of
 from quantizer.plan.floating import (
     ARGUMENT,
     MASK,
+    SCALED,
     computes_in_float,
     floating,
     multiplies_values,
@@ -290,10 +291,10 @@ class _Layouter:
         node: Node,
     ) -> bool:
         """Return whether a float value is quantized because layers multiply it. The layers that
-        multiply an argument do so at their inputs, if they can.
+        multiply an argument, or a scaled input as it was, do so at their inputs, if they can.
         """
         floats = self.where.floats
-        if floats.get(node.name) != ARGUMENT:
+        if floats.get(node.name) not in (ARGUMENT, SCALED):
             return bool(self._products(outer_readers(self.graph, node.name, floats)))
         # A join of an argument with others is quantized for the product of the join
         products = self._products(values_readers(self.graph, node.name, floats))

@@ -5,7 +5,7 @@ because they are in a transformer's residual stream.
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
 from quantizer.graph.language_parts import router_layers
-from quantizer.plan.floating import OUTSIDE, before_norms, outside_stubs
+from quantizer.plan.floating import OUTSIDE, SCALED, before_norms, outside_stubs, scaled_inputs
 from quantizer.plan.match import RANKS, MatchedRule
 
 FIRST_LAST = "keep_first_last_layer_accuracy"
@@ -38,6 +38,7 @@ def layers_kept_float(
     reason, and the routers of experts that no rule names.
     """
     reasons = dict.fromkeys(outside_stubs(graph), OUTSIDE)
+    reasons.update(dict.fromkeys(scaled_inputs(graph), SCALED))
     routers = router_layers(graph)
     named: set[str] = set()
     for rule in rules:

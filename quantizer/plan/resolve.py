@@ -20,7 +20,7 @@ from quantizer.plan import axes, checks, joins
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.cached_values import cache_findings, planned_values
 from quantizer.plan.dpu_findings import with_dpu_findings
-from quantizer.plan.floating import ARGUMENT, OUTSIDE, RESIDUAL
+from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
 from quantizer.plan.kept_float import FIRST_LAST, layers_kept_float, residual
@@ -323,7 +323,7 @@ class _Resolver:
             whole = self.tensors.pop((name, output_role(self.graph.by_name[name])), None)
             if whole is None:
                 continue
-            self.floats[name] = ARGUMENT
+            self.floats[name] = self.layout.floats[name]
             for product in products:
                 for role, value in self.graph.by_name[product.layer].input_roles().items():
                     if value == product.value and (product.layer, role) not in self.tensors:

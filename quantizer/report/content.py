@@ -115,6 +115,7 @@ def _collect_results(
         "metrics": tested.get("metrics", {}),
         "pairs": tested.get("pairs", {}),
         "outputs": tested.get("outputs", []),
+        "inputs": tested.get("inputs", []),
         "warnings": tested.get("warnings", []),
         "gates": tested.get("gates", {}),
         "passes": tested.get("passes"),

@@ -89,6 +89,9 @@ def report_values(
     if lower_is_better:
         values["lower_is_better"] = lower_is_better
     values["outputs"] = output_rows(scores.comparison.outputs)
+    inputs = [row.to_json() for row in scores.comparison.inputs]
+    if inputs:
+        values["inputs"] = inputs
     values["warnings"] = [warning.to_json() for warning in scores.warnings]
     if scores.passes is not None:
         values["passes"] = scores.passes.to_json()

@@ -1,6 +1,6 @@
 """Small networks drawn at random, written as a model file: images or tokens, with residual
-sums, gates and norms, writes in place, and outputs of very different ranges, joined or one by
-one.
+sums, gates and norms, writes in place, inputs with channels of different units, and outputs of
+very different ranges, joined or one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def model():
 
 def batches(seed):
     draw = torch.Generator().manual_seed(seed)
-    data = [{scale} * torch.randn({shape}, generator=draw) for _ in range({batches})]
+    data = [{scale} * torch.randn({shape}, generator=draw){units} for _ in range({batches})]
     for sample, x in enumerate(x for batch in data for x in batch):
         {loudness}
     return data
@@ -79,6 +79,11 @@ def model_file(seed: int) -> tuple[str, bool]:
     shape = f"{draw.choice([2, 3])}, {channels}, {size}" + (f", {size}" if images else "")
     shape = shape if images else f"{draw.choice([2, 3])}, {size}, {channels}"
     layers, body = list[str](), list[str]()
+    units = ""
+    if has_units(seed):
+        sizes = [round(10 ** draw.uniform(-3, 4), 6) for _ in range(channels)]
+        units = f" * torch.tensor({sizes}).view({'-1, 1, 1' if images else '-1'})"
+        body.append(f"x = x{units.replace('*', '/')}")
     for index in range(draw.choice([1, 2, 3, 4])):
         made, lines, channels = (_image if images else _token)(draw, f"l{index}", channels)
         layers += made
@@ -102,8 +107,14 @@ def model_file(seed: int) -> tuple[str, bool]:
         batches=draw.choice([1, 2, 4]),
         loudness=draw.choice(LOUDNESS),
         corrupt=draw.choice([1, 1, 1, 1e4]),
+        units=units,
     )
     return text, not any("BatchNorm" in line for line in layers)
+
+
+def has_units(seed: int) -> bool:
+    """Whether the input has channels of different units, which the network divides by them."""
+    return seed % 5 == 0
 
 
 RETURNED = {

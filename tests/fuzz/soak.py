@@ -5,7 +5,8 @@ Of each seed a model is calibrated, and calibrated again by a run that is killed
 the same bytes. Test mode, the generated file and a loaded folder give the same bits; a model in
 place the same codes; an ONNX file, in a default session, the same up to codes beside ties,
 output by output and part by part where values of two ranges are joined. Samples are of
-different loudness, and a fresh set of them has what test mode prints. What differs, or ends
+different loudness, and a fresh set of them has what test mode prints. Where inputs have
+channels of different units, a channel that loses its effect is named. What differs, or ends
 with an internal error, is printed with its seed.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from fuzz.graphs import model_file
+from fuzz.graphs import has_units, model_file
 from fuzz.results import quietly
 from fuzz.search import search
 from support.crashes import killed_at
@@ -128,6 +129,7 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
     ]
     folder = place / "out"
     code, said = quietly(["--quant_mode", "calib", *given, "--output_dir", str(folder)])
+    said_in_calib = said
     if code in REFUSED:
         return "refused", []
     if code:
@@ -138,6 +140,9 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
         return "refused", found
     if code:
         return "ok", [*found, f"test: exit {code}: {said.strip()[-400:]}"]
+    named = (
+        "codes per standard deviation" in said_in_calib + said or "input channels lose" in said
+    )
     model = load_model(str(place / "net.py")).module
     data = load_model(str(place / "net.py")).calibration_data
     batches: list[Tensor] = list(data()) if callable(data) else []
@@ -145,6 +150,8 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
     if "algo_config" not in config:
         fresh = run_path(str(place / "net.py"))["fresh_data"]()
         found += unlike_fresh(folder, model, batches, fresh)
+    if has_units(seed) and not named:
+        found += lost_channels(folder, model, batches)
     return "ok", [*found, *compared(folder, model, batches, config, given, plain=plain)]
 
 
@@ -176,6 +183,34 @@ def unlike_fresh(
                 f"output {row['name']}: {shown_db:.1f} dB is shown, and fresh samples have "
                 f"{median_db:.1f} dB"
             )
+    return found
+
+
+HEARD = 4.0
+"""Channels are compared whose effect is so many times as large as the error of the output."""
+
+
+@torch.no_grad()
+def lost_channels(folder: Path, model: nn.Module, batches: list[Tensor]) -> list[str]:
+    """Channels of the input whose values have half of their effect on the output, or less."""
+    network = quantizer.load(folder, model, batches).network
+    x = batches[0]
+    axis = 1 if x.dim() == 4 else 2
+    first = (tree_leaves(model(x))[0], tree_leaves(network(x))[0])
+    if not first[0].is_floating_point():
+        return []
+    error = float((first[0] - first[1]).norm())
+    found = []
+    for channel in range(x.shape[axis]):
+        changed = x.clone()
+        changed.select(axis, channel).copy_(x.select(axis, channel).roll(1, -1))
+        pairs = zip((model, network), first, strict=True)
+        before, after = (
+            float((tree_leaves(run(changed))[0] - output).norm()) for run, output in pairs
+        )
+        if before > HEARD * error and after < before / 2:
+            share = after / before
+            found.append(f"channel {channel} of the input has {share:.2f} of its effect")
     return found
 
 
