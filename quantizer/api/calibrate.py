@@ -172,6 +172,7 @@ def calibrate_batches(
     settings: CalibrationSettings,
     *,
     graph: Graph | None = None,
+    evaluation: Batches | None = None,
 ) -> Result:
     """Quantize a traced copy of a model whose data is open; see `calibrate`.
 
@@ -181,6 +182,7 @@ def calibrate_batches(
         batches: the data, from `open_batches`.
         settings: the other arguments of `calibrate`.
         graph: the model's graph, from `trace_compared`; None to trace here.
+        evaluation: the data that the result is tested on by default; `batches` if None.
     """
     config_result = read_config(config)
     memory = _bytes_of(settings.memory)
@@ -211,16 +213,21 @@ def calibrate_batches(
         state = steps.run_calibration(request)
         if checkpoints:
             checkpoints.remove()
-    return _result(model, request, state, events)
+    return _result(model, request, state, events, evaluation or batches)
 
 
 def _result(
-    model: nn.Module, request: CalibrationRequest, state: CalibrationState, events: Events
+    model: nn.Module,
+    request: CalibrationRequest,
+    state: CalibrationState,
+    events: Events,
+    evaluation: Batches,
 ) -> Result:
-    """Return the result of a calibration."""
+    """Return the result of a calibration, which is tested on `evaluation` by default."""
     original, config = request.target.original, request.config
     document = resolved_document(config)
-    calibrated = Calibrated(original, config.settings, state.solution, document)
+    data = request.data_of(state.plan)
+    calibrated = Calibrated(original, config.settings, state.solution, document, data)
 
     def write(folder: Path) -> None:
         header = request.header(state)
@@ -232,7 +239,7 @@ def _result(
         model,
         calibrated,
         state.plan,
-        request.batches,
+        evaluation,
         events=events,
         write=write,
         calibration_stamp=request.data_stamp(state.plan),

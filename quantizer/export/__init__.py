@@ -239,6 +239,7 @@ def export(
     return replace(
         verification,
         remarks=(*verification.remarks, *losses),
+        asides=(*verification.asides, *losses),
         activation_codes=exporter.activation_codes,
     )
 

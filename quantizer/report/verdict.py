@@ -249,6 +249,8 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
             texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
         elif row["kind"] == "constant" and row["name"] == row["output"]:
             texts.append(f"{named_output(row['name'])} is constant in float")
+    if tested.get("judged_on"):
+        texts.append(f"measured {tested['judged_on']['text']}")
     if texts:
         yield f"{'; '.join(texts)}."
 
