@@ -78,7 +78,7 @@ def test_a_run_holds_the_last_quarter_back_and_says_how_to_repeat_it(
 @pytest.mark.parametrize(
     ("gate", "options"),
     [
-        (("--gate", "sqnr_db>=40"), "--subset_len 24 --skip_len 24 --apply"),
+        (("--gate", "sqnr_db>=35"), "--subset_len 24 --skip_len 24 --apply"),
         ((), "--subset_len 24"),
     ],
 )
