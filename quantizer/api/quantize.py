@@ -57,10 +57,11 @@ from quantizer.export.destinations import (
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
-from quantizer.export.targets import CheckedTarget
+from quantizer.export.targets import WHOLE_MODELS, CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
+from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
@@ -232,7 +233,12 @@ def _with_verdict(
         quantized.folder, quantized.comparison, tested, path=path, verification=verification
     )
     plan = quantized.result.plan.plan
-    facts = _verdict_facts(plan, tested, path=path, verification=verification, config=config)
+    untraced = Untraced()
+    if target in WHOLE_MODELS:
+        untraced = untraced_part(quantized.result._model, quantized.result._calibrated.original)
+    facts = _verdict_facts(
+        plan, tested, untraced, path=path, verification=verification, config=config
+    )
     return replace(
         quantized,
         verification=in_python(verification),
@@ -241,13 +247,20 @@ def _with_verdict(
 
 
 def _verdict_facts(
-    plan: Plan, tested: JsonMapping, *, path: Path, verification: Verification, config: str
+    plan: Plan,
+    tested: JsonMapping,
+    untraced: Untraced,
+    *,
+    path: Path,
+    verification: Verification,
+    config: str,
 ) -> VerdictFacts:
     """Return the facts that the verdict is about.
 
     Args:
         plan: of the calibration.
         tested: report.json, with the file and its improvement.
+        untraced: what the file holds besides the layers of the plan.
         path: the written file or folder.
         verification: of the file.
         config: its path, or a name for it.
@@ -258,6 +271,7 @@ def _verdict_facts(
         floating=floating,
         float_activations=verification.float_activations,
         activation_codes=verification.activation_codes,
+        untraced=untraced,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],

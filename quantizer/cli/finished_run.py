@@ -9,6 +9,7 @@ from quantizer.cli.gates import Gate, failed_gates, gate_lines
 from quantizer.cli.options import Options
 from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.graph.modules import Untraced
 from quantizer.plan.model import Key, Plan
 from quantizer.report.verdict import VerdictFacts
 
@@ -26,8 +27,7 @@ class FinishedRun:
         data: that calibrate and judge; None on modules, whose weights need no data.
         tuning: the ladder, if it was climbed.
         remedy: what to do if a gate does not hold; empty to name the page of the report.
-        float_bytes: of the float model; None for those of the layers in the plan.
-        left_float: why modules that are not in the plan stay in float, by path.
+        untraced: what the file holds besides the layers of the plan.
     """
 
     destination: str
@@ -39,8 +39,7 @@ class FinishedRun:
     data: DividedData | None = None
     tuning: Tuning | None = None
     remedy: str = ""
-    float_bytes: int | None = None
-    left_float: Mapping[str, str] = field(default_factory=dict)
+    untraced: Untraced = field(default_factory=Untraced)
 
     def facts(self, gates: Sequence[Gate]) -> VerdictFacts:
         """Return what the verdict is about."""
@@ -65,11 +64,12 @@ class FinishedRun:
             # As the page joins the options of both modes
             calibrated_samples = self.data.calib_options.subset_len
             data_options = replace(options, subset_len=calibrated_samples)
-        facts = VerdictFacts.of(
+        return VerdictFacts.of(
             self.plan,
             floating=floating,
             float_activations=float_activations,
             activation_codes=activation_codes,
+            untraced=self.untraced,
             path=path,
             size=size,
             tested=tested.report,
@@ -82,7 +82,3 @@ class FinishedRun:
             improvement=self.opened.improvement,
             notes=notes,
         )
-        if self.float_bytes is not None:
-            left_float = {**facts.left_float, **self.left_float}
-            facts = replace(facts, float_size=self.float_bytes, left_float=left_float)
-        return facts

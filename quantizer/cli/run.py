@@ -62,8 +62,9 @@ from quantizer.export.destinations import (
 )
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import require_sized
+from quantizer.export.targets import WHOLE_MODELS
 from quantizer.export.value_names import require_fitting_names
-from quantizer.graph.modules import module_graph
+from quantizer.graph.modules import module_graph, untraced_part
 from quantizer.graph.output_parts import output_parts
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
@@ -259,6 +260,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         finished = FinishedRun(
             name, test_options, opened, calibrated, tested, calibrated.plan, data
         )
+        if target in WHOLE_MODELS:
+            finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
         if options.max_mb is not None:
@@ -363,8 +366,7 @@ def _on_modules(
         run.calibrated,
         run.tested,
         run.plan,
-        float_bytes=run.float_bytes,
-        left_float=run.left_float,
+        untraced=run.untraced,
         remedy="`exclude` in the config leaves layers in float",
     )
 
