@@ -264,6 +264,10 @@ def load(
 ) -> Result:
     """Load a result folder for the same float model.
 
+    The network adds biases in float. A file for an engine that adds them as int32 is verified
+    against a network that rounds them, too. Both are equally far from the float model, but in a
+    deep network not equal to each other: `export` and `--deploy` have the figures of the file.
+
     Args:
         folder: a result folder, which `Result.save` or the shell has written.
         model: the float model that was calibrated, with the same weights.

@@ -98,7 +98,7 @@ class Verification:
         layers: the codes of layers, each computed from the same codes as in test mode.
         speed: in comparison with the float network; None if it was not measured.
         remarks: notes about the file, for the user.
-        asides: those remarks that limit nothing: what is faster, and what test mode says too.
+        asides: those notes that limit nothing: on speed, and the warnings of test mode.
         engines: the checks by other engines that are installed.
         uint8_weights: layers whose weights could be int8 only on some processors.
         processors: on which the file is right; empty if that does not depend on them.
@@ -166,7 +166,7 @@ class Verification:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """Return the remarks on what limits the file."""
+        """Return the notes on what limits the file."""
         return tuple(remark for remark in self.remarks if remark not in self.asides)
 
     @property

@@ -296,14 +296,17 @@ def untraced_part(model: nn.Module, graph: Graph) -> Untraced:
     paths: dict[int, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
         paths.setdefault(id(parameter), []).append(path)
+    traced: set[str] = set()
+    for node in graph.nodes:
+        traced.update(node.params.values())
     size = 0
     reasons: dict[str, str] = {}
     for first, parameter in model.named_parameters():
-        if any(path in graph.tensors for path in paths[id(parameter)]):
+        if not traced.isdisjoint(paths[id(parameter)]):
             continue
         size += parameter.nbytes
         if parameter.dim() > 1:
-            reasons[first.rpartition(".")[0]] = "the data do not reach it"
+            reasons[first.rpartition(".")[0]] = "not reached by the data"
     return Untraced(size, reasons)
 
 

@@ -76,8 +76,8 @@ class Output:
         is_float: whether it is a floating-point tensor, or a complex one.
         parts: at least one, which has the output's name if it is the only one.
         labels: gives the part of each value; None if there is one part.
-        channel_axis: the axis of its channels, or of what is taken for them; None without one.
-        has_channels: whether the channels of a layer are known to lie along that axis.
+        channel_axis: the axis that is read as that of channels; None without one.
+        has_channels: whether they are known to be the channels of a layer.
         order: what puts its rows in an order that depends on values; None if nothing does.
     """
 

@@ -37,7 +37,7 @@ from quantizer.storage.files import write_bytes
 _LOCATION = re.compile(r"^(.*: error: )?(loc\(.*\)\): )?")
 """Where a compiler's error occurred, at the beginning of its message."""
 WHOLE = "XNNPACK computes all operators"
-"""The remark on a file that nothing limits."""
+"""The note on a file without limits."""
 _UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
 
 
