@@ -175,6 +175,7 @@ def calibrate_batches(
     settings: CalibrationSettings,
     *,
     graph: Graph | None = None,
+    evaluation: Batches | None = None,
 ) -> Result:
     """Quantize a traced copy of a model whose data is open; see `calibrate`.
 
@@ -184,6 +185,7 @@ def calibrate_batches(
         batches: the data, from `open_batches`.
         settings: the other arguments of `calibrate`.
         graph: the model's graph, from `trace_compared`; None to trace here.
+        evaluation: the data that the result is tested on by default; `batches` if None.
     """
     config_result = read_config(config)
     memory = _bytes_of(settings.memory)
@@ -216,16 +218,21 @@ def calibrate_batches(
         state = calibrated(request, must_resume=settings.resume)
         if checkpoints and not settings.has_next_step:
             checkpoints.remove()
-    return _result(model, request, state, events)
+    return _result(model, request, state, events, evaluation or batches)
 
 
 def _result(
-    model: nn.Module, request: CalibrationRequest, state: CalibrationState, events: Events
+    model: nn.Module,
+    request: CalibrationRequest,
+    state: CalibrationState,
+    events: Events,
+    evaluation: Batches,
 ) -> Result:
-    """Return the result of a calibration."""
+    """Return the result of a calibration, which is tested on `evaluation` by default."""
     original, config = request.target.original, request.config
     document = resolved_document(config)
-    calibrated = Calibrated(original, config.settings, state.solution, document)
+    data = request.data_of(state.plan)
+    calibrated = Calibrated(original, config.settings, state.solution, document, data)
 
     def write(folder: Path) -> None:
         header = request.header(state)
@@ -237,7 +244,7 @@ def _result(
         model,
         calibrated,
         state.plan,
-        request.batches,
+        evaluation,
         events=events,
         write=write,
         calibration_stamp=request.data_stamp(state.plan),
@@ -261,6 +268,10 @@ def load(
     folder: str | os.PathLike[str], model: nn.Module, data: CalibrationData | None = None
 ) -> Result:
     """Load a result folder for the same float model.
+
+    The network adds biases in float. A file for an engine that adds them as int32 is verified
+    against a network that rounds them, too. Both are equally far from the float model, but in a
+    deep network not equal to each other: `export` and `--deploy` have the figures of the file.
 
     Args:
         folder: a result folder, which `Result.save` or the shell has written.

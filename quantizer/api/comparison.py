@@ -131,7 +131,9 @@ class Comparison:
         )
 
     def _stamps(self) -> Iterator[str]:
-        """Yield a line for data that are not real."""
+        """Yield lines on which data judged, and on data that are not real."""
+        if self._scores.judged_on:
+            yield f"  measured {self._scores.judged_on['text']}"
         if self._stamp:
             yield f"  these figures are of {self._stamp}"
         if self._calibration_stamp:

@@ -19,16 +19,22 @@ from quantizer.api.calibrate import (
     trace_compared,
 )
 from quantizer.api.comparison import Comparison
-from quantizer.api.config import AnyConfig, path_of
+from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python, in_python
 from quantizer.api.result import Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
+from quantizer.calibration.held_back import (
+    MIN_SAMPLES,
+    may_need_data,
+    samples_to_calibrate,
+)
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.json_types import JsonMapping
+from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
-from quantizer.config.wording import did_you_mean
+from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.export import (
@@ -51,14 +57,14 @@ from quantizer.export.destinations import (
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
-from quantizer.export.targets import CheckedTarget
+from quantizer.export.targets import WHOLE_MODELS, CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
+from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
-from quantizer.plan.remarks import size_remarks
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -135,7 +141,8 @@ def quantize(
             "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
         folder: the folder for config, results, report and the written file.
         config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
-        evaluation_data: the data to test and verify with; `data` if None.
+        evaluation_data: the data to test and verify with. If it is None, the last quarter of
+            `data` is held back for that, if there are at least 16 samples.
         evaluate, lower_is_better: as in `Result.test`.
         seed, dynamic, events: as in `calibrate`.
         max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
@@ -176,6 +183,10 @@ def quantize(
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
+        evaluation = batches
+        start = read_config(config).require() if config is not None else load_preset(preset)
+        if data is not None and evaluation_data is None and may_need_data(start):
+            batches, evaluation = _divided(model, data, settings, graph)
         with restored_if_refused(place):
             mark_result_folder(place)
             if config is None:
@@ -183,7 +194,9 @@ def quantize(
                 sized = _sized_run(model, graph, batches, events)
                 to_leave = layers_to_leave(target, choices)
                 config = _config_file(place, made_for, sized, to_leave, overwrite=overwrite)
-            result = calibrate_batches(model, config, batches, settings, graph=graph)
+            result = calibrate_batches(
+                model, config, batches, settings, graph=graph, evaluation=evaluation
+            )
         result.save(place, overwrite=overwrite)
         measure = {"evaluate": evaluate, "lower_is_better": lower_is_better}
         quantized = _with_file(
@@ -249,8 +262,13 @@ def _with_verdict(
         quantized.folder, quantized.comparison, tested, path=path, verification=verification
     )
     plan = quantized.result.plan.plan
+    untraced = Untraced()
+    if target in WHOLE_MODELS:
+        untraced = untraced_part(quantized.result._model, quantized.result._calibrated.original)
     shown = folder / FOLDER / path.name
-    facts = _verdict_facts(plan, tested, path=shown, verification=verification, config=config)
+    facts = _verdict_facts(
+        plan, tested, untraced, path=shown, verification=verification, config=config
+    )
     return replace(
         quantized,
         verification=in_python(verification),
@@ -259,13 +277,20 @@ def _with_verdict(
 
 
 def _verdict_facts(
-    plan: Plan, tested: JsonMapping, *, path: Path, verification: Verification, config: str
+    plan: Plan,
+    tested: JsonMapping,
+    untraced: Untraced,
+    *,
+    path: Path,
+    verification: Verification,
+    config: str,
 ) -> VerdictFacts:
     """Return the facts that the verdict is about.
 
     Args:
         plan: of the calibration.
         tested: report.json, with the file and its improvement.
+        untraced: what the file holds besides the layers of the plan.
         path: the written file or folder.
         verification: of the file.
         config: its path, or a name for it.
@@ -276,13 +301,14 @@ def _verdict_facts(
         floating=floating,
         float_activations=verification.float_activations,
         activation_codes=verification.activation_codes,
+        untraced=untraced,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],
         tested=tested,
         config=config,
         improvement=tested["improvement"],
-        notes=size_remarks(plan.graph),
+        notes=verification.limits,
     )
 
 
@@ -317,6 +343,29 @@ def _batches(
         return open_batches(model, data, settings)
     example = [example_input(model, DEFAULT_SEQ_LEN)]
     return replace(open_batches(model, example, settings), stamp=EXAMPLE_STAMP)
+
+
+def _divided(
+    model: nn.Module, data: CalibrationData, settings: CalibrationSettings, graph: Graph
+) -> tuple[Batches, Batches]:
+    """Return the data that calibrate and those that judge. All do both if they are few, or are
+    made from the model.
+    """
+    batches = open_batches(model, data, settings)
+    if batches.way:
+        return batches, batches
+    sizes = [batch.size for batch in batches]
+    first = samples_to_calibrate(sizes, graph)
+    if first is None or sum(sizes) < MIN_SAMPLES:
+        return batches, batches
+    logger.info(
+        "the last %s of %d judge, and do not calibrate",
+        counted(sum(sizes) - first, "sample"),
+        sum(sizes),
+    )
+    evaluation = open_batches(model, data, settings)
+    evaluation.skip_len = first
+    return open_batches(model, data, replace(settings, subset_len=first)), evaluation
 
 
 def _confirm(

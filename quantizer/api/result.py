@@ -107,7 +107,7 @@ class Result:
     @cached_property
     def network(self) -> nn.Module:
         """Return the quantized network. It is called like the model, and its outputs are
-        bit-identical to those of test mode.
+        bit-identical to those of test mode without `--deploy`.
         """
         return self._calibrated.network()
 

@@ -143,13 +143,16 @@ class CalibrationRequest:
         """Return what reports say of the data that decided anything; None if it is real."""
         return self.batches.stamp if self.needs_data(plan) else None
 
+    def data_of(self, plan: Plan) -> Mapping[str, Any] | None:
+        """Return the fingerprint of the data that decided anything; None if none did."""
+        return self.batches.fingerprint if self.needs_data(plan) else None
+
     def header(self, state: CalibrationState) -> dict[str, Any]:
         """Return what results record of the run: model, seed, data, and finetuning."""
-        needs_data = self.needs_data(state.plan)
         return {
             **self.model_digests,
             "seed": self.seed,
-            "data": self.batches.fingerprint if needs_data else None,
+            "data": self.data_of(state.plan),
             "stamp": self.data_stamp(state.plan),
             "fast_finetune": self.fast_finetune if state.is_finetuned else None,
             "dpu_accuracy": self.dpu_accuracy,

@@ -41,6 +41,7 @@ from quantizer.plan.model import Plan
 from quantizer.printable import json_text
 from quantizer.report import sensitivity
 from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.report.next_step import TEST_OPTIONS
 from quantizer.results.folder import ANALYSIS_FILE, QuantInfo, open_written, read_info
 from quantizer.results.result_set import locked_as_opened
 from quantizer.results.same_calibration import check_model, check_plan
@@ -97,14 +98,12 @@ class AnalyzeOptions(Options):
 
 BUDGETS = ("budget", "size", "max_mb")
 """The options that limit the size. At most one may be given."""
-TESTS = ("eval_data", "evaluate", "skip_len")
-"""The options of the test runs of --metric."""
 
 
 @command()
 @takes(
     *("metric", *BUDGETS, "choices", "passes", "tensors", "apply", "report"),
-    *(*TABLE, *LOOK, *TESTS, "subset_len", "seed", "device", "memory"),
+    *(*TABLE, *LOOK, *TEST_OPTIONS, "subset_len", "seed", "device", "memory"),
     kind=AnalyzeOptions,
 )
 def analyze(options: AnalyzeOptions) -> None:
@@ -170,7 +169,7 @@ def _require_consistent(options: AnalyzeOptions, budget: Budget | None) -> None:
             "--metric measures each tensor, and chooses no widths",
         )
     else:
-        refuse_typed(TESTS, "they are for the test runs of --metric")
+        refuse_typed(TEST_OPTIONS, "they are for the test runs of --metric")
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,20 @@
 from collections import deque
 from dataclasses import dataclass, replace
 
+from quantizer.calibration.held_back import (
+    MIN_SAMPLES,
+    may_need_data,
+    samples_to_calibrate,
+)
 from quantizer.cli import session
 from quantizer.cli.options import Options
 from quantizer.cli.session import OpenedRun
+from quantizer.config.load import load_preset
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.sources.batches import Fingerprint
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
-
-_SHARE_HELD_BACK = 4
-"""One of so many batches judges, if there is no other evaluation data."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,22 @@ class DividedData:
     test_options: Options
     sentence: str = ""
 
+    def with_config(self, path: str) -> "DividedData":
+        """Return the same data for calibrations and tests with a config file."""
+        return replace(
+            self,
+            calib_options=replace(self.calib_options, config_file=path),
+            test_options=replace(self.test_options, config_file=path),
+        )
+
 
 def divide_data(options: Options, opened: OpenedRun) -> DividedData:
     """Return the data of calibration and of tests. Without evaluation data, the last quarter of
     the calibration data is held back.
 
     Raises:
-        UsageError: there is one batch only, evaluation data are synthetic, or they are the
-            calibration data.
+        UsageError: there are too few data to divide, evaluation data are synthetic, or they are
+            the calibration data.
     """
     loaded = opened.loaded
     if session.evaluates_on_synthetic(options, loaded):
@@ -57,15 +68,56 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
             )
         return DividedData(opened.batches, evaluation, options, options)
     sizes = [batch.size for batch in opened.batches]
-    if len(sizes) < 2:
+    first = samples_to_calibrate(sizes, opened.graph)
+    if first is None:
         raise UsageError(
             f"{opened.batches.label} has one batch, and there is no other evaluation data",
             help="give --eval_data, add evaluation_data() to the model's file, or give more "
             "batches: a config is judged on data that calibration does not use",
         )
-    count = max(1, len(sizes) // _SHARE_HELD_BACK)
-    first = sum(sizes[:-count])
-    others = sum(sizes[-count:])
+    return _divided(options, loaded, first, sum(sizes))
+
+
+def data_of_run(options: Options, opened: OpenedRun, preset: str | None) -> DividedData:
+    """Return the data of a run that tests one config. The last quarter is held back, unless
+    there are other evaluation data, few samples, or nothing to calibrate.
+
+    Args:
+        options: of the run.
+        opened: the model and its data.
+        preset: that the run starts from, if it has no config file.
+    """
+    loaded = opened.loaded
+    whole = DividedData(opened.batches, opened.batches, options, options)
+    if session.evaluates_on_synthetic(options, loaded):
+        return whole
+    if _has_evaluation_data(options, loaded):
+        evaluation = session.open_data(options, loaded, evaluation=True)
+        return replace(whole, evaluation=evaluation)
+    if preset is None:
+        config = session.read_config_file(options.config_file).config
+    else:
+        config = load_preset(preset)
+    needs_data = may_need_data(config) or options.fast_finetune is not None
+    if opened.batches.stands_in or not needs_data:
+        return whole
+    sizes = [batch.size for batch in opened.batches]
+    first = samples_to_calibrate(sizes, opened.graph)
+    if first is None or sum(sizes) < MIN_SAMPLES:
+        return whole
+    return _divided(options, loaded, first, sum(sizes))
+
+
+def _divided(options: Options, loaded: LoadedModel, first: int, samples: int) -> DividedData:
+    """Return the data of which the first samples calibrate and the others judge.
+
+    Args:
+        options: of the run.
+        loaded: the model.
+        first: how many samples calibrate.
+        samples: how many there are.
+    """
+    others = samples - first
     calib_options = replace(options, subset_len=first)
     test_options = replace(options, skip_len=first)
     words = f"--skip_len {first}"
@@ -77,8 +129,8 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
         session.open_data(test_options, loaded, evaluation=True),
         calib_options,
         test_options,
-        f"the last {counted(others, 'sample')} of {first + others} judge each config, and do "
-        f"not calibrate: --subset_len {first} for calib, {words} for test",
+        f"the last {counted(others, 'sample')} of {samples} judge, and do not calibrate: "
+        f"--subset_len {first} for calib, {words} for test",
     )
 
 
@@ -102,9 +154,12 @@ def _are_same(calibration: Batches, evaluation: Batches) -> bool:
 
 def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:
     """Return whether tests have other data than calibration."""
-    if options.skip_len:
-        return True
+    return bool(options.skip_len) or not reads_calibration_data(options, loaded)
+
+
+def reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
+    """Return whether tests read from where calibrations with these options read."""
     option = session.evaluation_option(options, loaded)
     if option is None and options.data is None:
-        return loaded.evaluation_data is not loaded.calibration_data
-    return option != options.data
+        return loaded.evaluation_data is loaded.calibration_data
+    return option == options.data

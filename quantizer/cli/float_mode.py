@@ -103,9 +103,10 @@ def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate
         return opened
     # The windows of texts that test mode will have
     seq_len = window_length(input_shapes(opened.graph))
+    batches = session.open_data(options, opened.loaded, evaluation=True, seq_len=seq_len)
     metrics = measure(
         opened.loaded.module,
-        session.open_data(options, opened.loaded, evaluation=True, seq_len=seq_len),
+        batches,
         session.device_of(options),
         progress(quiet=options.quiet),
         label="evaluate float",
@@ -113,7 +114,7 @@ def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate
     )
     require_known(of_user, names_in_test(metrics, options, evaluator.directions))
     seed_everything(options.seed)
-    return opened.changed(float_metrics=metrics)
+    return opened.changed(float_metrics=metrics, evaluation=batches)
 
 
 def metric_lines(metrics: dict[str, float]) -> list[RenderableType]:

@@ -48,9 +48,10 @@ from quantizer.export.compressed_tensors.modules import export_modules
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS
-from quantizer.graph.modules import uncovered_modules
+from quantizer.graph.modules import Untraced, uncovered_modules
 from quantizer.graph.parameters import replace_parameters
 from quantizer.plan.model import Plan
+from quantizer.plan.size import weight_bytes
 from quantizer.report import tables
 from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner
@@ -106,16 +107,14 @@ class ModuleRun:
         opened: the model and its data.
         calibrated, tested: the results of both steps.
         plan: for the modules.
-        float_bytes: of the state of the float model.
-        left_float: why modules with weights that no layer covers stay in float, by path.
+        untraced: what the file holds besides the layers of the plan.
     """
 
     opened: OpenedRun
     calibrated: Outcome
     tested: Outcome
     plan: Plan
-    float_bytes: int
-    left_float: Mapping[str, str]
+    untraced: Untraced
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,9 @@ class RunOnModules:
         left_float = {}
         for path, kind in uncovered_modules(model, plan.graph).items():
             left_float[path] = f"there are no quantization rules for {kind}"
-        return ModuleRun(opened, calibrated, tested, plan, float_bytes, left_float)
+        other_bytes = max(float_bytes - weight_bytes(plan)[0], 0)
+        untraced = Untraced(other_bytes, left_float)
+        return ModuleRun(opened, calibrated, tested, plan, untraced)
 
     def _improvement(self) -> str:
         """Return what would lose less."""

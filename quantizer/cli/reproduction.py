@@ -7,6 +7,7 @@ own checksum. Commands of another calibration, or edited ones, are dropped.
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def data_words(options: Options) -> list[str]:
     for name in DATA_OPTIONS:
         words += _option_words(options, (name,), path_text=str)
     return words
+
+
+def names_same_source(options: Options, command: Sequence[str]) -> bool:
+    """Return whether a command of `words_of` names the same model and data."""
+    named = []
+    for option, value in pairwise(command):
+        if option in ("--model", "--data"):
+            named += [option, value]
+    return named == _option_words(options, ("model", "data"))
 
 
 def words_of_merge(options: Options, places: Sequence[Path]) -> list[str]:

@@ -3,9 +3,9 @@ verdict. Each step is the one that `--quant_mode` runs.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -21,7 +21,8 @@ from quantizer.cli.climbing import (
     with_advice,
 )
 from quantizer.cli.config_of_run import config_of_run
-from quantizer.cli.divided_data import divide_data
+from quantizer.cli.divided_data import data_of_run, divide_data
+from quantizer.cli.finished_run import FinishedRun
 from quantizer.cli.float_mode import evaluator_of, with_float_metrics
 from quantizer.cli.follow import one_display
 from quantizer.cli.gate_judge import GateJudge
@@ -43,14 +44,12 @@ from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
-from quantizer.cli.reproduction import data_words
-from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import as_typed, from_start
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.untraceable import with_remedy
-from quantizer.config.document.document import Text
-from quantizer.config.load import load_text
-from quantizer.config.resources import preset_text, presets
+from quantizer.config.load import load_preset
+from quantizer.config.resources import presets
 from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
@@ -64,21 +63,18 @@ from quantizer.export.destinations import (
 )
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import require_sized
+from quantizer.export.targets import WHOLE_MODELS
 from quantizer.export.value_names import require_fitting_names
-from quantizer.graph.modules import module_graph
+from quantizer.graph.modules import module_graph, untraced_part
 from quantizer.graph.output_parts import output_parts
-from quantizer.plan.model import Key, Plan
-from quantizer.plan.remarks import size_remarks
 from quantizer.printable import json_text
-from quantizer.report.verdict import VerdictFacts, verdict
+from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.result_set import mark_result_folder, require_result_folder
 from quantizer.seeding import seed_everything
 
 _MODULE_TARGETS = ("safetensors", "compressed-tensors")
 """The targets of `--to` that modules can be written for."""
-_NOTED_TARGETS = ("gguf", "compressed-tensors")
-"""The targets whose notes are for users of the file."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +183,7 @@ def run(model: str, options: RunOptions) -> None:
     stdout = sys.stderr if options.json else sys.stdout
     with session.notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
         finished = _run(options, gates)
-    lines = verdict(_facts(finished, gates))
+    lines = verdict(finished.facts(gates))
     _show(finished, lines, as_json=options.json)
     append_summary(finished.tested.report, gate_lines(gates, finished.tested.metrics))
     page = from_start(options.output_dir) / "report.html"
@@ -199,35 +195,7 @@ def run(model: str, options: RunOptions) -> None:
     require_known(gates, finished.tested.metrics)
 
 
-@dataclass(frozen=True)
-class _Finished:
-    """A run after its last step.
-
-    Attributes:
-        destination: what its user calls the target.
-        test_options: the options of its test.
-        opened: the model and its data.
-        calibrated, tested: the results of both modes.
-        plan: of the calibration.
-        tuning: the ladder, if it was climbed.
-        remedy: what to do if a gate does not hold; empty to name the page of the report.
-        float_bytes: of the float model; None for those of the layers in the plan.
-        left_float: why modules that are not in the plan stay in float, by path.
-    """
-
-    destination: str
-    test_options: Options
-    opened: OpenedRun
-    calibrated: Outcome
-    tested: Outcome
-    plan: Plan
-    tuning: Tuning | None = None
-    remedy: str = ""
-    float_bytes: int | None = None
-    left_float: Mapping[str, str] = field(default_factory=dict)
-
-
-def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
+def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
     """Run all steps.
 
     Raises:
@@ -269,26 +237,43 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         require_known_parts(gates, output_parts(graph))
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
-        opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
+        preset: str | None = None
+        if options.config_file is None:
+            preset = options.preset or preset_for(name, has_data=has_data)
+        data = data_of_run(options, opened, preset)
+        if data.sentence:
+            say_note(f"note: {data.sentence}")
+            opened = opened.with_batches(data.calibration)
+        opened = with_float_metrics(opened, replace(data.test_options, deploy=(target,)), gates)
         folder = from_start(options.output_dir)
         with restored_if_refused(folder):
             mark_result_folder(folder)
-            if options.config_file is None:
-                preset = options.preset or preset_for(name, has_data=has_data)
+            if preset is not None:
                 made_for = MadeFor(name, opened.loaded.name, preset, options.max_mb)
                 path = config_of_run(options, made_for, graph, opened, target=target)
                 options = replace(options, config_file=path)
-            calib_options = replace(options, quant_mode="calib", for_=(target,), gate=())
+                data = data.with_config(path)
+            calib_options = replace(
+                data.calib_options, quant_mode="calib", for_=(target,), gate=()
+            )
             calibrated = run_calib(calib_options, opened=opened, has_next_step=True)
         test_options = replace(
-            options, quant_mode="test", fast_finetune=None, deploy=(target,), overwrite=False
+            data.test_options,
+            quant_mode="test",
+            fast_finetune=None,
+            deploy=(target,),
+            overwrite=False,
         )
         seed_everything(options.seed)
         tested = run_test(test_options, opened=opened)
         if not tested.error:
             Checkpoints(folder).remove()
         assert calibrated.plan is not None
-        finished = _Finished(name, test_options, opened, calibrated, tested, calibrated.plan)
+        finished = FinishedRun(
+            name, test_options, opened, calibrated, tested, calibrated.plan, data
+        )
+        if target in WHOLE_MODELS:
+            finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
         if options.max_mb is not None:
@@ -298,8 +283,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
 
 
 def _climbed(
-    finished: _Finished, options: RunOptions, gates: Sequence[Gate], *, has_file: bool
-) -> _Finished:
+    finished: FinishedRun, options: RunOptions, gates: Sequence[Gate], *, has_file: bool
+) -> FinishedRun:
     """Return the run with the config that a ladder ends with.
 
     Args:
@@ -308,7 +293,8 @@ def _climbed(
         gates: of the run.
         has_file: whether the config is a file of the user, which stays as it is.
     """
-    opened = finished.opened
+    opened, data = finished.opened, finished.data
+    assert data is not None
     targets = finished.test_options.deploy
     judged = about_networks(gates, targets)
     try:
@@ -316,13 +302,16 @@ def _climbed(
             raise UsageError("only gates about the written file do not hold")
         if opened.batches.stands_in:
             raise session.missing_data()
-        data = divide_data(options, opened)
+        is_judged = bool(data.sentence)
+        if not is_judged:
+            data = divide_data(options, opened)
+            is_judged = not data.sentence
     except UsageError as error:
         say_note(f"note: no better config is looked for: {error.message}")
         return finished
     judge = GateJudge(opened, data, judged, targets=targets, run_as=targets)
     start = None
-    if not data.sentence:
+    if is_judged:
         start = judge.judged_by_metrics(finished.tested.metrics, finished.plan)
     climb = judge.climb(options.minutes, options.fast_finetune, start)
     folder = from_start(options.output_dir)
@@ -340,6 +329,7 @@ def _climbed(
         calibrated=run.calibrated,
         tested=run.tested,
         plan=run.calibrated.plan,
+        data=data,
         tuning=tuning,
     )
 
@@ -351,7 +341,7 @@ def _on_modules(
     *,
     name: str,
     error: UntraceableError,
-) -> _Finished:
+) -> FinishedRun:
     """Return the run of a model that cannot be traced, on its modules.
 
     Raises:
@@ -373,7 +363,7 @@ def _on_modules(
     with restored_if_refused(folder):
         mark_result_folder(folder)
         if options.config_file is None:
-            config = load_text(Text(preset, preset_text(preset))).require()
+            config = load_preset(preset)
             require_weights_only(model, config, error)
             made_for = MadeFor(name, opened.loaded.name, preset)
             modules = module_graph(model)
@@ -383,63 +373,19 @@ def _on_modules(
     if options.minutes and failed_gates(gates, run.tested.metrics):
         say_note("note: no better config is looked for: that needs a trace")
     test_options = replace(options, quant_mode="test", deploy=(target,))
-    return _Finished(
+    return FinishedRun(
         name,
         test_options,
         run.opened,
         run.calibrated,
         run.tested,
         run.plan,
-        float_bytes=run.float_bytes,
-        left_float=run.left_float,
+        untraced=run.untraced,
         remedy="`exclude` in the config leaves layers in float",
     )
 
 
-def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
-    """Return what the verdict is about."""
-    tested = finished.tested
-    options = finished.test_options
-    path: str | None = None
-    size = 0
-    runtime = ""
-    floating: Mapping[str, str] | None = None
-    float_activations: tuple[Key, ...] = ()
-    activation_codes = ""
-    notes: tuple[str, ...] = ()
-    for written, verified in tested.deployed.items():
-        path = str(written)
-        size = tested.exports[-1]["bytes"]
-        runtime, floating = verified.in_runtime
-        float_activations = verified.float_activations
-        activation_codes = verified.activation_codes
-        if tested.exports[-1]["target"] in _NOTED_TARGETS:
-            notes = verified.remarks
-    notes = tuple(dict.fromkeys([*notes, *size_remarks(finished.plan.graph)]))
-    facts = VerdictFacts.of(
-        finished.plan,
-        floating=floating,
-        float_activations=float_activations,
-        activation_codes=activation_codes,
-        path=path,
-        size=size,
-        tested=tested.report,
-        config=options.config_file or "",
-        model_option=options.model or "",
-        data_options=data_words(options),
-        runtime=runtime,
-        gates=gate_lines(gates, tested.metrics),
-        not_met=failed_gates(gates, tested.metrics),
-        improvement=finished.opened.improvement,
-        notes=notes,
-    )
-    if finished.float_bytes is not None:
-        left_float = {**facts.left_float, **finished.left_float}
-        facts = replace(facts, float_size=finished.float_bytes, left_float=left_float)
-    return facts
-
-
-def _show(finished: _Finished, lines: Sequence[str], *, as_json: bool) -> None:
+def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None:
     if as_json:
         content = {
             "verdict": list(lines),

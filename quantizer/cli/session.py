@@ -129,8 +129,9 @@ class OpenedRun:
         loaded: the model.
         batches: of its calibration.
         improvement: what would lose less than this run; empty if that is not known.
-        float_metrics: what the user's `evaluate` returned for the float model and the data of
-            the test; None if it was not called yet.
+        float_metrics: what the user's `evaluate` returned for the float model; None if it was
+            not called yet.
+        evaluation: the data that it was called with, which the test has to read again.
     """
 
     options: Options
@@ -138,6 +139,7 @@ class OpenedRun:
     batches: Batches
     improvement: str = ""
     float_metrics: Mapping[str, float] | None = None
+    evaluation: Batches | None = None
 
     @cached_property
     def graph(self) -> Graph:
@@ -151,7 +153,7 @@ class OpenedRun:
     def with_batches(self, batches: Batches) -> "OpenedRun":
         """Return the same run with a part of its calibration data, and the same trace."""
         # The data of the test may be another part, too
-        return self.changed(batches=batches, float_metrics=None)
+        return self.changed(batches=batches, float_metrics=None, evaluation=None)
 
     def changed(self, **changes: Any) -> "OpenedRun":
         """Return the same run with other fields, and the same trace."""

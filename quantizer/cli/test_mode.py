@@ -13,6 +13,7 @@ from quantizer.calibration.events import ForkedEvents
 from quantizer.calibration.finetuning import require_calibrated_with
 from quantizer.cli import session, torchrun
 from quantizer.cli.annotations import annotate_warnings
+from quantizer.cli.divided_data import reads_calibration_data
 from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
 from quantizer.cli.float_mode import evaluator_of, metric_lines
 from quantizer.cli.follow import progress
@@ -29,7 +30,7 @@ from quantizer.cli.gates import (
 )
 from quantizer.cli.options import RAISING, Options
 from quantizer.cli.report_place import report_place
-from quantizer.cli.reproduction import remember, words_of
+from quantizer.cli.reproduction import names_same_source, remember, words_of
 from quantizer.cli.session import Outcome
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import show_layers, table_view
@@ -37,6 +38,7 @@ from quantizer.comparison.output_figures import POOLED_FIGURE
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.exact import require_wide
+from quantizer.evaluation.followed_data import same_in_each_pass
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import FOLDER, as_run
@@ -99,8 +101,14 @@ def run_test(
         batches = replace(opened.batches, stamp=EXAMPLE_STAMP)
     elif opened is not None and session.evaluates_on_synthetic(options, loaded):
         batches = opened.batches
+    elif opened is not None and opened.evaluation is not None:
+        batches = opened.evaluation
     else:
         batches = session.open_data(options, loaded, evaluation=True, seq_len=seq_len)
+    if reads_calibration_data(options, loaded):
+        command = info.commands.get("calib", ())
+        passes = same_in_each_pass(batches)
+        passes.has_same_source = names_same_source(options, command)
     with report_place(info, options, ranks) as (place, noted):
         original = session.recall_graph(options, loaded, batches, info)
         require_known_parts(gates, output_parts(original))
@@ -340,6 +348,8 @@ def _report(
         shown.append(f"results: {place}")
     if calibration_stamp:
         shown.append(f"note: calibrated on {calibration_stamp}")
+    if scores.judged_on:
+        shown.append(f"note: these figures were measured {scores.judged_on['text']}")
     if stamp:
         shown.append(f"note: these figures are of {stamp}")
     if scores.pairs:

@@ -26,7 +26,7 @@ from quantizer.config.forms.form import Form, form_of
 from quantizer.config.forms.hierarchical import translate_hierarchical
 from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import Config, ConfigRule
-from quantizer.config.resources import load_resource
+from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_algorithms import check_algorithms
 from quantizer.config.rules.check_cache import check_cache
 from quantizer.config.rules.check_hierarchical import check_hierarchical
@@ -85,6 +85,11 @@ def load_text(source: Text) -> LoadResult:
         return check_document(parse_document(source))
     except ConfigError as error:
         return LoadResult(None, error.diagnostics, error.sources)
+
+
+def load_preset(name: str) -> Config:
+    """Return the config of a preset."""
+    return load_text(Text(name, preset_text(name))).require()
 
 
 def check_document(document: Document) -> LoadResult:

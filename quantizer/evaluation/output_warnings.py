@@ -31,6 +31,8 @@ _MIN_CAUSE_DB = 3.0
 _MAX_NAMED_CHANNELS = 4
 NOTES = ("rows", "silent")
 """Kinds of warnings about what is not lost."""
+_MOST_SHARE = 2
+"""Larger errors are given as multiples."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def output_warnings(
             if part.appears:
                 warnings.append(_about_varying_part(part))
         if not any(part.collapses or part.hides_its_loss for part in lost):
-            warnings += _about_channels(figures)
+            warnings += _about_channels(figures, output)
         warnings += _about_rows(figures)
         warnings += sample_warnings(open_parts)
     return warnings
@@ -163,7 +165,8 @@ def loss_of(part: PartFigures, outputs: Sequence[OutputFigures]) -> tuple[str, s
         share = part.rms_error / float(part.moments.deviation)
         spread = range_text(part.reference.low, part.reference.high)
         text = f"{name} only ranges from {spread} in the float network, and its "
-        text += f"error is {share:.0%} of its standard deviation. An SQNR of {sqnr:.1f} dB "
+        error = f"{share:.0%} of" if share < _MOST_SHARE else f"{share:.3g} times"
+        text += f"error is {error} its standard deviation. An SQNR of {sqnr:.1f} dB "
         text += f"would hide it, so {part.sqnr_db:.1f} dB, the SQNR of what varies, counts"
         return "hidden", text
     others_db = _sqnr_of_others(part, outputs)
@@ -261,7 +264,7 @@ def _about_varying_part(part: PartFigures) -> OutputWarning:
     return OutputWarning("varies", part.name, text, part.layer, "activation")
 
 
-def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
+def _about_channels(figures: OutputFigures, output: Output) -> Iterator[OutputWarning]:
     """Yield a warning about channels that become constant, and one about channels with an error
     that is large against their narrow range.
     """
@@ -270,16 +273,16 @@ def _about_channels(figures: OutputFigures) -> Iterator[OutputWarning]:
         return
     if channels.collapsed:
         text = "are constant in the quantized network only"
-        yield _channel_warning(figures, channels.collapsed, text)
+        yield _channel_warning(figures, output, channels.collapsed, text)
     if channels.lost:
         lowest = min(noise.sqnr_db for noise in channels.lost_noise)
         text = "have narrow ranges far from 0, and an error of more than a fifth of their "
         text += f"standard deviation (the SQNR of what varies, {lowest:.1f} dB, counts)"
-        yield _channel_warning(figures, channels.lost, text)
+        yield _channel_warning(figures, output, channels.lost, text)
 
 
 def _channel_warning(
-    figures: OutputFigures, indices: Sequence[int], fact: str
+    figures: OutputFigures, output: Output, indices: Sequence[int], fact: str
 ) -> OutputWarning:
     """Return the warning about channels of an output, with what is true of them."""
     channels = figures.whole.channels
@@ -288,7 +291,8 @@ def _channel_warning(
     layer = figures.whole.layer
     axes = ", ".join([":"] * channels.axis)
     named = [f"{name}[{axes}, {index}]" for index in indices]
-    text = f"{len(named)} of {len(channels.low)} channels of {named_output(name)} {fact}: "
+    what = "channels" if output.has_channels else f"positions along axis {channels.axis}"
+    text = f"{len(named)} of {len(channels.low)} {what} of {named_output(name)} {fact}: "
     text += f"{first_names(named, _MAX_NAMED_CHANNELS)}; {layer} computes them"
     return OutputWarning("channels", name, text, layer, "activation")
 

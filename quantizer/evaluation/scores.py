@@ -5,7 +5,7 @@ of both.
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,19 @@ from torch import nn
 from quantizer.calibration.events import Events, RunStage
 from quantizer.comparison.output_figures import POOLED_FIGURE, WORST_SAMPLES
 from quantizer.comparison.sample_noise import BELOW_DB
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation import low_sqnr
 from quantizer.evaluation.batch_groups import keep_on_device
 from quantizer.evaluation.compare import compare, target_metrics
+from quantizer.evaluation.followed_data import (
+    FollowedBatches,
+    UserItems,
+    judged_on,
+    same_in_each_pass,
+)
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.output_warnings import NOTES, OutputWarning, output_warnings
 from quantizer.evaluation.pass_loss import PassLoss, pass_loss
@@ -53,6 +60,8 @@ class Scores:
         directions: which metrics are better when they are lower, as the user declares it.
         passes: the loss of passes, if they change the function of the model.
         warnings: about single outputs and parts, if they were requested.
+        judged_on: which samples were compared, as report.json has it; empty if nothing is known
+            of them.
     """
 
     comparison: NetworkComparison
@@ -60,6 +69,7 @@ class Scores:
     directions: Directions = BY_NAME
     passes: PassLoss | None = None
     warnings: tuple[OutputWarning, ...] = ()
+    judged_on: JsonMapping = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -194,8 +204,9 @@ def score(
         before: the user's metrics of the float model; None to measure them.
 
     Raises:
-        DataError: no batch, or an output that is not finite.
+        DataError: no batch, other batches in another pass, or an output that is not finite.
     """
+    same_in_each_pass(batches).calibrated = calibrated.data
     quantized = calibrated.network()
     reference = Network(calibrated.float_graph)
     user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
@@ -259,7 +270,7 @@ class _Test:
             for name, value in before.items():
                 if name in after:
                     pairs[name] = {"float": value, "quantized": after[name]}
-        scores = Scores(compared, pairs, directions, passes)
+        scores = Scores(compared, pairs, directions, passes, judged_on=judged_on(batches))
         if not explained or not self.ranks.is_first:
             return scores
         return replace(scores, warnings=_explained(scores, self.networks))
@@ -382,10 +393,14 @@ def measure(
 ) -> dict[str, float]:
     """Return the metrics of one model: the user's, or without `function` those of the
     targets.
+
+    Raises:
+        DataError: the batches are not those of an earlier measurement.
     """
+    same_in_each_pass(batches)
     with RunStage(events, label, batches.total) as stage, torch.no_grad():
-        counted = stage.counted(batch.to(device) for batch in batches)
+        followed = FollowedBatches(batches, stage, device)
         if function is not None:
-            return _evaluated(function, model, (batch.raw for batch in counted))
+            return _evaluated(function, model, UserItems(followed))
         with user_errors(f"running the {label} model", ModelError):
-            return target_metrics(model, counted)
+            return target_metrics(model, followed)

@@ -248,6 +248,7 @@ def export(
     return replace(
         verification,
         remarks=(*verification.remarks, *size_remarks(deployment.graph), *losses),
+        asides=(*verification.asides, *losses),
         activation_codes=exporter.activation_codes,
     )
 

@@ -98,6 +98,7 @@ class Verification:
         layers: the codes of layers, each computed from the same codes as in test mode.
         speed: in comparison with the float network; None if it was not measured.
         remarks: notes about the file, for the user.
+        asides: those notes that limit nothing: on speed, and the warnings of test mode.
         engines: the checks by other engines that are installed.
         uint8_weights: layers whose weights could be int8 only on some processors.
         processors: on which the file is right; empty if that does not depend on them.
@@ -119,6 +120,7 @@ class Verification:
     layers: tuple[LayerCodes, ...] = ()
     speed: Speed | None = None
     remarks: tuple[str, ...] = ()
+    asides: tuple[str, ...] = ()
     engines: tuple[EngineCheck, ...] = ()
     uint8_weights: tuple[str, ...] = ()
     processors: str = ""
@@ -146,7 +148,7 @@ class Verification:
         content: dict[str, Any] = {}
         for name, value in vars(self).items():
             is_empty = value in (None, math.inf, -math.inf, (), "")
-            if name not in ("speed", "parts") and not is_empty:
+            if name not in ("speed", "parts", "asides") and not is_empty:
                 content[name] = value
         if len(self.parts) > 1:
             content["parts"] = [part.to_json() for part in self.parts]
@@ -161,6 +163,11 @@ class Verification:
             first = self.first_differing
             content["first_differing"] = first and first.layer
         return content
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Return the notes on what limits the file."""
+        return tuple(remark for remark in self.remarks if remark not in self.asides)
 
     @property
     def used_kernels(self) -> Kernels | None:

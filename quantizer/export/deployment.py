@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
+from quantizer.evaluation.followed_data import FollowedBatches
 from quantizer.export.choices import CHOICES
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.origin import Origin
@@ -130,7 +131,7 @@ class Deployment:
         """Return the same, with batches that a stage counts when they are first read."""
         if not self.batches:
             return self
-        return replace(self, batches=_FollowedBatches(self.batches, stage))
+        return replace(self, batches=FollowedBatches(self.batches, stage))
 
     def choice(self, name: str) -> str:
         """Return the value of a target's option."""
@@ -309,20 +310,6 @@ def _open_sizes(graph: Graph) -> dict[str, str]:
         accepted = str(length)
         sizes[length.name] = accepted
     return sizes
-
-
-@dataclass
-class _FollowedBatches:
-    """Batches on the CPU, whose first pass a stage counts."""
-
-    batches: Iterable[Batch]
-    stage: RunStage
-    passes: int = 0
-
-    def __iter__(self) -> Iterator[Batch]:
-        on_cpu = (batch.to("cpu") for batch in self.batches)
-        self.passes += 1
-        return on_cpu if self.passes > 1 else self.stage.counted(on_cpu)
 
 
 def tensor_leaves(output: Any) -> list[Tensor]:

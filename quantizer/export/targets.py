@@ -265,6 +265,9 @@ class CheckedTarget:
         return " ".join(options)
 
 
+WHOLE_MODELS = ("compressed-tensors", "gptq")
+"""The targets whose folders hold all tensors of a model, also those that no data reach."""
+
 CHECKED_TARGETS = {name: CheckedTarget(name) for name in EXPORTERS}
 """By the values of `--for`: the targets, and profiles that are named in messages. Those for
 other engines hold less than their target does.

@@ -42,13 +42,15 @@ def path_names(graph: Graph) -> dict[str, str]:
 
     - If a module runs one kind of operator, the name is the module's path (`conv1`).
     - If it runs several kinds or contains modules, the operator follows (`layer1.0.add`).
-      Operators with weights need that only if there are several weights.
+      Operators with weights need that only if there are several weights in it, or in modules
+      that it contains.
     - Later calls of a module keep their number (`layer1.0.relu.1`).
     - Nodes for which the same name results keep their own name.
     """
     paths: dict[str, str] = {}
     weights: dict[str, str] = {}
     parents: set[str] = set()
+    parents_of_weights: set[str] = set()
     operators = defaultdict[str, set[str]](set)
     weights_of_module = defaultdict[str, set[str]](set)
     for node in graph.nodes:
@@ -60,12 +62,13 @@ def path_names(graph: Graph) -> dict[str, str]:
         if weight is not None:
             weights[node.name] = weight
             weights_of_module[path].add(weight)
+            parents_of_weights.update(around(path)[:-1])
     names: dict[str, str] = {}
     for name, path in paths.items():
         with_operator, without_operator = call_paths(name, path)
         is_unique = len(operators[path]) == 1 and path not in parents
         if name in weights:
-            is_unique = len(weights_of_module[path]) == 1
+            is_unique = len(weights_of_module[path]) == 1 and path not in parents_of_weights
         names[name] = without_operator if path and is_unique else with_operator
     counts = Counter(names.values())
     for name, path in names.items():

@@ -78,7 +78,8 @@ class Output:
         is_float: whether it is a floating-point tensor, or a complex one.
         parts: at least one, which has the output's name if it is the only one.
         labels: gives the part of each value; None if there is one part.
-        channel_axis: the axis of its channels, if it has any.
+        channel_axis: the axis that is read as that of channels; None without one.
+        has_channels: whether they are known to be the channels of a layer.
         order: what puts its rows in an order that depends on values; None if nothing does.
         sample_axis: the axis whose size follows the batch; None if there is none, or several.
     """
@@ -89,6 +90,7 @@ class Output:
     parts: tuple[OutputPart, ...]
     labels: PartLabels | None = None
     channel_axis: int | None = None
+    has_channels: bool = False
     order: RowOrder | None = None
     sample_axis: int | None = None
 
@@ -165,7 +167,8 @@ def _analysed(provenance: Provenance, output: Output, taken: set[str]) -> Output
     if graph.by_name[output.node].is_float and provenance.joined[output.node]:
         output = _with_parts(provenance, output, taken)
     if output.channel_axis is None:
-        output = replace(output, channel_axis=_channel_axis(provenance, output))
+        axis, are_channels = _channel_axis(provenance, output)
+        output = replace(output, channel_axis=axis, has_channels=are_channels)
     return output
 
 
@@ -383,20 +386,22 @@ def _range(
     return None
 
 
-def _channel_axis(provenance: Provenance, output: Output) -> int | None:
-    """Return the axis of an output's channels: that of the layer which makes it, followed
-    through moves, else the second.
+def _channel_axis(provenance: Provenance, output: Output) -> tuple[int | None, bool]:
+    """Return the axis of an output's channels, and whether they are those of a layer.
+
+    It is the axis of the layer that makes the output, followed through moves. If that is not
+    known, it is the second axis.
     """
     graph = provenance.graph
     rank = graph.by_name[output.node].rank
     maker = provenance.maker(output.node)
     channels = maker.row.channels
     if rank < 2:
-        return None
-    if rank == 2 or channels is None:
-        return 1
+        return None, False
+    if channels is None:
+        return 1, False
     if maker.name == output.node:
-        return channels % rank
+        return channels % rank, True
     carriers: dict[str, str] = {}
     name = output.node
     while name != maker.name:
@@ -409,14 +414,18 @@ def _channel_axis(provenance: Provenance, output: Output) -> int | None:
     replay = Replay(graph, output.node, [maker.name], carriers)
     shapes = _shapes(graph, replay)
     if shapes is None or not 0 < shapes[output.node].numel() <= _MAX_VALUES:
-        return 1
-    sources = {maker.name: numbered_labels(shapes[maker.name], channels)}
+        return 1, False
+    shape = shapes[maker.name]
+    sources = {maker.name: numbered_labels(shape, channels)}
     try:
         labels = replay.run(sources, Seen(shapes, ExampleValues(graph)))
     except UNFOLLOWED:
-        return 1
+        return 1, False
     axes = changing_axes(compress_labels(labels))
-    return axes[0] if len(axes) == 1 else 1
+    if len(axes) != 1:
+        return 1, False
+    # Positions may have joined the channels, as where a map becomes a vector
+    return axes[0], shapes[output.node][axes[0]] == shape[channels]
 
 
 def parts_named_as(

@@ -119,6 +119,7 @@ def _collect_results(
         "warnings": tested.get("warnings", []),
         "gates": tested.get("gates", {}),
         "passes": tested.get("passes"),
+        "judged_on": tested.get("judged_on"),
         "stamp": tested.get("stamp"),
         "calibration_stamp": header.get("stamp"),
         "weight_bytes": plan["weight_bytes"],

@@ -36,6 +36,8 @@ DATA_OPTIONS = (
     "device",
 )
 """The options about a model and its data that all commands of the next step take."""
+TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
+"""Those of them that only test runs take."""
 _GATE_MARGIN_DB = 3.0
 """By how much the SQNR may fall before a gate that the page proposes fails."""
 
@@ -89,19 +91,56 @@ def next_step(facts: NextFacts) -> NextStep:
         text = f"`{command}` finds the layers that have to stay in float."
         return NextStep(text, (command,))
     if _is_far_from_float(facts):
-        command = f"quantizer analyze --tensors {facts.options}"
+        options = _options_without(facts.options, TEST_OPTIONS)
+        command = f"quantizer analyze --tensors {options}"
         text = (
             f"`{command}` lists the tensors that lose most. An evaluate() in the model's file "
             "measures the loss of the task."
         )
         return NextStep(text, (command,))
+    skipped = (facts.tested.get("judged_on") or {}).get("skipped", 0)
     if not facts.has_model_file:
-        return NextStep(f"check in {facts.config}; `quantizer.calibrate` with it repeats this.")
+        arguments = f" and subset_len={skipped}" if skipped else ""
+        text = (
+            f"check in {facts.config}; `quantizer.calibrate` with it{arguments} repeats this."
+        )
+        return NextStep(text)
+    modes = {"calib": "quantizer --quant_mode calib", "test": "--quant_mode test"}
+    if skipped:
+        for command in facts.tested.get("commands", ()):
+            for mode, words in modes.items():
+                if f" --quant_mode {mode} " in command:
+                    modes[mode] = f"{words}{_sample_options(command)}"
     text = (
-        f"check in {facts.config}; `quantizer --quant_mode calib` and `--quant_mode test` with "
-        "a --gate repeat this in CI."
+        f"check in {facts.config}; `{modes['calib']}` and `{modes['test']}` with a --gate "
+        "repeat this in CI."
     )
     return NextStep(text, tuple(_repeating(facts.tested)))
+
+
+def _sample_options(command: str) -> str:
+    """Return the options of a command that choose samples.
+
+    >>> _sample_options("quantizer --quant_mode test --model m.py --skip_len 24 --deploy onnx")
+    ' --skip_len 24'
+    """
+    return "".join(re.findall(r" --(?:subset|skip)_len \d+", command))
+
+
+def _options_without(options: str, names: Sequence[str]) -> str:
+    """Return options without those of some names, each of which has a value.
+
+    >>> _options_without("--model m.py --skip_len 24 --seed 1", ["skip_len"])
+    '--model m.py --seed 1'
+    """
+    shown: list[str] = []
+    words = iter(shlex.split(options))
+    for word in words:
+        if word.removeprefix("--") in names:
+            next(words, None)
+        else:
+            shown.append(word)
+    return shlex.join(shown)
 
 
 def options_of(commands: Sequence[str]) -> str:

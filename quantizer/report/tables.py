@@ -96,6 +96,8 @@ def report_values(
     if scores.passes is not None:
         values["passes"] = scores.passes.to_json()
     values["layers"] = [finite_row(row) for row in rows]
+    if scores.judged_on:
+        values["judged_on"] = dict(scores.judged_on)
     if stamp:
         values["stamp"] = stamp
     if calibration_stamp:

@@ -17,6 +17,7 @@ from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.attention import cached_values
 from quantizer.graph.module_names import path_names
+from quantizer.graph.modules import Untraced
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
@@ -37,6 +38,8 @@ from quantizer.storage.process_memory import size_text
 MAX_LINES = 8
 _MAX_METRICS = 3
 _MAX_NAMES = 3
+_MOST_PERCENT = 200
+_NOTHING = Untraced()
 _BYTES = ("int8", "uint8")
 
 
@@ -50,6 +53,7 @@ class VerdictFacts:
         path: of the written file; None if none was written.
         size: of the file, in bytes.
         float_size: of the float weights, in bytes.
+        quantized_size: of the same weights with those that are quantized as codes with scales.
         tested: the content of report.json.
         data_options: of commands that read the model and its data.
         runtime: a sentence on the speed and the kernels of the file; empty if unknown.
@@ -68,6 +72,7 @@ class VerdictFacts:
     path: str | None
     size: int
     float_size: int
+    quantized_size: int
     tested: JsonMapping
     config: str
     model_option: str = ""
@@ -88,6 +93,7 @@ class VerdictFacts:
         floating: Mapping[str, str] | None,
         float_activations: Collection[Key] = (),
         activation_codes: str = "",
+        untraced: Untraced = _NOTHING,
         **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
@@ -99,6 +105,7 @@ class VerdictFacts:
             float_activations: those that the file leaves in float, although they are planned.
             activation_codes: the integer type of 8-bit activations in the file; empty for that
                 of the plan.
+            untraced: what the file holds besides the layers of the plan.
             facts: the other attributes.
         """
         tensors = dict(plan.tensors)
@@ -112,11 +119,13 @@ class VerdictFacts:
             # Products inside an operator, and repeated ones, have a suffix
             layer = product.partition("#")[0]
             left_float[names.get(layer, layer)] = reason
+        float_size, quantized_size = weight_bytes(plan)
         return cls(
             model=plan.graph.model,
             formats=_main_formats(plan, activation_codes),
-            float_size=weight_bytes(plan)[0],
-            left_float=left_float,
+            float_size=float_size + untraced.size,
+            quantized_size=quantized_size + untraced.size,
+            left_float={**left_float, **untraced.reasons},
             weight_bits=_weight_bits(plan),
             **facts,
         )
@@ -210,10 +219,9 @@ def _written(facts: VerdictFacts) -> str:
     """Return the line on the file that was written."""
     if facts.path is None:
         return f"Nothing was written of {facts.model}."
-    size = size_text(facts.size)
     return (
-        f"Wrote {facts.path}: {facts.formats}; {size}, and the float weights take "
-        f"{size_text(facts.float_size)}."
+        f"Wrote {facts.path}: {facts.formats}; {size_text(facts.size)}. Weights take "
+        f"{size_text(facts.float_size)} in float, {size_text(facts.quantized_size)} quantized."
     )
 
 
@@ -243,7 +251,10 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
     elif rows:
         worst = rows[0]
         name = named_output(worst["name"])
-        texts.append(f"Of {count} outputs, {name} differs most from float, by {_error(worst)}")
+        outputs = counted(len({row["output"] for row in leaf_rows(tested)}), "output")
+        if not outputs.startswith(f"{count} "):
+            outputs = f"{count} parts of {outputs}"
+        texts.append(f"Of {outputs}, {name} differs most from float, by {_error(worst)}")
         for row in rows[1 : 1 + _MAX_NAMES]:
             text = f"{named_output(row['name'])} by {_share(judged_db(row))}"
             if hides_samples(row):
@@ -256,6 +267,8 @@ def _outputs(tested: JsonMapping) -> Iterator[str]:
             texts.append(f"{row['equal']:.2%} of the values of {name} are equal")
         elif row["kind"] == "constant" and row["name"] == row["output"]:
             texts.append(f"{named_output(row['name'])} is constant in float")
+    if tested.get("judged_on"):
+        texts.append(f"measured {tested['judged_on']['text']}")
     if texts:
         yield f"{'; '.join(texts)}."
 
@@ -290,10 +303,12 @@ def _error(row: JsonMapping) -> str:
 def _share(sqnr_db: float) -> str:
     """Return the size of the error relative to the values.
 
-    >>> _share(40.0), _share(26.0), _share(-3.0)
-    ('1 %', '5 %', '141 %')
+    >>> _share(40.0), _share(26.0), _share(-3.0), _share(-43.0)
+    ('1 %', '5 %', '141 %', '141 times its size')
     """
     share = 100 * 10 ** (-sqnr_db / 20)
+    if share > _MOST_PERCENT:
+        return f"{share / 100:.3g} times its size"
     if share < 0.01:
         return "less than 0.01 %"
     digits = 2 if share < 0.1 else 1

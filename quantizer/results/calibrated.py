@@ -60,12 +60,14 @@ class Calibrated:
         settings: the global settings of the calibration.
         solution: how each tensor is quantized.
         config: the whole config, as config.resolved.json has it.
+        data: the fingerprint of the data of the calibration; None if it needed none.
     """
 
     original: Graph
     settings: Settings
     solution: Solution
     config: JsonMapping = field(default_factory=dict)
+    data: JsonMapping | None = None
 
     def with_solution(self, solution: Solution) -> "Calibrated":
         """Return another solution for the same network. Both share the weights."""
@@ -245,7 +247,8 @@ def reopen_calibration(
     check_absorption(solution.absorption, calibrated, info.path)
     check_insertions(solution.insertions, calibrated, info.path)
     config = read_json(info.files[RESOLVED_CONFIG_FILE])
-    result = Calibrated(calibrated, info.settings, solution, config)
+    data = info.header.get("data")
+    result = Calibrated(calibrated, info.settings, solution, config, data)
     check_levels(solution.levels, result.graph_after_passes, info.path)
     graph = with_insertions(result.graph_after_passes, solution.insertions)
     check_solution(solution, info.entries, graph, info.path)

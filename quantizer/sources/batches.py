@@ -172,6 +172,21 @@ class Fingerprint:
             text = f"{name}:{kind}:{rows}:{_digest(tensor)}"
             self._hash.update(text.encode())
 
+    def with_batch(self, batch: Batch) -> Fingerprint:
+        """Return the fingerprint of these batches and one more."""
+        other = Fingerprint()
+        other.samples = self.samples
+        other.batches = self.batches
+        other._inputs = {name: set(kinds) for name, kinds in self._inputs.items()}
+        other._hash = self._hash.copy()
+        other.update(batch)
+        return other
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the batches so far."""
+        return self._hash.hexdigest()
+
     def to_json(self) -> dict[str, Any]:
         """Return for example `{"samples": 256, "batches": 8, "inputs": {"args[0]":
         ["float32[1, 8, 8]"]}, "digest": "…"}`.
@@ -183,7 +198,7 @@ class Fingerprint:
             "samples": self.samples,
             "batches": self.batches,
             "inputs": inputs,
-            "digest": self._hash.hexdigest(),
+            "digest": self.digest,
         }
 
 

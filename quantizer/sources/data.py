@@ -34,6 +34,7 @@ from quantizer.sources.images import (
     parse_preprocess,
 )
 from quantizer.sources.prefetch import prefetched
+from quantizer.sources.repeated_passes import RepeatedPasses
 from quantizer.sources.tensor_files import READERS, tensor_batches
 from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import require_callable, split_spec
@@ -84,6 +85,7 @@ class Batches:
             made. None for other data.
         arguments: of the model's `forward`.
         filled: the arguments that batches fill, once the first batch was read.
+        passes: watches that all passes are alike; None if they need not be.
         warnings: what users were warned of, so that no other pass warns again.
 
     Raises (when it is iterated): DataError: the data cannot be read or used; the batch is named
@@ -103,6 +105,7 @@ class Batches:
     open_shapes: Callable[[], Iterator[Batch]] | None = None
     arguments: Arguments = UNKNOWN_ARGUMENTS
     filled: FilledArguments | None = None
+    passes: RepeatedPasses | None = None
     warnings: set[str] = field(default_factory=set, repr=False)
     _seen: Fingerprint = field(default_factory=Fingerprint, repr=False)
     _first: Batch | None = field(default=None, repr=False)
@@ -178,7 +181,10 @@ class Batches:
                 self._log_filled(self.filled)
             if self.first_size is None:
                 self.first_size = batch.size
-            seen.update(batch)
+            if self.passes is None:
+                seen.update(batch)
+            else:
+                self.passes.see(seen, batch)
             yield batch
             # Without this, the freed memory of batches stays resident, several times of what is
             # used
@@ -197,6 +203,8 @@ class Batches:
                 seen.samples,
                 self.subset_len,
             )
+        if self.passes is not None:
+            self.passes.end(seen)
         self.fingerprint = seen.to_json()
 
     def _check_finite(self, batch: Batch, number: int) -> None:

@@ -157,4 +157,43 @@ def test_weights_that_a_model_computes_stay_float(tmp_path: Path) -> None:
     heads = {"head_dim": 16, "num_heads": 4, "n_groups": 1, "use_cache": False}
     model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, **heads)).eval()
     made = quantizer.quantize(model, tokens(1), "w8", folder=tmp_path)
-    assert "In float: backbone.embeddings, backbone.layers.0.mixer, lm_head" in repr(made)
+    assert "In float: backbone.embeddings, backbone.layers.0.mixer.conv1d, lm_head" in repr(
+        made
+    )
+
+
+def test_parts_that_no_data_reach_are_named_and_counted(tmp_path: Path) -> None:
+    """A text alone runs neither the image part nor the layers that look at images."""
+    transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+        "cross_attention_layers": [1],
+        "pad_token_id": 0,
+    }
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "intermediate_size": 16,
+        "vision_output_dim": 32,
+        "image_size": 14,
+        "patch_size": 7,
+        "max_num_tiles": 1,
+        "intermediate_layers_indices": [0],
+        "supported_aspect_ratios": [[1, 1]],
+    }
+    config = transformers.MllamaConfig(vision_config=vision, text_config=text)
+    model = transformers.MllamaForConditionalGeneration(config).eval()
+    done = quantizer.quantize(model, tokens(1), "w8", folder=tmp_path)
+    stored = sum(parameter.nbytes for parameter in model.parameters())
+    assert f"Weights take {stored / 1000:.0f} kB in float, " in repr(done)
+    layers = next(line for line in done.verdict if line.startswith("In float: "))
+    assert "model.vision_model.patch_embedding" in layers
+    assert "(not reached by the data)" in layers

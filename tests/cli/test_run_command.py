@@ -61,6 +61,8 @@ def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     )
     assert any(line.startswith("top1 is ") for line in lines)
     assert any("multiplications in int8" in line for line in lines)
+    # What would be faster limits nothing
+    assert not any(line.startswith("Note: ") for line in lines)
     assert any(line.startswith("gate sqnr_db>=10: met") for line in lines)
     assert lines[-1].startswith("Next: check in quantize_result/quantize_config.json")
     assert Path("quantize_result/export/Sequential.onnx").is_file()
@@ -86,6 +88,15 @@ def test_the_verdict_names_the_integers_that_the_file_has(
     model = write(MODEL)
     assert run_command(["run", model, "--to", "pt2", "-q", "--pt2_activations", "int8"]) == 0
     assert ".pt2: int8 weights, int8 activations; " in lines_of(capsys)[0]
+
+
+def test_the_verdict_has_what_limits_the_file(
+    write: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["run", write(MODEL), "--to", "npu", "-q"]) == 0
+    assert lines_of(capsys)[1].startswith("Note: the file is for an NPU, which did not run it.")
+    verified = json.loads(Path("quantize_result/export/verify.json").read_text())
+    assert verified["Sequential.onnx"]["remarks"]
 
 
 def test_the_next_command_reads_the_data_of_the_run(

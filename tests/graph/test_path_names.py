@@ -46,6 +46,8 @@ CASES = [
     ([("fc", "view"), ("fc", "linear"), ("fc", "view.1")], ["fc.view", "fc", "fc.view.1"]),
     ([("fc", "linear"), ("fc", "linear.1"), ("fc", "mul")], ["fc", "fc.1", "fc.mul"]),
     ([("conv", "linear"), ("conv.padding", "pad")], ["conv", "conv.padding"]),
+    # A module that reads the weight of one of its parts itself, as Mamba2Mixer does
+    ([("mixer.proj", "linear"), ("mixer", "linear")], ["mixer.proj", "mixer.linear"]),
     (
         [("two", "linear"), ("two", "bilinear"), ("two", "mul")],
         ["two.linear", "two.bilinear", "two.mul"],

@@ -29,6 +29,7 @@ FACTS = VerdictFacts(
     model="Net",
     formats="int8 weights, uint8 activations",
     float_size=310_000,
+    quantized_size=79_000,
     **OTHER_FACTS,
 )
 
@@ -43,8 +44,8 @@ def row(output: str, name: str, sqnr_db: float | None) -> dict[str, Any]:
 
 def test_a_good_run() -> None:
     assert verdict(FACTS) == [
-        "Wrote out/Net.onnx: int8 weights, uint8 activations; 8 kB, and the float weights take "
-        "310 kB.",
+        "Wrote out/Net.onnx: int8 weights, uint8 activations; 8 kB. Weights take 310 kB in "
+        "float, 79 kB quantized.",
         "top1 is 0.9, in float 0.9.",
         "The output differs from float by 1 % (SQNR 40.0 dB).",
         "Next: check in out/net.json; `quantizer --quant_mode calib` and `--quant_mode test` "
@@ -60,10 +61,12 @@ def test_the_worst_output_comes_first_and_a_whole_gives_way_to_its_parts() -> No
         row("1", "1", None) | {"kind": "integer", "equal": 0.975},
         row("2", "2", None) | {"kind": "constant", "equal": 1.0},
     ]
-    lines = verdict(replace(FACTS, tested=figures(outputs=outputs)))
+    judged_on = {"samples": 8, "skipped": 0, "text": "on the calibration data"}
+    lines = verdict(replace(FACTS, tested=figures(outputs=outputs, judged_on=judged_on)))
     assert (
-        "Of 4 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by "
-        "0.6 %; 97.50% of the values of output 1 are equal; output 2 is constant in float."
+        "Of 4 parts of 3 outputs, 0.scores differs most from float, by 50 % (SQNR 6.0 dB); 0.boxes by "
+        "0.6 %; 97.50% of the values of output 1 are equal; output 2 is constant in float; "
+        "measured on the calibration data."
     ) in lines
 
 

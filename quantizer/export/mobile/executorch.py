@@ -16,6 +16,7 @@ from quantizer.export.acceptance import Outputs
 from quantizer.export.agreement import Kernels
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.mobile.exporter import (
+    WHOLE,
     MobileExporter,
     MobileFile,
     MobileProgram,
@@ -217,7 +218,7 @@ def _outside_remarks(program: ExportedProgram) -> list[str]:
         if operator and operator not in _NOT_COUNTED and reads_values:
             outside[operator] += 1
     if not outside:
-        return ["XNNPACK computes all operators"]
+        return [WHOLE]
     count = inside + outside.total()
     names = ", ".join(sorted(outside))
     return [f"XNNPACK computes {inside} of {count} operators, not {names}"]

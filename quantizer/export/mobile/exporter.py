@@ -36,6 +36,8 @@ from quantizer.storage.files import write_bytes
 
 _LOCATION = re.compile(r"^(.*: error: )?(loc\(.*\)\): )?")
 """Where a compiler's error occurred, at the beginning of its message."""
+WHOLE = "XNNPACK computes all operators"
+"""The note on a file without limits."""
 _UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
 
 
@@ -232,7 +234,9 @@ class MobileExporter(Exporter[MobileFile]):
             name=written.name,
             remedy="--deploy pt2_float computes with floats, as test mode does",
         )
-        return replace(verification, kernels=written.kernels, remarks=written.remarks)
+        return replace(
+            verification, kernels=written.kernels, remarks=written.remarks, asides=(WHOLE,)
+        )
 
 
 def _output_scales(weight: QuantizedTensor, graph: Graph, layer: str) -> list[float]:

@@ -149,13 +149,16 @@ class OnnxExporter(Exporter[OnnxModel]):
             verification = verify_sessions(written.file, written.tested)
             engines = () if openvino is None else (openvino.result(),)
         remarks = written.remarks
+        asides = written.storage.asides
         choice = deployment.layer_choice
         if choice is not None:
             remarks = (choice.line, *remarks)
+            asides = (choice.line, *asides)
             verification = _with_reasons(verification, choice)
         return replace(
             verification,
             remarks=remarks,
+            asides=asides,
             engines=engines,
             uint8_weights=tuple(written.storage.unsigned),
             processors=written.storage.processors,

@@ -59,7 +59,12 @@ class WeightStorage:
             return (
                 "8-bit weights are stored as int8: x86 CPUs without VNNI compute wrong sums",
             )
-        if not self.unsigned:
+        return self.asides
+
+    @property
+    def asides(self) -> tuple[str, ...]:
+        """Return a sentence if the file is right everywhere, and faster in another form."""
+        if self.unsafe or not self.unsigned:
             return ()
         count = len(self.unsigned) + len(self.signed)
         return (

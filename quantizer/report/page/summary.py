@@ -148,12 +148,11 @@ def _bytes_text(size: int) -> str:
 
 def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
     """Yield the figures of an exported file."""
-    float_size = _bytes_text(content["weight_bytes"]["float"])
     yield Card(
         "size",
         _bytes_text(export["bytes"]),
         "lower is better",
-        f"of the file; the float weights take {float_size}",
+        "of the file",
     )
     kernels = export.get("kernels")
     if kernels is not None and kernels["count"]:
