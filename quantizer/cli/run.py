@@ -37,6 +37,7 @@ from quantizer.cli.gates import (
     require_known,
     require_known_parts,
     require_measured,
+    require_products,
 )
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
@@ -258,6 +259,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> _Finished:
         except UntraceableError as error:
             return _on_modules(options, opened, gates, name=name, error=error)
         require_known_parts(gates, output_parts(graph))
+        require_products(gates, graph)
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
         opened = with_float_metrics(opened, replace(options, deploy=(target,)), gates)
