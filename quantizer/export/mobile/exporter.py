@@ -24,6 +24,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.kernels import Kernels
 from quantizer.export.lone_layers import lone_programs
+from quantizer.export.mobile.constants import fold_constants
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
 from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.conventions import BiasForm
@@ -136,7 +137,8 @@ class MobileExporter(Exporter[MobileFile]):
         """
         graph = _with_longest(deployment.graph)
         solution = self.as_run(graph, deployment.solution).by_rows()
-        tested = replace(deployment, graph=graph, solution=solution)
+        tested = fold_constants(replace(deployment, graph=graph, solution=solution))
+        graph, solution = tested.graph, tested.solution
         stated = quantized_apart(graph, solution, any_rounding=False)
         engine = self.engine_for(deployment)
         kernels = engine.kernels(graph, stated.specs)
