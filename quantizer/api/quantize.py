@@ -245,6 +245,7 @@ def _verdict_facts(
         floating=floating,
         float_activations=verification.float_activations,
         activation_codes=verification.activation_codes,
+        uint8_weights=verification.uint8_weights,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],

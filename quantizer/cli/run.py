@@ -393,6 +393,7 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
     floating: Mapping[str, str] | None = None
     float_activations: tuple[Key, ...] = ()
     activation_codes = ""
+    uint8_weights: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     for written, verified in tested.deployed.items():
         path = str(written)
@@ -400,6 +401,7 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         runtime, floating = verified.in_runtime
         float_activations = verified.float_activations
         activation_codes = verified.activation_codes
+        uint8_weights = verified.uint8_weights
         if tested.exports[-1]["target"] in _NOTED_TARGETS:
             notes = verified.remarks
     facts = VerdictFacts.of(
@@ -407,6 +409,7 @@ def _facts(finished: _Finished, gates: Sequence[Gate]) -> VerdictFacts:
         floating=floating,
         float_activations=float_activations,
         activation_codes=activation_codes,
+        uint8_weights=uint8_weights,
         path=path,
         size=size,
         tested=tested.report,

@@ -244,7 +244,7 @@ def export(
     return replace(
         verification,
         remarks=(*verification.remarks, *losses),
-        activation_codes=exporter.activation_codes,
+        activation_codes=verification.activation_codes or exporter.activation_codes,
     )
 
 

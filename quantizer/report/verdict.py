@@ -84,6 +84,7 @@ class VerdictFacts:
         floating: Mapping[str, str] | None,
         float_activations: Collection[Key] = (),
         activation_codes: str = "",
+        uint8_weights: Collection[str] = (),
         **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
@@ -95,6 +96,7 @@ class VerdictFacts:
             float_activations: those that the file leaves in float, although they are planned.
             activation_codes: the integer type of 8-bit activations in the file; empty for that
                 of the plan.
+            uint8_weights: the layers whose 8-bit weights are uint8 in the file.
             facts: the other attributes.
         """
         tensors = dict(plan.tensors)
@@ -110,7 +112,7 @@ class VerdictFacts:
             left_float[names.get(layer, layer)] = reason
         return cls(
             model=plan.graph.model,
-            formats=_main_formats(plan, activation_codes),
+            formats=_main_formats(plan, activation_codes, uint8_weights),
             float_size=weight_bytes(plan)[0],
             left_float=left_float,
             weight_bits=_weight_bits(plan),
@@ -118,7 +120,7 @@ class VerdictFacts:
         )
 
 
-def _main_formats(plan: Plan, activation_codes: str) -> str:
+def _main_formats(plan: Plan, activation_codes: str, uint8_weights: Collection[str]) -> str:
     """Return the most frequent number formats: two of weights, and one of activations.
 
     Example: "int4 and int8 weights, uint8 activations". The format of keys and values is named
@@ -135,6 +137,8 @@ def _main_formats(plan: Plan, activation_codes: str) -> str:
         if key in cached_keys:
             cache[number_format] += 1
         elif role == "weights":
+            if key[0] in uint8_weights:
+                number_format = "uint8"
             counts["weights"][number_format] += 1
         elif activation_codes and number_format in _BYTES:
             counts["activations"][activation_codes] += 1

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from quantizer.config.roles import is_parameter
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph, Node, references
 
