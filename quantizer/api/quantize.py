@@ -302,6 +302,7 @@ def _verdict_facts(
         float_activations=verification.float_activations,
         activation_codes=verification.activation_codes,
         untraced=untraced,
+        uint8_weights=verification.uint8_weights,
         runtime=runtime,
         path=str(path),
         size=tested["exports"][0]["bytes"],

@@ -28,7 +28,7 @@ from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import UntraceableError
 from quantizer.export import checked_target, planned_refusals, refuse
-from quantizer.export.without_codes import values_remarks
+from quantizer.export.without_codes import plan_remarks
 from quantizer.graph.ir import Graph
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
@@ -176,7 +176,7 @@ def _confirm(
     for target in options.for_:
         checked = checked_target(target, options.target_choices)
         refuse(checked.words, planned_refusals(checked, plan, request.config.algorithms))
-        for remark in values_remarks(checked, plan):
+        for remark in plan_remarks(checked, plan):
             say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:
         raise session.missing_data()

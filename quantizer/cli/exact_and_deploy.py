@@ -163,7 +163,8 @@ def deploy(
         lines += _lines_of_file(path, summary["bytes"], verified, view)
         kernels = verified.used_kernels
         if kernels is not None:
-            metrics[EXPORTERS[target].int8_share] = kernels.share
+            shares = zip(EXPORTERS[target].int8_metrics, kernels.shares, strict=True)
+            metrics |= {name: share for name, share in shares if share is not None}
     if files or folder.exists():
         write_json(folder / "verify.json", files)
     for other in failures[1:]:

@@ -51,6 +51,7 @@ class FinishedRun:
         floating: Mapping[str, str] | None = None
         float_activations: tuple[Key, ...] = ()
         activation_codes = ""
+        uint8_weights: tuple[str, ...] = ()
         notes: tuple[str, ...] = ()
         for written, verified in tested.deployed.items():
             path = str(written)
@@ -58,6 +59,7 @@ class FinishedRun:
             runtime, floating = verified.in_runtime
             float_activations = verified.float_activations
             activation_codes = verified.activation_codes
+            uint8_weights = verified.uint8_weights
             notes = verified.limits
         data_options = options
         if self.data is not None:
@@ -69,6 +71,7 @@ class FinishedRun:
             floating=floating,
             float_activations=float_activations,
             activation_codes=activation_codes,
+            uint8_weights=uint8_weights,
             untraced=self.untraced,
             path=path,
             size=size,

@@ -18,6 +18,7 @@ from quantizer.config.wording import did_you_mean
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import DROP, metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
+from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 
@@ -215,8 +216,18 @@ def names_in_test(
 
 def _figures_of_files(targets: Iterable[str]) -> set[str]:
     """Return the metrics that are measured on the files of these targets."""
-    shares = {EXPORTERS[target].int8_share for target in targets}
-    return shares - {""}
+    figures: set[str] = set()
+    for target in targets:
+        figures.update(EXPORTERS[target].int8_metrics)
+    return figures
+
+
+def require_products(gates: Iterable[Gate], graph: Graph) -> None:
+    """Raise `UsageError` for the first gate about a share in int8 if nothing multiplies."""
+    if any(node.row.kind == "mac" and not node.row.scales_channels for node in graph.nodes):
+        return
+    shares = _figures_of_files(EXPORTERS)
+    require_measured(gates, dict.fromkeys(shares, "the network has no multiplications"))
 
 
 def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:

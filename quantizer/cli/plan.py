@@ -17,7 +17,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export import Refusal, planned_refusals, require_extras
 from quantizer.export.targets import CHECKED_TARGETS
-from quantizer.export.without_codes import planned_values, values_remarks
+from quantizer.export.without_codes import plan_remarks, planned_values
 from quantizer.graph.output_parts import output_parts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
@@ -100,7 +100,7 @@ def plan(options: Options) -> None:
             click.echo(line)
         _show_refused(refusals, planned.graph.model, view)
         for target in options.for_:
-            for remark in values_remarks(CHECKED_TARGETS[target], planned):
+            for remark in plan_remarks(CHECKED_TARGETS[target], planned):
                 click.echo(remark)
     texts = []
     remedies: dict[str, None] = {}

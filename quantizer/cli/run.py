@@ -38,6 +38,7 @@ from quantizer.cli.gates import (
     require_known,
     require_known_parts,
     require_measured,
+    require_products,
 )
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
@@ -235,6 +236,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         except UntraceableError as error:
             return _on_modules(options, opened, gates, name=name, error=error)
         require_known_parts(gates, output_parts(graph))
+        require_products(gates, graph)
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
         preset: str | None = None

@@ -27,6 +27,7 @@ from quantizer.cli.gates import (
     require_known,
     require_known_parts,
     require_measured,
+    require_products,
 )
 from quantizer.cli.options import RAISING, Options
 from quantizer.cli.report_place import report_place
@@ -307,6 +308,7 @@ def _require_measurable(
     if options.inspect:
         show_layers(options, graph, info.solution.tensors, {})
     require_measured(gates, never_measured_metrics(graph))
+    require_products(gates, graph)
     if targets_of is not None:
         require_measured(gates, not_measured_by_targets(targets_of, graph))
 

@@ -13,6 +13,7 @@ from quantizer.config.wording import first_names
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
+from quantizer.export.library_failures import refused_by_libraries
 from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
@@ -101,7 +102,8 @@ def planned_refusals(
         algorithms: those that will round the weights.
     """
     opset = plan.settings.onnx_opset_version
-    refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
+    with refused_by_libraries(checked.target, plan.graph):
+        refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
     if not EXPORTERS[checked.target].for_transformers:
         return refusals
     from quantizer.plan.fitted_algorithms import rounded_apart
@@ -219,7 +221,7 @@ def export(
     Raises:
         UsageError: the target cannot express what the config asks of a layer; nothing is
             written then.
-        ModelError: the target cannot translate a layer.
+        ModelError: the target cannot translate a layer, or a library fails.
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
@@ -231,7 +233,10 @@ def export(
     if not EXPORTERS[target].by_tensor:
         deployment = deployment.in_memory()
     try:
-        with RunStage(events, f"verify {target}", total) as stage:
+        with (
+            RunStage(events, f"verify {target}", total) as stage,
+            refused_by_libraries(target, deployment.graph),
+        ):
             deployment = deployment.followed(stage)
             require_expressible(
                 checked, deployment.graph, deployment.solution.specs, deployment.opset
@@ -249,7 +254,7 @@ def export(
         verification,
         remarks=(*verification.remarks, *size_remarks(deployment.graph), *losses),
         asides=(*verification.asides, *losses),
-        activation_codes=exporter.activation_codes,
+        activation_codes=verification.activation_codes or exporter.activation_codes,
     )
 
 

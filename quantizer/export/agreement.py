@@ -12,67 +12,15 @@ from torch import Tensor
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
-from quantizer.config.wording import counted, first_names
+from quantizer.config.wording import counted
 from quantizer.evaluation.exact import LayerCodes
+from quantizer.export.kernels import Kernels
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.export.speed import Speed
 from quantizer.graph.output_parts import Output
 
 _SHOWN_LINES = 1
 """Lines about kernels and layers that a verification shows."""
-
-
-_RUN = "in int8"
-_NO_PRODUCTS = (
-    "The network has no multiplications that integers make faster: use the float network where "
-    "the device takes it"
-)
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The layers that a runtime multiplies in integers, and by layer that it multiplies in
-    float, the reason.
-
-    Attributes:
-        place: where the integers are, for sentences.
-    """
-
-    integer: tuple[str, ...]
-    floating: dict[str, str]
-    place: str = _RUN
-
-    @property
-    def is_run(self) -> bool:
-        """Return whether a runtime has done this, and not only the file says so."""
-        return self.place == _RUN
-
-    @property
-    def count(self) -> int:
-        """Return the number of all multiplications."""
-        return len(self.integer) + len(self.floating)
-
-    @property
-    def share(self) -> float:
-        """Return the share of multiplications in integers; 1 if there are none."""
-        return len(self.integer) / self.count if self.count else 1.0
-
-    @property
-    def summary_lines(self) -> list[str]:
-        """Return a sentence about all multiplications, and one for each reason."""
-        if not self.count:
-            return [_NO_PRODUCTS]
-        layers_by_reason: dict[str, list[str]] = {}
-        for layer, why in self.floating.items():
-            layers_by_reason.setdefault(why, []).append(layer)
-        lines = [f"{len(self.integer)} of {self.count} multiplications {self.place}"]
-        for why, layers in layers_by_reason.items():
-            lines.append(f"in float: {first_names(layers)}: {why}")
-        return lines
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the layers and the share."""
-        return {"integer": list(self.integer), "floating": self.floating, "share": self.share}
 
 
 @dataclass(frozen=True, repr=False)

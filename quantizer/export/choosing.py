@@ -9,6 +9,7 @@ from quantizer.export import EXPORTERS, exporter_of
 from quantizer.export.choices import chooses_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
+from quantizer.export.library_failures import refused_by_libraries
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 
@@ -45,7 +46,8 @@ def chosen_layers(
     for target in targets:
         exporter = exporter_of(target, choices)
         path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
-        choice = exporter.layer_choice(deployment, path)
+        with refused_by_libraries(target, deployment.graph):
+            choice = exporter.layer_choice(deployment, path)
         if choice is not None:
             return choice
     return None

@@ -87,7 +87,7 @@ DESTINATIONS: dict[str, Destination] = {
         choices={"onnx_profile": "npu"},
     ),
     "w8": Destination(
-        "int8 weights",
+        "int8 weights (vLLM: on GPUs only)",
         preset="weight_int8",
         without_data="weight_int8",
         target="safetensors",
@@ -110,7 +110,7 @@ DESTINATIONS: dict[str, Destination] = {
         gain="give calibration data: activations then have static scales, which are faster.",
     ),
     "fp8": Destination(
-        "fp8 weights and activations",
+        "fp8 weights and activations (vLLM: on GPUs only)",
         preset="static_fp8",
         target="safetensors",
         transformers_target=CHECKPOINT,

@@ -97,6 +97,10 @@ class Exporter(ABC, Generic[Written]):
         """Return the layers that engines build in float for any file."""
         return ()
 
+    def notes(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
+        """Return what users of files have to know, as far as the plan says it."""
+        return ()
+
     @property
     def activation_codes(self) -> str:
         """Return the integer type of 8-bit activations in files; empty for the config's."""

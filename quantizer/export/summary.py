@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.export import EXPORTERS, size_on_disk
-from quantizer.export.agreement import Kernels, Verification
+from quantizer.export.agreement import Verification
+from quantizer.export.kernels import Kernels
 from quantizer.export.speed import Speed
 
 
@@ -37,6 +38,8 @@ def _kernels(kernels: Kernels) -> dict[str, Any]:
         "integer": len(kernels.integer),
         "count": kernels.count,
         "share": kernels.share,
+        "multiply_add_share": kernels.multiply_add_share,
+        "text": kernels.counted,
         "floating": kernels.floating,
         "is_run": kernels.is_run,
     }

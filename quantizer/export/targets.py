@@ -45,6 +45,7 @@ class ExportTarget:
         by_tensor: whether it needs only one weight in memory at a time.
         plans_alone: whether a plan can be checked without these packages.
         int8_share: the metric of the share of multiplications in int8; empty if there is none.
+            That of multiply-adds has the same name with `_multiply_adds`.
         holds_negative_scales: whether the scale of a weight may be negative.
     """
 
@@ -60,6 +61,17 @@ class ExportTarget:
     int8_share: str = ""
     holds_negative_scales: bool = False
     options: tuple[TargetOption, ...] = ()
+
+    @property
+    def int8_metrics(self) -> tuple[str, ...]:
+        """Return the metrics of the shares in int8: of multiplications, and of multiply-adds.
+
+        >>> EXPORTERS["onnx"].int8_metrics
+        ('onnx_int8_share', 'onnx_int8_multiply_adds')
+        """
+        if not self.int8_share:
+            return ()
+        return self.int8_share, self.int8_share.replace("_share", "_multiply_adds")
 
 
 EXPORTERS: dict[str, ExportTarget] = {

@@ -28,6 +28,16 @@ class MetricWords:
     short: str = ""
 
 
+_COUNTED_PRODUCTS = (
+    "All convolutions, matrix products (those of Einsum and attention, too) and recurrent "
+    "layers that the engine executes count. A file without any has no such metric, and a gate "
+    "on it is refused"
+)
+_MULTIPLY_ADDS = (
+    "the share of the multiply-adds of these multiplications that are in int8, for the first "
+    "batch"
+)
+
 METRICS: Mapping[str, MetricWords] = {
     "sqnr_db": MetricWords(
         "dB",
@@ -97,23 +107,28 @@ METRICS: Mapping[str, MetricWords] = {
         "0 to 1",
         HIGHER,
         "with `--deploy onnx`: the share of multiplications that ONNX Runtime does in int8; in "
-        "files for TensorRT and NPUs, of those whose operands are quantized",
+        "files for TensorRT and NPUs, of those whose operands are quantized. "
+        f"{_COUNTED_PRODUCTS}",
     ),
+    "onnx_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
     "openvino_int8_share": MetricWords(
         "0 to 1",
         HIGHER,
         "with `--deploy openvino`: the share of multiplications that OpenVINO does in int8",
     ),
+    "openvino_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
     "executorch_int8_share": MetricWords(
         "0 to 1",
         HIGHER,
         "with `--deploy executorch`: the share of multiplications that XNNPACK does in int8",
     ),
+    "executorch_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
     "litert_int8_share": MetricWords(
         "0 to 1",
         HIGHER,
         "with `--deploy litert`: the share of multiplications that LiteRT does in int8",
     ),
+    "litert_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
 }
 """By the names of the metrics, in the order of the documentation. X stands for a metric of the
 user's evaluate().

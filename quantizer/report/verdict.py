@@ -94,6 +94,7 @@ class VerdictFacts:
         float_activations: Collection[Key] = (),
         activation_codes: str = "",
         untraced: Untraced = _NOTHING,
+        uint8_weights: Collection[str] = (),
         **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
@@ -106,6 +107,7 @@ class VerdictFacts:
             activation_codes: the integer type of 8-bit activations in the file; empty for that
                 of the plan.
             untraced: what the file holds besides the layers of the plan.
+            uint8_weights: the layers whose 8-bit weights are uint8 in the file.
             facts: the other attributes.
         """
         tensors = dict(plan.tensors)
@@ -122,7 +124,7 @@ class VerdictFacts:
         float_size, quantized_size = weight_bytes(plan)
         return cls(
             model=plan.graph.model,
-            formats=_main_formats(plan, activation_codes),
+            formats=_main_formats(plan, activation_codes, uint8_weights),
             float_size=float_size + untraced.size,
             quantized_size=quantized_size + untraced.size,
             left_float={**left_float, **untraced.reasons},
@@ -131,7 +133,7 @@ class VerdictFacts:
         )
 
 
-def _main_formats(plan: Plan, activation_codes: str) -> str:
+def _main_formats(plan: Plan, activation_codes: str, uint8_weights: Collection[str]) -> str:
     """Return the most frequent number formats: two of weights, and one of activations.
 
     Example: "int4 and int8 weights, uint8 activations". The format of keys and values is named
@@ -148,6 +150,8 @@ def _main_formats(plan: Plan, activation_codes: str) -> str:
         if key in cached_keys:
             cache[number_format] += 1
         elif role == "weights":
+            if key[0] in uint8_weights:
+                number_format = "uint8"
             counts["weights"][number_format] += 1
         elif activation_codes and number_format in _BYTES:
             counts["activations"][activation_codes] += 1

@@ -64,9 +64,13 @@ _FIGURES_LOWER_IS_BETTER = {
     "top1_agreement": False,
     "exact_equal": False,
     "onnx_int8_share": False,
+    "onnx_int8_multiply_adds": False,
     "openvino_int8_share": False,
+    "openvino_int8_multiply_adds": False,
     "executorch_int8_share": False,
+    "executorch_int8_multiply_adds": False,
     "litert_int8_share": False,
+    "litert_int8_multiply_adds": False,
     "weight_bytes": True,
 }
 """Whether less is better, for the figures that the package itself measures."""

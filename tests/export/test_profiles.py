@@ -305,7 +305,7 @@ def test_one_call_writes_the_form_of_the_engine(to: str, tmp_path: Path) -> None
     assert (tensorrt_faults(file) if to == "tensorrt" else npu_faults(file)) == []
     assert "1 of 1 multiplications of quantized values" in str(made)
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "1 of 1 multiplications are of quantized values in the file" in page
+    assert "1 of 1 multiplications of quantized values" in page
     assert "without kernels of integers" in page
 
 

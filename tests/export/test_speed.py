@@ -14,7 +14,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from quantizer.export.agreement import Kernels, Verification
+from quantizer.export.agreement import Verification
+from quantizer.export.kernels import Kernels
 from quantizer.export.onnx.speed import speeds_in_turns, timed_session
 from quantizer.export.onnx.verify import DEFAULT, OnnxFile, open_session
 from quantizer.export.processor_waits import waited_seconds

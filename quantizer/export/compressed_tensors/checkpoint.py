@@ -41,6 +41,7 @@ _HEAD_LIMITS = (
     'exclude "kind:lm_head" for them'
 )
 # Samples, tokens and features.
+_BYTE_BITS = 8
 _AXES_OF_TOKENS = 3
 _MATRIX_AXES = 2
 _NO_CODES_REMEDY = "quantize it with another scale_type"
@@ -186,6 +187,7 @@ def checkpoint_of_network(
     tensors = parameter_values(deployment, network, coded, target)
     remarks = list(float_remarks(solution.specs, placement))
     remarks += token_remarks(solution.specs, placement)
+    remarks += build_remarks(solution.specs, placement)
     cache = compressed_cache(deployment.graph, solution.tensors, model)
     if cache is not None:
         remarks += cache.remarks
@@ -308,6 +310,26 @@ def float_remarks(
     return (
         f"rounded, but stored as floats, which saves nothing: {first_names(layers)}; `exclude` "
         "keeps their accuracy",
+    )
+
+
+def build_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...]:
+    """Return a sentence for each form that vLLM's CPU build has no kernels for.
+
+    Source: vLLM 0.32, which refuses both when it loads a folder.
+    """
+    forms: dict[str, None] = {}
+    for layer in placement.linears:
+        weight = specs[layer, "weights"]
+        key = placement.inputs.get(layer)
+        is_byte = weight.dtype == "int" and weight.bit_width == _BYTE_BITS
+        if key is None and is_byte:
+            forms["int8 weights with float inputs"] = None
+        if key is not None and specs[key].dtype.startswith("fp8") and not specs[key].is_dynamic:
+            forms["fp8 inputs with static scales"] = None
+    return tuple(
+        f"for vLLM on GPUs: its CPU build has no kernels for {form}, and refuses the folder"
+        for form in forms
     )
 
 

@@ -12,6 +12,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
     CompressedCheckpoint,
+    build_remarks,
     checkpoint_of_network,
 )
 from quantizer.export.compressed_tensors.placement import place_codes, value_layers
@@ -56,6 +57,15 @@ class CompressedTensorsExporter(Exporter[CheckpointFolder]):
     def plain_layers(self, graph: Graph) -> tuple[str, ...]:
         """Return the poolers and classifiers behind the blocks."""
         return layers_behind_blocks(graph)
+
+    def notes(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
+        """Return for which builds of vLLM a checkpoint is."""
+        return build_remarks(specs, place_codes(graph, specs))
+
+    @property
+    def activation_codes(self) -> str:
+        """Return int8: codes of checkpoints are signed."""
+        return "int8"
 
     @contextmanager
     def write(self, deployment: Deployment, path: Path) -> Iterator[CheckpointFolder]:

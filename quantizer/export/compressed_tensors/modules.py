@@ -16,6 +16,7 @@ from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
     CompressedCheckpoint,
     StoredParts,
+    build_remarks,
     complete_checkpoint,
     float_remarks,
 )
@@ -123,7 +124,8 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     for node in placement.experts.values():
         path = node.params["weight"].partition("@")[0]
         stacks[path] = _stack(quantized[node.scope], node)
-    stored = StoredParts(layers, stacks, tensors, float_remarks(specs, placement))
+    remarks = float_remarks(specs, placement) + build_remarks(specs, placement)
+    stored = StoredParts(layers, stacks, tensors, remarks)
     return complete_checkpoint(stored, model, graph)
 
 

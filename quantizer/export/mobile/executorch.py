@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import UsageError, VerificationError
 from quantizer.export.acceptance import Outputs
-from quantizer.export.agreement import Kernels
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.kernels import Kernels
 from quantizer.export.mobile.exporter import (
     WHOLE,
     MobileExporter,

@@ -16,12 +16,14 @@ from torch.export import ExportedProgram
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
-from quantizer.errors import ModelError, VerificationError, first_line
+from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import Outputs, verified_calls
-from quantizer.export.agreement import Kernels, Verification
+from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
+from quantizer.export.kernels import Kernels
 from quantizer.export.lone_layers import lone_programs
+from quantizer.export.mobile.constants import fold_constants
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
 from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.conventions import BiasForm
@@ -137,7 +139,8 @@ class MobileExporter(Exporter[MobileFile]):
         """
         graph = _with_longest(deployment.graph)
         solution = self.as_run(graph, deployment.solution).by_rows()
-        tested = replace(deployment, graph=graph, solution=solution)
+        tested = fold_constants(replace(deployment, graph=graph, solution=solution))
+        graph, solution = tested.graph, tested.solution
         stated = quantized_apart(graph, solution, any_rounding=False)
         engine = self.engine_for(deployment)
         kernels = engine.kernels(graph, stated.specs)
@@ -187,20 +190,14 @@ class MobileExporter(Exporter[MobileFile]):
         """Write the file; its bytes are verified before.
 
         Raises:
-            ModelError: torch.export or the compiler refuses the network.
+            ModelError: torch.export refuses the network.
+            Exception: the compiler refuses it.
             UsageError: the largest batch is not a number.
             ResultError: the file cannot be written.
         """
         source = self.program(deployment)
-        try:
-            with quiet():
-                written = self.compile(source, path.name)
-        except Exception as error:
-            raise ModelError(
-                f"{self.engine.compiler} cannot compile {deployment.graph.model}: "
-                f"{type(error).__name__}: {first_line(error)}",
-                help="--deploy onnx or pt2 may hold this network",
-            ) from error
+        with quiet():
+            written = self.compile(source, path.name)
         yield written
         write_bytes(path, written.content)
 

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import listed
 from quantizer.export.acceptance import Outputs
-from quantizer.export.agreement import Kernels
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Refusal
+from quantizer.export.kernels import Kernels
 from quantizer.export.mobile.exporter import (
     MobileExporter,
     MobileFile,

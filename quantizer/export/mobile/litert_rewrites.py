@@ -40,9 +40,9 @@ _LEAKY = (
     _ATEN.leaky_relu.default,
     _ATEN.leaky_relu_.default,
 )
+_JOINS = (_ATEN.cat.default, _ATEN.stack.default)
 _INEXACT_IN_LITERT = (
-    _ATEN.cat.default,
-    _ATEN.stack.default,
+    *_JOINS,
     _ATEN.maximum.default,
     _ATEN.minimum.default,
     _ATEN.avg_pool2d.default,
@@ -243,7 +243,7 @@ def keep_scales_of_joins(program: ExportedProgram) -> None:
             continue
         if len(values) == 1:
             codes |= after
-        elif is_join and is_coded_after:
+        elif is_join and is_coded_after and None not in codes:
             continue
         if len(codes) == 1:
             continue
@@ -370,11 +370,14 @@ def _codes_after(reader: Node) -> Any:
 
 
 def _codes_of(value: Node) -> Any:
-    """Return scale, zero point and codes of a value that was decoded and then at most moved;
-    None for other values.
+    """Return scale, zero point and codes of a value that was decoded and then at most moved, or
+    joined with others of the same codes; None for other values.
     """
     while value.target in ONE_SCALE and len(value.all_input_nodes) == 1:
         (value,) = value.all_input_nodes
+    if value.target in _JOINS:
+        codes = {_codes_of(part) for part in value.all_input_nodes}
+        return codes.pop() if len(codes) == 1 else None
     return value.args[1:] if value.target is DEQUANTIZE else None
 
 

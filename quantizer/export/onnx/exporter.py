@@ -4,10 +4,13 @@ torch.onnx translates the network with a mark where each tensor is quantized. Pa
 replace marks by nodes and weights by codes.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from onnx import ModelProto, TensorProto
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
@@ -38,6 +41,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_json
 
+_BYTES = {TensorProto.INT8: "int8", TensorProto.UINT8: "uint8"}
 _SLOWER_IN_INTEGERS = f"left there for speed, see {DEPLOY_FILE}"
 
 
@@ -142,9 +146,10 @@ class OnnxExporter(Exporter[OnnxModel]):
         OpenVINO runs a file for kernels, too, if it is installed. It refuses nothing, but a
         warning is logged if it reads the file in another way.
         """
+        codes = _activation_codes(written.file.model)
         if not written.file.is_for_kernels:
             verification = verify_sessions(written.file, written.tested)
-            return replace(verification, remarks=written.remarks)
+            return replace(verification, remarks=written.remarks, activation_codes=codes)
         with openvino_started(written.file, written.tested) as openvino:
             verification = verify_sessions(written.file, written.tested)
             engines = () if openvino is None else (openvino.result(),)
@@ -162,7 +167,19 @@ class OnnxExporter(Exporter[OnnxModel]):
             engines=engines,
             uint8_weights=tuple(written.storage.unsigned),
             processors=written.storage.processors,
+            activation_codes=codes,
         )
+
+
+def _activation_codes(model: ModelProto) -> str:
+    """Return the most frequent type of the codes of 8 bits that a file computes."""
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    counts: Counter[str] = Counter()
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear" and len(node.input) > 2:
+            counts[_BYTES.get(types.get(node.input[2], 0), "")] += 1
+    del counts[""]
+    return next((name for name, _ in counts.most_common(1)), "")
 
 
 def _with_reasons(verification: Verification, choice: LayerChoice) -> Verification:

@@ -1,54 +1,48 @@
 """Reports which products of a file an engine computes in integers, and why not the others.
 
-A product is a node of a type in `MULTIPLYING`: a convolution or a matrix product. ONNX Runtime
-shows what it computes by its optimized graph.
+A product is a convolution, a matrix product or a recurrent layer. ONNX Runtime shows what it
+computes by its optimized graph and a profile.
 """
 
-import re
 from collections.abc import Sequence
 
-import onnx
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.agreement import Kernels
-from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED
+from quantizer.export.kernels import Kernels, Product, numbered
+from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS
+from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.plan.groups import Layout, layout
 
-# ONNX Runtime's products with integer weights
-_INTEGER_OPERATORS = (
-    "QLinearConv",
-    "ConvInteger",
-    "QLinearMatMul",
-    "MatMulInteger",
-    "MatMulIntegerToFloat",
-    "QGemm",
-    "DynamicQuantizeMatMul",
-    "MatMulNBits",
-)
-# An engine can move codes instead of floats, so what they make of codes is still codes
-_MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
 _ONNX_RUNTIME = "ONNX Runtime"
 _INSIDE_AN_OPERATOR = "a step inside the operator, whose result the config does not quantize"
 _BITS_LIMIT = "8 bits or fewer of integers have kernels"
+_Qparams = tuple[str, ...]
+"""The names of a scale and a zero point in a file."""
 
 
-def products_between_codes(model: ModelProto) -> Kernels:
+def products_between_codes(model: ModelProto, products: Sequence[Product]) -> Kernels:
     """Return the products of a file whose operands are both quantized, for an engine that does
     not run here. The reason of each other product names the operands that are not.
+
+    Args:
+        model: the file.
+        products: those of a run, which have the names of the file's nodes.
     """
-    # Names of values that are floats of codes
-    dequantized: set[str] = set()
+    sizes = {product.name: product.multiply_adds for product in products}
+    # How the values are quantized that are floats of codes
+    dequantized: dict[str, _Qparams] = {}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
     integer: list[str] = []
     reasons: dict[str, str] = {}
     for node in model.graph.node:
-        if node.op_type == "DequantizeLinear" or (
-            node.op_type in _MOVING and node.input[0] in dequantized
-        ):
-            dequantized.update(node.output)
+        if node.op_type == "DequantizeLinear":
+            dequantized[node.output[0]] = tuple(node.input[1:])
+        elif _hands_on_codes(node, dequantized) and not _pads_with_values(node, constants):
+            dequantized |= dict.fromkeys(node.output, dequantized[node.input[0]])
         elif node.op_type in MULTIPLYING:
             operands = dict(zip(("input", "weights"), node.input[:2], strict=True))
             floats = [word for word, name in operands.items() if name not in dequantized]
@@ -57,68 +51,86 @@ def products_between_codes(model: ModelProto) -> Kernels:
                 reasons[node.name] = f"its {' and '.join(floats)} {verb} not quantized"
             else:
                 integer.append(node.name)
-    return Kernels(tuple(integer), reasons, "of quantized values")
+        elif node.op_type in PRODUCTS:
+            reasons[node.name] = f"engines compute {node.op_type} in float"
+    return Kernels(tuple(integer), reasons, "of quantized values", sizes)
 
 
-def kernels_of_session(
-    model: ModelProto, optimized: str, graph: Graph, solution: Solution
-) -> Kernels:
-    """Return how a session of ONNX Runtime multiplies, with the reasons for float.
+def _hands_on_codes(node: NodeProto, dequantized: dict[str, _Qparams]) -> bool:
+    """Return whether what a node makes are values of its dequantized input.
 
-    A product that has no node in integers counts as float.
-
-    Args:
-        model: the file as it was written.
-        optimized: the path of the file that a session wrote as its `optimized_model_filepath`.
-            Its nodes keep the names of those that they replace.
-        graph: the layers. The names of products begin with theirs.
-        solution: what is quantized.
+    An engine moves the dequantization behind it. Joined values need one scale.
     """
-    integer: list[str] = []
-    for node in onnx.load(optimized, load_external_data=False).graph.node:
-        if node.op_type in _INTEGER_OPERATORS:
-            # The optimizer appends this to the name of a node that it merged
-            integer.append(re.sub(r"_token_\d+$", "", node.name))
-    return kernels_of_engine(model, integer, graph, solution)
+    if node.op_type == "Concat":
+        joined = {dequantized.get(name) for name in node.input}
+        return len(joined) == 1 and None not in joined
+    if node.op_type == "Resize":
+        modes = [item.s for item in node.attribute if item.name == "mode"]
+        if modes not in ([], [b"nearest"]):
+            return False
+    return node.op_type in MOVE_OPERATORS and node.input[0] in dequantized
 
 
-def kernels_of_engine(
+def _pads_with_values(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
+    """Return whether a node is a Pad that fills with something else than zeros."""
+    if node.op_type != "Pad" or len(node.input) < 3 or not node.input[2]:
+        return False
+    filling = constants.get(node.input[2])
+    return filling is None or bool(numpy_helper.to_array(filling).any())
+
+
+def kernels_of_products(
     model: ModelProto,
-    integer: Sequence[str],
+    products: Sequence[Product],
     graph: Graph,
     solution: Solution,
     *,
     engine: str = _ONNX_RUNTIME,
+    without_kernels: Sequence[str] = PRODUCTS[len(MULTIPLYING) :],
 ) -> Kernels:
     """Return how an engine multiplies, with the reasons for float.
 
     Args:
         model: the file as it was written.
-        integer: the names of the products that the engine computes in integers.
-        graph: the layers. The names of products begin with theirs.
-        solution: what is quantized.
+        products: what the engine executes. Their names begin with those of layers.
+        graph, solution: the layers, and what is quantized.
         engine: its name, for reasons.
+        without_kernels: the operators of ONNX that it always computes in float.
     """
     # The types of the nodes that read and that make each value
     readers: dict[str, str] = {}
     makers: dict[str, str] = {}
+    nodes: dict[str, NodeProto] = {}
     for node in model.graph.node:
         readers |= dict.fromkeys(node.input, node.op_type)
         makers |= dict.fromkeys(node.output, node.op_type)
+        nodes[node.name] = node
     where = layout(graph)
+    integer: list[str] = []
     reasons: dict[str, str] = {}
-    for node in model.graph.node:
-        if node.op_type in MULTIPLYING and node.name not in integer:
-            if INSIDE in node.name:
-                reasons[node.name] = _INSIDE_AN_OPERATOR
-                continue
-            reader = readers.get(node.output[0], "")
-            layer = node.name.partition(NUMBERED)[0]
+    sizes: dict[str, int] = {}
+    for product in numbered(products):
+        sizes[product.name] = product.multiply_adds
+        if product.is_integer:
+            integer.append(product.name)
+            continue
+        layer = product.name.partition(NUMBERED)[0]
+        # Of the file: an engine may take an operator apart
+        written = nodes.get(product.name)
+        operator = product.operator if written is None else written.op_type
+        if INSIDE in product.name:
+            reasons[product.name] = _INSIDE_AN_OPERATOR
+        elif operator in without_kernels:
+            reasons[product.name] = f"{engine} has no integer kernel for {operator}"
+        else:
+            outputs = () if written is None else written.output
+            inputs = () if written is None else written.input
+            reader = readers.get(next(iter(outputs), ""), "")
             reason = _reason(layer, graph, where, solution, reader=reader, engine=engine)
-            if not reason and "Softmax" in (makers.get(name) for name in node.input):
+            if not reason and "Softmax" in (makers.get(name) for name in inputs):
                 reason = "it multiplies by a softmax that the config does not quantize"
-            reasons[node.name] = reason or f"{engine} does not fuse it"
-    return Kernels(tuple(integer), reasons)
+            reasons[product.name] = reason or f"{engine} does not fuse it"
+    return Kernels(tuple(integer), reasons, multiply_adds=sizes)
 
 
 def _reason(

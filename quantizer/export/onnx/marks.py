@@ -17,6 +17,11 @@ from quantizer.plan.model import Key
 
 MARK_DOMAIN = "quantizer"
 MULTIPLYING = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+"""Operators for which engines have kernels of integers."""
+RECURRENT = ("GRU", "LSTM", "RNN")
+"""Operators with matrix products inside."""
+PRODUCTS = (*MULTIPLYING, *RECURRENT, "Einsum", "Attention")
+"""All operators that convolve or multiply matrices."""
 NUMBERED = "#"
 """Between a layer's name and the number of its product."""
 INSIDE = "#inside"

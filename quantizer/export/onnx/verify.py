@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import onnx
 import onnxruntime
 import torch
 from numpy.typing import NDArray
@@ -22,8 +23,10 @@ from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import HALF, to_float32
+from quantizer.export.kernels import Kernels
+from quantizer.export.onnx.executed import ExecutedGraph, names_of_products, profiled
 from quantizer.export.onnx.int8_model import with_int8_weights
-from quantizer.export.onnx.kernels import kernels_of_session, products_between_codes
+from quantizer.export.onnx.kernels import kernels_of_products, products_between_codes
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed
 from quantizer.export.speed import Speed
@@ -33,6 +36,7 @@ DEFAULT = "a default ONNX Runtime session"
 WITHOUT_KERNELS = "session.disable_quant_qdq"
 """The entry of a session that computes between DequantizeLinear and QuantizeLinear in float."""
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
+_OPTIMIZED = "optimized.onnx"
 _HELP = (
     "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one "
     "gets wrong"
@@ -72,17 +76,14 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
     Raises:
         VerificationError: ONNX Runtime cannot load or run it, or its outputs differ.
     """
+    # The graph of a file that is for other engines is run as it stands
+    watched = DEFAULT if file.is_for_kernels else UNOPTIMIZED
     with TemporaryDirectory() as folder:
-        optimized = str(Path(folder) / "optimized.onnx")
-        sessions = {
-            label: open_session(file, label, optimized) for label in (UNOPTIMIZED, DEFAULT)
-        }
-        if file.is_for_kernels:
-            multiplications = kernels_of_session(
-                file.model, optimized, deployment.graph, deployment.solution
-            )
-        else:
-            multiplications = products_between_codes(file.model)
+        sessions: dict[str, onnxruntime.InferenceSession] = {}
+        for label in (UNOPTIMIZED, DEFAULT):
+            place = folder if label == watched else ""
+            sessions[label] = open_session(file, label, place)
+        multiplications = _multiplications(file, deployment, sessions[watched], folder)
     outputs, steps = deployment.outputs, deployment.part_steps
     agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
     network = deployment.network()
@@ -123,6 +124,29 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         speed = replace(speed, remedy=_NEVER_SLOWER)
     default = replace(verified[DEFAULT], kernels=multiplications, layers=rows, speed=speed)
     return replace(verified[UNOPTIMIZED], default_session=default)
+
+
+def _multiplications(
+    file: OnnxFile,
+    deployment: Deployment,
+    session: onnxruntime.InferenceSession,
+    folder: str,
+) -> Kernels:
+    """Return what a session multiplies in integers, of a run on the deployment's call.
+
+    Args:
+        folder: where the session writes its graph and its profile.
+    """
+    feed = named_inputs(file.model, deployment, deployment.args, deployment.kwargs)
+    model = file.model
+    if file.is_for_kernels:
+        model = onnx.load(Path(folder) / _OPTIMIZED, load_external_data=False)
+    with failures_named(DEFAULT, file.name):
+        executed = ExecutedGraph.of(model, session, feed)
+    products = executed.products(names_of_products(file.model))
+    if not file.is_for_kernels:
+        return products_between_codes(model, products)
+    return kernels_of_products(file.model, products, deployment.graph, deployment.solution)
 
 
 def _speed(
@@ -176,14 +200,13 @@ class _LayerSession:
         return dict(zip(names, self.session.run(names, feed), strict=True))
 
 
-def open_session(
-    file: OnnxFile, label: str, optimized: str = ""
-) -> onnxruntime.InferenceSession:
+def open_session(file: OnnxFile, label: str, folder: str = "") -> onnxruntime.InferenceSession:
     """Return a session of ONNX Runtime.
 
     Args:
         label: `UNOPTIMIZED` for one without optimizations.
-        optimized: where a default session writes what its optimizer makes of the file.
+        folder: where the session writes the profile of its runs, and a default one what its
+            optimizer makes of the file.
     """
     options = onnxruntime.SessionOptions()
     # What goes wrong is an exception.
@@ -193,10 +216,12 @@ def open_session(
         options.add_session_config_entry(WITHOUT_KERNELS, "1")
     if label == UNOPTIMIZED:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    elif optimized:
-        options.optimized_model_filepath = optimized
+    elif folder:
+        options.optimized_model_filepath = str(Path(folder) / _OPTIMIZED)
         if isinstance(file.source, str):
-            options.add_session_config_entry(_EXTERNAL, f"{Path(optimized).name}.data")
+            options.add_session_config_entry(_EXTERNAL, f"{_OPTIMIZED}.data")
+    if folder:
+        profiled(options, folder)
     with failures_named(label, file.name):
         return onnxruntime.InferenceSession(
             file.source, options, providers=["CPUExecutionProvider"]

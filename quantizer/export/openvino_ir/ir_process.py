@@ -4,7 +4,10 @@ crash its process.
 It works in the folder that it is started in. It writes `model.xml`, reads it back, and answers
 each line of its standard input, a JSON list, with a line of JSON:
 
-- ["kernels"]: the layers that multiply, with the names of nodes and the type of numbers.
+- ["kernels"]: the operators that multiply, in order: the names of what each was made of, and
+  whether it multiplies integers.
+- ["products"]: the operators that multiply, each with its names, its type and how many
+  multiply-adds it takes for the last inputs.
 - ["run", number]: runs `inputs_NUMBER.npz` and writes `outputs_NUMBER.npz` for each of the
   settings in `settings.json`.
 - ["time", which, runs]: the seconds of one run of the last inputs, as the mean of so many, in
@@ -14,6 +17,7 @@ It imports nothing of this package, so that it starts at once.
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +28,18 @@ import numpy as np
 import openvino
 from openvino import opset13
 
-_MULTIPLYING = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "GroupConvolution")
+_MULTIPLYING = (
+    "Convolution",
+    "Deconvolution",
+    "FullyConnected",
+    "MatMul",
+    "GroupConvolution",
+    "RNNSeq",
+    "RNNCell",
+)
+_INTEGERS = ("u8", "i8")
+_MOST_STEPS = 4
+"""So many operators behind another one may have its name."""
 _BY_CHANNEL = ("Add", "Subtract", "Multiply", "Divide", "PRelu", "FakeQuantize")
 
 
@@ -46,14 +61,38 @@ class Engine:
         self.floating: Any = None
         self.inputs: dict[str, Any] = {}
 
-    def kernels(self) -> list[list[str]]:
-        """Return the names of nodes and the type of each layer that multiplies."""
-        rows: list[list[str]] = []
-        for node in self.compiled[-1].get_runtime_model().get_ops():
-            info = node.get_rt_info()
-            if info["layerType"].astype(str) in _MULTIPLYING:
-                names = info["originalLayersNames"].astype(str)
-                rows.append([names, info["runtimePrecision"].astype(str)])
+    def kernels(self) -> list[tuple[list[str], bool]]:
+        """Return the names of each operator that multiplies, and whether it does so with
+        integers.
+        """
+        rows: list[tuple[list[str], bool]] = []
+        for node in self.compiled[-1].get_runtime_model().get_ordered_ops():
+            if _info(node, "layerType") in _MULTIPLYING:
+                names = _names(node, lambda other: _info(other, "originalLayersNames"))
+                rows.append((names, _info(node, "runtimePrecision") in _INTEGERS))
+        return rows
+
+    def products(self) -> list[tuple[list[str], str, int]]:
+        """Return names, type and multiply-adds of each operator that multiplies what follows
+        from the inputs.
+        """
+        model = self.core.read_model("model.xml")
+        sizes: dict[str, list[int]] = {}
+        for value in model.inputs:
+            for name in value.get_names() & self.inputs.keys():
+                sizes[name] = list(self.inputs[name].shape)
+        model.reshape(sizes)
+        rows: list[tuple[list[str], str, int]] = []
+        varying: set[str] = set()
+        for node in model.get_ordered_ops():
+            sources = [value.get_node().get_name() for value in node.input_values()]
+            kind = node.get_type_name()
+            if kind != "Parameter" and varying.isdisjoint(sources):
+                continue
+            varying.add(node.get_name())
+            size = _multiply_adds(node, kind)
+            if size is not None:
+                rows.append((_names(node, lambda other: other.get_friendly_name()), kind, size))
         return rows
 
     def run(
@@ -99,6 +138,64 @@ class Engine:
             for name in value.get_names() & self.inputs.keys():
                 named[name] = self.inputs[name]
         return named
+
+
+def _info(node: Any, key: str) -> str:
+    """Return what a compiled model says of an operator."""
+    return str(node.get_rt_info()[key].astype(str))
+
+
+def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
+    """Return the names of an operator, and then of those that read it one after the other.
+
+    OpenVINO appends words to the names of what it rewrites, and gives the name of what it takes
+    apart to the last part.
+    """
+    names: list[str] = []
+    for _ in range(_MOST_STEPS):
+        names += name_of(node).split(",")
+        readers = list(node.output(0).get_target_inputs()) if node.outputs() else []
+        if len(readers) != 1:
+            break
+        node = readers[0].get_node()
+    return names
+
+
+def _multiply_adds(node: Any, kind: str) -> int | None:
+    """Return how many multiply-adds an operator takes; None if it does not multiply matrices,
+    and 0 if a size is open.
+    """
+    is_recurrent = kind.endswith(("Sequence", "Cell"))
+    is_convolution = "Convolution" in kind
+    if not is_recurrent and not is_convolution and kind not in ("MatMul", "Einsum"):
+        return None
+    values = [value.get_partial_shape() for value in node.input_values()]
+    result = node.get_output_partial_shape(0)
+    if any(shape.is_dynamic for shape in (*values, result)):
+        return 0
+    shapes: list[list[int]] = [list(shape.to_shape()) for shape in values]
+    made: list[int] = list(result.to_shape())
+    if kind == "Einsum":
+        return _of_einsum(node.get_attributes()["equation"], shapes)
+    if is_recurrent:
+        weights = math.prod(shapes[-3]) + math.prod(shapes[-2])
+        return math.prod(shapes[0][:-1]) * weights
+    if is_convolution:
+        # The sizes of groups stand first in the weights
+        moved = shapes[0] if "Backprop" in kind else made
+        return math.prod(moved) * math.prod(shapes[1]) // moved[1]
+    inner = -2 if node.get_attributes()["transpose_a"] else -1
+    return math.prod(made) * shapes[0][inner]
+
+
+def _of_einsum(equation: str, shapes: list[list[int]]) -> int:
+    """Return the product of the sizes of all indices; 0 if some of them are not named."""
+    sizes: dict[str, int] = {}
+    for indices, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
+        if len(indices) != len(shape):
+            return 0
+        sizes.update(zip(indices, shape, strict=True))
+    return math.prod(sizes.values())
 
 
 def keep_order_of_equals(model: Any) -> None:
@@ -170,7 +267,12 @@ def main() -> None:
     """Answer the lines of standard input."""
     engine = Engine()
     methods: dict[str, Callable[..., object]]
-    methods = {"kernels": engine.kernels, "run": engine.run, "time": engine.time}
+    methods = {
+        "kernels": engine.kernels,
+        "products": engine.products,
+        "run": engine.run,
+        "time": engine.time,
+    }
     for line in sys.stdin:
         word, *arguments = json.loads(line)
         answer = methods[word](*arguments)

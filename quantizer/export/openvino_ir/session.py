@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,9 @@ from torch import Tensor
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment
+from quantizer.export.kernels import Product
 from quantizer.export.onnx.build import BuiltOnnx
+from quantizer.export.onnx.executed import names_of_products
 from quantizer.export.onnx.files import LARGEST_MESSAGE
 from quantizer.export.onnx.openvino import DEFAULT_SETTINGS, EXACT_SETTINGS
 from quantizer.export.onnx.verify import named_inputs
@@ -94,17 +96,30 @@ class IrSession:
             tensors.append(torch.from_numpy(arrays[f"{index}:{value.name}"]))
         return tensors
 
-    def integer_nodes(self) -> list[str]:
-        """Return the nodes that the default settings compute in integers.
+    def products(self) -> list[Product]:
+        """Return the multiplications of the last call in the default settings.
 
-        OpenVINO appends words to the names of nodes that it rewrites.
+        They have the names of the ONNX model, as far as OpenVINO keeps names.
         """
-        begun = ""
-        for joined, kind in self.ask("kernels"):
-            if kind in ("u8", "i8"):
-                begun += "".join(f"{name}/," for name in joined.split(","))
-        begun = f",{begun}"
-        return [node.name for node in self.model.graph.node if f",{node.name}/" in begun]
+        named = names_of_products(self.model)
+        rows = self.ask("products")
+        names = [_known_name(row[0], named) for row in rows]
+        unnamed: list[bool] = []
+        integer: dict[str, bool] = {}
+        for words, is_integer in self.ask("kernels"):
+            name = _known_name(words, named)
+            if name in names:
+                integer[name] = integer.get(name, True) and is_integer
+            else:
+                unnamed.append(is_integer)
+        # What OpenVINO takes apart may lose its name, but not its place in the order
+        left = [name for name in names if name not in integer]
+        if len(left) == len(unnamed):
+            integer.update(zip(left, unnamed, strict=True))
+        products: list[Product] = []
+        for name, (_, kind, size) in zip(names, rows, strict=True):
+            products.append(Product(name, kind, integer.get(name, False), size))
+        return products
 
     def seconds(self, which: str, runs: int) -> float:
         """Return the seconds of one run of the last call, "model" or "float"."""
@@ -140,6 +155,18 @@ class IrSession:
             why = f"it crashes with signal {-code}"
         text = f"{self.name} is not written: OpenVINO cannot run it: {why}"
         return VerificationError(text, help=_HELP)
+
+
+def _known_name(names: Sequence[str], named: Mapping[str, str]) -> str:
+    """Return the first name that the ONNX model has, perhaps before words that OpenVINO has
+    appended to it; the first of all if there is none.
+    """
+    for name in names:
+        while name:
+            if name in named:
+                return named[name]
+            name = name.rpartition("/")[0]
+    return names[0]
 
 
 @contextmanager

@@ -7,11 +7,11 @@ import torch
 
 from quantizer.errors import VerificationError, or_without
 from quantizer.export.acceptance import accept_file, with_float_figures, worst_of
-from quantizer.export.agreement import Agreement, Kernels, Verification
+from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.float32 import to_float32
-from quantizer.export.onnx.kernels import kernels_of_engine
-from quantizer.export.onnx.marks import MULTIPLYING
+from quantizer.export.onnx.kernels import kernels_of_products
+from quantizer.export.onnx.marks import RECURRENT
 from quantizer.export.onnx.openvino import first_layer_that_differs
 from quantizer.export.onnx.speed import speeds_in_turns
 from quantizer.export.openvino_ir.session import BY_DEFAULT, IN_FLOAT32, IrSession
@@ -52,7 +52,15 @@ def verify_ir(session: IrSession, deployment: Deployment) -> Verification:
     if worst_of(by_default, deployment) is not None:
         # The processor decides that, not the file.
         remarks = (_COARSER,)
-    default = replace(by_default, kernels=_kernels(session, deployment), speed=_speed(session))
+    kernels = kernels_of_products(
+        session.model,
+        session.products(),
+        deployment.graph,
+        deployment.solution,
+        engine="OpenVINO",
+        without_kernels=RECURRENT,
+    )
+    default = replace(by_default, kernels=kernels, speed=_speed(session))
     return replace(in_float32, default_session=default, remarks=remarks)
 
 
@@ -82,17 +90,6 @@ def _accepted(
             raise
         text = f"{error.message}; the first layer that differs is {layer}"
         raise VerificationError(text, help=error.help) from error
-
-
-def _kernels(session: IrSession, deployment: Deployment) -> Kernels:
-    """Return which multiplications are in integers by the default settings."""
-    integer_nodes = session.integer_nodes()
-    integer: list[str] = []
-    for node in session.model.graph.node:
-        if node.op_type in MULTIPLYING and node.name in integer_nodes:
-            integer.append(node.name)
-    graph, solution = deployment.graph, deployment.solution
-    return kernels_of_engine(session.model, integer, graph, solution, engine="OpenVINO")
 
 
 def _speed(session: IrSession) -> Speed | None:

@@ -156,14 +156,11 @@ def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
     )
     kernels = export.get("kernels")
     if kernels is not None and kernels["count"]:
-        place = "run in int8 in ONNX Runtime"
-        if not kernels.get("is_run", True):
-            place = "are of quantized values in the file"
         yield Card(
             "int8 share",
             f"{100 * kernels['share']:.3g} %",
             "0 to 100 %; higher is better",
-            f"{kernels['integer']} of {kernels['count']} multiplications {place}",
+            kernels["text"],
         )
     speed = export.get("speed")
     if speed is not None:

@@ -5,10 +5,22 @@ from collections import Counter
 import onnx_ir as ir
 
 from quantizer.export.onnx.builder import producer_of
-from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED, Lowering, marks_of
+from quantizer.export.onnx.marks import (
+    INSIDE,
+    MULTIPLYING,
+    NUMBERED,
+    PRODUCTS,
+    RECURRENT,
+    Lowering,
+    marks_of,
+)
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 """Where torch.onnx writes which operator of the program a node comes from."""
+_MOVED_GATES = ("Unsqueeze", "Concat", "Slice")
+"""What is between the weights of a recurrent layer and its operator, whose gates are in another
+order.
+"""
 
 
 def name_products(
@@ -27,7 +39,7 @@ def name_products(
             layer_of_operator[producer.metadata_props[_SCOPES]] = layer
     counts: Counter[str] = Counter()
     for node in model.graph:
-        if node.op_type not in MULTIPLYING:
+        if node.op_type not in PRODUCTS:
             continue
         operator = node.metadata_props.get(_SCOPES, "")
         name = _layer(node, layers, lowering)
@@ -73,12 +85,15 @@ def _layer(
 
     For a product of activations, return the layer that quantizes it.
     """
+    if node.op_type not in MULTIPLYING and node.outputs[0] in layers:
+        return layers[node.outputs[0]]
+    moves = _MOVED_GATES if node.op_type in RECURRENT else ("Transpose",)
     weight = node.inputs[1]
     while weight is not None and weight not in layers:
-        transpose = producer_of(weight, "Transpose")
-        if transpose is None:
+        producer = weight.producer()
+        if producer is None or producer.op_type not in moves:
             break
-        weight = transpose.inputs[0]
+        weight = producer.inputs[0]
     if weight is not None and weight in layers:
         is_weight = weight.producer() is None or lowering.weight_of(weight) is not None
         if is_weight:

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, NodeProto
 
-from quantizer.export.onnx.marks import MULTIPLYING
+from quantizer.export.onnx.executed import OPTIMIZER_SUFFIXES
+from quantizer.export.onnx.marks import PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.tuned.meter import Kernel, Profile
 from quantizer.plan.model import Key
 
 START = ""
 """The name of the block before the first product."""
-_PRODUCTS = (*MULTIPLYING, "MatMulInteger", "MatMulNBits", "LSTM", "GRU", "RNN")
+_PRODUCTS = (*PRODUCTS, "MatMulInteger", "MatMulNBits")
 # What the export appends to a layer's name if its input is quantized row by row
 _INTEGER_SUFFIX = re.compile(r"\.\d+\.MatMulInteger$")
-_OPTIMIZER_SUFFIXES = re.compile(r"(_nchwc|_nhwc|_token_\d+)+$")
 # The optimizer puts them before a node that needs another layout, so they belong to its block
 _BEFORE_READERS = ("Transpose", "ReorderInput")
 # They hand on an activation, moved, converted or clipped
@@ -229,7 +229,7 @@ def original_name(name: str) -> str:
     >>> original_name("conv2d_1_nchwc"), original_name("Net/conv_token_14")
     ('conv2d_1', 'Net/conv')
     """
-    return _OPTIMIZER_SUFFIXES.sub("", name)
+    return OPTIMIZER_SUFFIXES.sub("", name)
 
 
 def key_of_node(name: str) -> Key | None:
