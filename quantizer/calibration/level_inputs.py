@@ -22,8 +22,11 @@ from quantizer.calibration.level_channels import (
     LARGEST_EXPONENT,
     WIDE,
     Exponents,
+    decide_levels,
     level_adjustment,
+    level_sentence,
 )
+from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.solution import quantized_network
 from quantizer.comparison.channel_noise import (
     MAX_LOST,
@@ -102,7 +105,9 @@ class _Channels:
         its own.
         """
         assert self.noise is not None
-        spans = self.high.clamp(min=0) - self.low.clamp(max=0)
+        highest = self.high.clamp(min=0)
+        lowest = self.low.clamp(max=0)
+        spans = highest - lowest
         steps = spans.double() / (2**self.bits - 1)
         codes: Tensor = self.noise.values.deviation / steps
         return codes
@@ -111,6 +116,39 @@ class _Channels:
     def sizes(self) -> Tensor:
         """Return the largest magnitude of each channel."""
         return torch.maximum(self.low.abs(), self.high.abs())
+
+
+def far_channels(request: CalibrationRequest, plan: Plan) -> Exponents:
+    """Return the exponents of the channels that one scale cannot serve, of inputs and between
+    layers. Report them, and the channels of inputs that stay coarse.
+
+    The DPU computes nothing in float and has one scale for all weights of a layer, so its
+    channels stay as they are.
+    """
+    can_scale = plan.settings.target_device != "DPU"
+    early = _early_batches(request)
+    of_inputs = decide_input_levels(
+        plan,
+        early,
+        can_scale=can_scale,
+    )
+    for level, text in of_inputs.remarks:
+        request.events.message(level, text)
+    if not can_scale:
+        return {}
+    of_layers = decide_levels(plan, request.read())
+    if of_layers:
+        text = level_sentence(of_layers)
+        request.events.message(logging.INFO, text)
+    return {**of_layers, **of_inputs.exponents}
+
+
+def _early_batches(request: CalibrationRequest) -> Iterator[Batch]:
+    """Yield the calibration data. The first batch is kept, so that reading it costs nothing."""
+    yield request.first_batch()
+    batches = request.read()
+    next(batches, None)
+    yield from batches
 
 
 def decide_input_levels(
@@ -151,8 +189,12 @@ def decide_input_levels(
         is_coarse = (codes < MIN_CODES) & channels.noise.values.is_varying
         remarks += _remarks(channels.readers, codes, is_coarse, is_heard)
     if exponents:
-        layers = [row.group.layers[0] for row in readers if row.group.source in exponents]
-        remarks.insert(0, (logging.INFO, _scaled_sentence(layers, exponents)))
+        layers = []
+        for row in readers:
+            if row.group.source in exponents:
+                layers.append(row.group.layers[0])
+        text = _scaled_sentence(layers, exponents)
+        remarks.insert(0, (logging.INFO, text))
     return InputLevels(exponents, tuple(remarks))
 
 
@@ -297,10 +339,13 @@ def _weight_energies(plan: Plan, channels: _Channels) -> list[tuple[Tensor, Tens
             if tensor is not None and tensor.spec.dtype == "int" and not tensor.spec.has_groups:
                 is_by_row = tensor.spec.qscheme == "per_channel"
                 axes = (2, 3) if is_by_row else (0, 1, 2, 3)
-                steps = table.abs().amax(axes, keepdim=True)
-                steps = steps / (2 ** (tensor.spec.bit_width - 1) - 1)
-                error = (steps.square() / 12).expand_as(table)
-            energies.append((column_energy(table.square()), column_energy(error)))
+                largest = table.abs().amax(axes, keepdim=True)
+                largest_code = 2 ** (tensor.spec.bit_width - 1) - 1
+                steps = largest / largest_code
+                squares = steps.square() / 12
+                error = squares.expand_as(table)
+            energy = column_energy(table.square())
+            energies.append((energy, column_energy(error)))
     return energies
 
 

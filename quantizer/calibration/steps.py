@@ -18,7 +18,6 @@ from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import (
     absorption,
-    level_channels,
     level_inputs,
     observing,
     rank_shards,
@@ -128,7 +127,7 @@ def level_far_channels(
     if levels is None:
         levels = {}
         if request.ranks.is_first and not request.batches.stands_in:
-            levels = _far_channels(request, state)
+            levels = level_inputs.far_channels(request, state.plan)
         levels = request.ranks.broadcast(levels, "the ranges of channels")
     state = replace(state, levels=levels)
     if not levels:
@@ -138,38 +137,6 @@ def level_far_channels(
     return replace(
         state, target=target, plan=target.plan(request.config), adjustment=adjustment
     )
-
-
-def _far_channels(
-    request: CalibrationRequest, state: CalibrationState
-) -> level_channels.Exponents:
-    """Return the exponents of channels, and report them and what stays coarse.
-
-    The DPU computes nothing in float and has one scale for all weights of a layer, so its
-    channels stay as they are.
-    """
-    plan = state.plan
-    can_scale = not _is_for_dpu(request, state)
-    of_inputs = level_inputs.decide_input_levels(
-        plan, _early_batches(request), can_scale=can_scale
-    )
-    for level, text in of_inputs.remarks:
-        request.events.message(level, text)
-    if not can_scale:
-        return {}
-    of_layers = level_channels.decide_levels(plan, request.read())
-    if of_layers:
-        text = level_channels.level_sentence(of_layers)
-        request.events.message(logging.INFO, text)
-    return {**of_layers, **of_inputs.exponents}
-
-
-def _early_batches(request: CalibrationRequest) -> Iterator[Batch]:
-    """Yield the calibration data. The first batch is kept, so that reading it costs nothing."""
-    yield request.first_batch()
-    batches = request.read()
-    next(batches, None)
-    yield from batches
 
 
 def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:

@@ -58,7 +58,9 @@ class Extent:
         """Return what `may_be_narrow` says of the values; False if there are none."""
         if self.is_empty:
             return False
-        return bool(may_be_narrow(torch.tensor(self.low), torch.tensor(self.high)))
+        low = torch.tensor(self.low)
+        high = torch.tensor(self.high)
+        return bool(may_be_narrow(low, high))
 
     @property
     def is_finite(self) -> bool:
@@ -159,7 +161,9 @@ class ChannelExtents:
             expected = x.index_select(axis, index).float()
             actual = y.index_select(axis, index).float()
             axes = other_axes(x, axis)
-            error[channels] = (expected - actual).square().sum(axes).double().cpu()
+            difference = expected - actual
+            squares = difference.square().sum(axes)
+            error[channels] = squares.double().cpu()
             narrow = Moments.of(expected, axes)
             moments.mean[channels] = narrow.mean
             moments.squares[channels] = narrow.squares

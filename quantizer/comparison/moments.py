@@ -29,9 +29,12 @@ class Moments:
     @classmethod
     def of(cls, x: Tensor, axes: Sequence[int]) -> Moments:
         """Return the moments of one batch, whose values are along these axes."""
-        variance, mean = torch.var_mean(x.float(), list(axes), correction=0)
-        count = x.numel() // max(1, mean.numel())
-        mean, squares = torch.stack((mean, variance * count)).cpu().double()
+        values = x.float()
+        variance, mean = torch.var_mean(values, list(axes), correction=0)
+        channels = max(1, mean.numel())
+        count = x.numel() // channels
+        rows = torch.stack((mean, variance * count))
+        mean, squares = rows.cpu().double()
         return cls(count, mean, squares)
 
     def merged(self, other: Moments) -> Moments:
@@ -49,13 +52,16 @@ class Moments:
         share = other.count / max(1, count)
         distance = other.mean - self.mean
         mean = self.mean + distance * share
-        squares = self.squares + other.squares + distance.square() * self.count * share
+        between = distance.square() * self.count * share
+        squares = self.squares + other.squares + between
         return Moments(count, mean, squares)
 
     @property
     def deviation(self) -> Tensor:
         """Return the standard deviation."""
-        return (self.squares / max(1, self.count)).sqrt()
+        count = max(1, self.count)
+        variance = self.squares / count
+        return variance.sqrt()
 
     @property
     def is_varying(self) -> Tensor:
@@ -65,4 +71,5 @@ class Moments:
         >>> Moments.of(x, [0]).is_varying.tolist()
         [False, True]
         """
-        return self.deviation > _ROUNDING * self.mean.abs()
+        size = self.mean.abs()
+        return self.deviation > _ROUNDING * size

@@ -18,6 +18,7 @@ from quantizer.comparison.channel_noise import (
     effect_errors,
 )
 from quantizer.graph.edits import by_channel, input_weights
+from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.input_readers import InputReaders, channel_names, input_readers
@@ -42,6 +43,11 @@ class InputEffects:
     effects: Tensor | None = None
     errors: Tensor | None = None
 
+    @property
+    def source(self) -> str:
+        """Return the node whose value the layers read."""
+        return self.readers.group.source
+
     def with_batch(self, x: Tensor, y: Tensor) -> InputEffects:
         """Return it with the float and the quantized values of a batch."""
         if x.shape != y.shape or not x.numel():
@@ -63,15 +69,17 @@ class InputEffects:
             return self
         columns = []
         for name in self.readers.group.layers:
-            layers = reference.layers[name], quantized.layers[name]
             node = reference.graph.by_name[name]
             for key in input_weights(node):
-                weights = [loaded(layer.get_parameter(key)).detach() for layer in layers]
-                exact, rounded = (by_channel(node, weight).float() for weight in weights)
+                exact = _columns(reference, node, key)
+                rounded = _columns(quantized, node, key)
+                difference = rounded - exact
                 energy = column_energy(exact.square())
-                columns.append((energy, column_energy((rounded - exact).square())))
+                error = column_energy(difference.square())
+                columns.append((energy, error))
         effects, errors = effect_errors(self.noise, columns)
-        largest = effects.max().clamp_min(torch.finfo(effects.dtype).tiny)
+        tiny = torch.finfo(effects.dtype).tiny
+        largest = effects.max().clamp_min(tiny)
         return replace(self, effects=effects / largest, errors=errors)
 
     @property
@@ -79,7 +87,8 @@ class InputEffects:
         """Return the channels that have an effect, and lose more than a fifth of it."""
         if self.effects is None or self.errors is None:
             return []
-        is_lost = (self.effects >= MIN_EFFECT) & (self.errors > MAX_LOST)
+        is_heard = self.effects >= MIN_EFFECT
+        is_lost = is_heard & (self.errors > MAX_LOST)
         indices: list[int] = is_lost.nonzero().flatten().tolist()
         return indices
 
@@ -89,12 +98,15 @@ class InputEffects:
         if not self.lost or self.errors is None:
             return ""
         errors = self.errors[self.lost]
+        # An error of more than the effect itself
+        largest = min(1.0, float(errors.max()))
         count = f"{len(self.lost)} of {len(self.errors)}"
-        where = self.readers.channels_text(channel_names(self.lost))
+        names = channel_names(self.lost)
+        where = self.readers.channels_text(names)
         layer = self.readers.group.layers[0]
         return (
             f"{count} input channels lose more than a fifth of their effect on {layer}: "
-            f"{where} lose up to {min(1.0, float(errors.max())):.0%}"
+            f"{where} lose up to {largest:.0%}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -104,9 +116,22 @@ class InputEffects:
             "layers": list(self.readers.group.layers),
         }
         if self.effects is not None and self.errors is not None:
-            row["effects"] = [round(value, 6) for value in self.effects.tolist()]
-            row["errors"] = [round(value, 6) for value in self.errors.tolist()]
+            row["effects"] = _rounded(self.effects)
+            row["errors"] = _rounded(self.errors)
         return row
+
+
+def _rounded(values: Tensor) -> list[float]:
+    """Return figures with six digits behind the point."""
+    figures: list[float] = values.tolist()
+    return [round(figure, 6) for figure in figures]
+
+
+def _columns(network: Network, node: Node, key: str) -> Tensor:
+    """Return a weight of a layer, [groups, a group's outputs, its inputs, taps]."""
+    parameter = network.layers[node.name].get_parameter(key)
+    weight = loaded(parameter).detach()
+    return by_channel(node, weight).float()
 
 
 def empty_effects(quantized: Network) -> list[InputEffects]:

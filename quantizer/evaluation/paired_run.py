@@ -117,8 +117,11 @@ class PairedRun:
         """Add the values of a node to the effects of the channels that layers read from it."""
         rows = self._result.inputs
         for index, row in enumerate(rows):
-            if row.readers.group.source == name:
-                rows[index] = row.with_batch(cast(Tensor, x), cast(Tensor, y))
+            if row.source != name:
+                continue
+            expected = cast(Tensor, x)
+            actual = cast(Tensor, y)
+            rows[index] = row.with_batch(expected, actual)
 
     def finish(self) -> NetworkComparison:
         """Return the comparison of the batch, whose nodes have all run."""

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, Ref
 
+_RECURRENT_WEIGHT = "weight_ih_l0"
+"""How the weights of a recurrent layer's input begin, in either direction."""
+
 
 @dataclass(frozen=True)
 class Insertion:
@@ -139,13 +142,22 @@ def channels_of(
     return groups * outputs, groups * inputs
 
 
+def is_recurrent_layer(node: Node) -> bool:
+    """Return whether it is a recurrent layer that owns its weights."""
+    return _RECURRENT_WEIGHT in node.params
+
+
 def input_weights(node: Node) -> list[str]:
     """Return the parameters whose columns multiply the channels of a layer's input: for a
     recurrent layer those of its first layer in each direction.
     """
-    if not node.params.keys() & {"weight_ih_l0"}:
+    if not is_recurrent_layer(node):
         return ["weight"]
-    return [key for key in node.params if key.startswith("weight_ih_l0")]
+    keys = []
+    for key in node.params:
+        if key.startswith(_RECURRENT_WEIGHT):
+            keys.append(key)
+    return keys
 
 
 def rescale_weight(

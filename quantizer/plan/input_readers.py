@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 from quantizer.config.wording import first_names
 from quantizer.graph.channel_labels import ChannelLabels
-from quantizer.graph.edits import channels_of, input_weights
-from quantizer.graph.ir import Graph
+from quantizer.graph.edits import channels_of, input_weights, is_recurrent_layer
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.structure import InputGroup
 from quantizer.plan.floating import input_values
 
 _MAX_NAMED = 8
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,20 @@ def input_readers(graph: Graph, *, with_sums: bool = False) -> list[InputReaders
         if group.channels < 2 or _is_of_flat_images(graph, group, names):
             continue
         name = _input_of(graph, group, names)
-        sizes = [size or 1 for size in (source.shape or ())[1:]]
-        positions = math.prod(sizes) // group.channels
-        rows.append(InputReaders(group, name, max(1, positions)))
+        positions = _positions(source, group.channels)
+        row = InputReaders(group, name, positions)
+        rows.append(row)
     return rows
+
+
+def _positions(source: Node, channels: int) -> int:
+    """Return how many values of each channel a sample has; open sizes count as 1."""
+    shape = source.shape or ()
+    sizes = []
+    for size in shape[1:]:
+        sizes.append(size or 1)
+    positions = math.prod(sizes) // channels
+    return max(1, positions)
 
 
 def _groups(graph: Graph, names: set[str]) -> list[InputGroup]:
@@ -63,18 +72,24 @@ def _groups(graph: Graph, names: set[str]) -> list[InputGroup]:
     groups: dict[tuple[str, int], InputGroup] = {}
     for node in graph.nodes:
         source = graph.source(node)
-        is_recurrent = node.op in _RECURRENT
-        is_layer = is_recurrent or (node.is_multiplying and not node.row.experts)
-        if not is_layer or source is None or source.name not in names or not source.is_float:
+        if source is None or source.name not in names or not source.is_float:
             continue
-        axis = -1
-        channels = graph.tensors[node.params[input_weights(node)[0]]].shape[-1]
-        if not is_recurrent:
+        if is_recurrent_layer(node):
+            axis = -1
+            first_key = input_weights(node)[0]
+            weight = graph.tensors[node.params[first_key]]
+            channels = weight.shape[-1]
+        elif node.is_multiplying and not node.row.experts:
             axis = node.row.channels or 0
-            _, channels = channels_of(node, graph.weight(node))
+            weight = graph.weight(node)
+            _, channels = channels_of(node, weight)
+        else:
+            continue
         key = (source.name, axis % source.rank)
-        group = groups.get(key) or InputGroup(source.name, (), axis, channels)
-        groups[key] = replace(group, layers=(*group.layers, node.name))
+        new = InputGroup(source.name, (), axis, channels)
+        group = groups.get(key, new)
+        layers = (*group.layers, node.name)
+        groups[key] = replace(group, layers=layers)
     return list(groups.values())
 
 
@@ -86,27 +101,38 @@ def _is_of_flat_images(graph: Graph, group: InputGroup, names: set[str]) -> bool
         node = graph.by_name[pending.pop()]
         if node.op == "input" and node.rank == 4 and rank == 2:
             return True
-        pending += [name for name in node.refs() if name in names]
+        for name in node.refs():
+            if name in names:
+                pending.append(name)
     return False
 
 
 def _input_of(graph: Graph, group: InputGroup, names: set[str]) -> str | None:
     """Return the input that has a group's channels whole and in order."""
     node = graph.by_name[group.source]
-    axis: int | None = group.axis % node.rank if node.rank else None
+    axis: int | None = None
+    if node.rank:
+        axis = group.axis % node.rank
     while node.op != "input" and axis is not None:
-        operands = [name for name in node.refs() if name in names]
+        operands = []
+        for name in node.refs():
+            if name in names:
+                operands.append(name)
         if len(operands) != 1:
             return None
         source = graph.by_name[operands[0]]
         is_moved = node.row.kind == "passthrough"
         if is_moved or source.shape != node.shape:
-            axis = ChannelLabels(graph).moved_back(node, axis)
+            labels = ChannelLabels(graph)
+            axis = labels.moved_back(node, axis)
         node = source
     return node.name if axis is not None else None
 
 
 def channel_names(indices: Sequence[int]) -> str:
     """Return the text that names channels, as "channels 0, 2 and 3"."""
-    names = [str(index) for index in indices]
-    return f"channel{'s' * (len(names) > 1)} {first_names(names, _MAX_NAMED)}"
+    names = []
+    for index in indices:
+        names.append(str(index))
+    noun = "channel" if len(names) == 1 else "channels"
+    return f"{noun} {first_names(names, _MAX_NAMED)}"

@@ -38,7 +38,8 @@ def layers_kept_float(
     reason, and the routers of experts that no rule names.
     """
     reasons = dict.fromkeys(outside_stubs(graph), OUTSIDE)
-    reasons.update(dict.fromkeys(scaled_inputs(graph), SCALED))
+    scaled = scaled_inputs(graph)
+    reasons.update(dict.fromkeys(scaled, SCALED))
     routers = router_layers(graph)
     named: set[str] = set()
     for rule in rules:

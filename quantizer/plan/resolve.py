@@ -323,7 +323,8 @@ class _Resolver:
             whole = self.tensors.pop((name, output_role(self.graph.by_name[name])), None)
             if whole is None:
                 continue
-            self.floats[name] = self.layout.floats[name]
+            reason = self.layout.floats[name]
+            self.floats[name] = reason
             for product in products:
                 for role, value in self.graph.by_name[product.layer].input_roles().items():
                     if value == product.value and (product.layer, role) not in self.tensors:
