@@ -131,6 +131,8 @@ class CalibrationSettings:
 
     Attributes:
         confirm: checks the plan before calibration.
+        evaluation: the data that the result is tested on by default; those of the calibration
+            if None.
     """
 
     seed: int = 0
@@ -144,6 +146,7 @@ class CalibrationSettings:
     memory: int | str | None = None
     events: Events | None = None
     confirm: Confirm = lambda request, state: None
+    evaluation: Batches | None = None
 
     def __post_init__(self) -> None:
         for name in ("seed", "batch_size", "subset_len"):
@@ -172,7 +175,6 @@ def calibrate_batches(
     settings: CalibrationSettings,
     *,
     graph: Graph | None = None,
-    evaluation: Batches | None = None,
 ) -> Result:
     """Quantize a traced copy of a model whose data is open; see `calibrate`.
 
@@ -182,7 +184,6 @@ def calibrate_batches(
         batches: the data, from `open_batches`.
         settings: the other arguments of `calibrate`.
         graph: the model's graph, from `trace_compared`; None to trace here.
-        evaluation: the data that the result is tested on by default; `batches` if None.
     """
     config_result = read_config(config)
     memory = _bytes_of(settings.memory)
@@ -213,13 +214,16 @@ def calibrate_batches(
         state = steps.run_calibration(request)
         if checkpoints:
             checkpoints.remove()
-    return _result(model, request, state, events, evaluation or batches)
+    return _result(
+        model, request, state, events=events, evaluation=settings.evaluation or batches
+    )
 
 
 def _result(
     model: nn.Module,
     request: CalibrationRequest,
     state: CalibrationState,
+    *,
     events: Events,
     evaluation: Batches,
 ) -> Result:

@@ -64,8 +64,9 @@ from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import require_sized
 from quantizer.export.targets import WHOLE_MODELS
 from quantizer.export.value_names import require_fitting_names
-from quantizer.graph.modules import module_graph, untraced_part
+from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
+from quantizer.graph.untraced import untraced_part
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.seeding import seed_everything
@@ -243,18 +244,9 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
                 path = config_of_run(options, made_for, graph, opened, target=target)
                 options = replace(options, config_file=path)
                 data = data.with_config(path)
-            calib_options = replace(
-                data.calib_options, quant_mode="calib", for_=(target,), gate=()
-            )
-            calibrated = run_calib(calib_options, opened=opened)
-        test_options = replace(
-            data.test_options,
-            quant_mode="test",
-            fast_finetune=None,
-            deploy=(target,),
-            overwrite=False,
-        )
+            calibrated = run_calib(data.calibrating(for_=(target,)), opened=opened)
         seed_everything(options.seed)
+        test_options = data.testing(deploy=(target,))
         tested = run_test(test_options, opened=opened)
         assert calibrated.plan is not None
         finished = FinishedRun(
