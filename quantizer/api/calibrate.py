@@ -133,6 +133,8 @@ class CalibrationSettings:
     Attributes:
         confirm: checks the plan before calibration.
         has_next_step: whether the checkpoints stay, because the same call goes on with a test.
+        evaluation: the data that the result is tested on by default; those of the calibration
+            if None.
     """
 
     seed: int = 0
@@ -147,6 +149,7 @@ class CalibrationSettings:
     events: Events | None = None
     confirm: Confirm = lambda request, state: None
     has_next_step: bool = False
+    evaluation: Batches | None = None
 
     def __post_init__(self) -> None:
         for name in ("seed", "batch_size", "subset_len"):
@@ -175,7 +178,6 @@ def calibrate_batches(
     settings: CalibrationSettings,
     *,
     graph: Graph | None = None,
-    evaluation: Batches | None = None,
 ) -> Result:
     """Quantize a traced copy of a model whose data is open; see `calibrate`.
 
@@ -185,7 +187,6 @@ def calibrate_batches(
         batches: the data, from `open_batches`.
         settings: the other arguments of `calibrate`.
         graph: the model's graph, from `trace_compared`; None to trace here.
-        evaluation: the data that the result is tested on by default; `batches` if None.
     """
     config_result = read_config(config)
     memory = _bytes_of(settings.memory)
@@ -218,13 +219,16 @@ def calibrate_batches(
         state = calibrated(request, must_resume=settings.resume)
         if checkpoints and not settings.has_next_step:
             checkpoints.remove()
-    return _result(model, request, state, events, evaluation or batches)
+    return _result(
+        model, request, state, events=events, evaluation=settings.evaluation or batches
+    )
 
 
 def _result(
     model: nn.Module,
     request: CalibrationRequest,
     state: CalibrationState,
+    *,
     events: Events,
     evaluation: Batches,
 ) -> Result:

@@ -61,7 +61,7 @@ from quantizer.export.targets import WHOLE_MODELS, CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
-from quantizer.graph.modules import Untraced, untraced_part
+from quantizer.graph.untraced import Untraced, untraced_part
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
@@ -171,22 +171,20 @@ def quantize(
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
         preset = preset_for(name, has_data=has_data) if config is None else ""
         check_float(model, traced=True)
-        confirm = partial(_confirm, checked_target(target, choices))
-        settings = CalibrationSettings(
+        settings = _settings(
+            target,
+            choices,
             seed=seed,
             dynamic=dynamic,
             folder=place,
             events=events,
-            confirm=confirm,
             has_next_step=True,
         )
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
-        evaluation = batches
-        start = read_config(config).require() if config is not None else load_preset(preset)
-        if data is not None and evaluation_data is None and may_need_data(start):
-            batches, evaluation = _divided(model, data, settings, graph)
+        if has_data and evaluation_data is None and _may_need_data(config, preset):
+            batches, settings = _divided(model, data, settings, graph)
         with restored_if_refused(place):
             mark_result_folder(place)
             if config is None:
@@ -194,9 +192,7 @@ def quantize(
                 sized = _sized_run(model, graph, batches, events)
                 to_leave = layers_to_leave(target, choices)
                 config = _config_file(place, made_for, sized, to_leave, overwrite=overwrite)
-            result = calibrate_batches(
-                model, config, batches, settings, graph=graph, evaluation=evaluation
-            )
+            result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = {"evaluate": evaluate, "lower_is_better": lower_is_better}
         quantized = _with_file(
@@ -346,27 +342,40 @@ def _batches(
     return replace(open_batches(model, example, settings), stamp=EXAMPLE_STAMP)
 
 
+def _may_need_data(config: AnyConfig | None, preset: str) -> bool:
+    """Return whether a config, or else a preset, may need the values of data."""
+    if config is None:
+        return may_need_data(load_preset(preset))
+    return may_need_data(read_config(config).require())
+
+
 def _divided(
-    model: nn.Module, data: CalibrationData, settings: CalibrationSettings, graph: Graph
-) -> tuple[Batches, Batches]:
-    """Return the data that calibrate and those that judge. All do both if they are few, or are
-    made from the model.
+    model: nn.Module, data: CalibrationData | None, settings: CalibrationSettings, graph: Graph
+) -> tuple[Batches, CalibrationSettings]:
+    """Return the data that calibrate, and settings with those that judge. All do both if they
+    are few, or are made from the model.
     """
+    assert data is not None
     batches = open_batches(model, data, settings)
     if batches.way:
-        return batches, batches
+        return batches, settings
     sizes = [batch.size for batch in batches]
+    samples = sum(sizes)
     first = samples_to_calibrate(sizes, graph)
-    if first is None or sum(sizes) < MIN_SAMPLES:
-        return batches, batches
-    logger.info(
-        "the last %s of %d judge, and do not calibrate",
-        counted(sum(sizes) - first, "sample"),
-        sum(sizes),
-    )
+    if first is None or samples < MIN_SAMPLES:
+        return batches, settings
+    held_back = counted(samples - first, "sample")
+    logger.info("the last %s of %d judge, and do not calibrate", held_back, samples)
     evaluation = open_batches(model, data, settings)
     evaluation.skip_len = first
-    return open_batches(model, data, replace(settings, subset_len=first)), evaluation
+    calibration = open_batches(model, data, replace(settings, subset_len=first))
+    return calibration, replace(settings, evaluation=evaluation)
+
+
+def _settings(target: str, choices: Mapping[str, str], **others: Any) -> CalibrationSettings:
+    """Return the settings of a calibration that makes a file, with others by name."""
+    confirm = partial(_confirm, checked_target(target, choices))
+    return CalibrationSettings(confirm=confirm, **others)
 
 
 def _confirm(

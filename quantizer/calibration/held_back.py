@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quantizer.config.model import Config
+from quantizer.config.model import Config, ConfigRule, Role
 from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 
@@ -20,11 +20,20 @@ def may_need_data(config: Config) -> bool:
         return True
     if any(algorithm.needs_data for algorithm in config.algorithms):
         return True
-    for rule in config.rules:
-        for role in {*rule.fields, *rule.adds, *(rule.roles or ())}:
-            is_dynamic = rule.fields.get(role, {}).get("is_dynamic")
-            if not is_parameter(role) and (is_dynamic is None or is_dynamic.value is not True):
-                return True
+    return any(map(_may_calibrate, config.rules))
+
+
+def _may_calibrate(rule: ConfigRule) -> bool:
+    """Return whether a block of a config may quantize activations with stored scales."""
+    roles: set[Role] = set()
+    roles.update(rule.fields)
+    roles.update(rule.adds)
+    roles.update(rule.roles or ())
+    for role in roles:
+        fields = rule.fields.get(role, {})
+        is_dynamic = "is_dynamic" in fields and fields["is_dynamic"].value is True
+        if not is_parameter(role) and not is_dynamic:
+            return True
     return False
 
 
@@ -49,6 +58,9 @@ def samples_to_calibrate(sizes: Sequence[int], graph: Graph) -> int | None:
 def _takes_any_batch(graph: Graph) -> bool:
     """Return whether the first axis of each input is a batch of any size."""
     for node in graph.nodes:
-        if node.op == "input" and node.shape is not None and node.shape[:1] != (None,):
+        if node.op != "input" or node.shape is None:
+            continue
+        first_axis = node.shape[:1]
+        if first_axis != (None,):
             return False
     return True

@@ -4,7 +4,7 @@ calibration and test, tune.json and the table. Both commands also share fields o
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,23 +112,9 @@ def run_tuned(
         QuantizerError: a mode failed.
     """
     write_config(path, judge.start_config, climb)
-    data = judge.data
-    calib_options = replace(
-        data.calib_options,
-        quant_mode="calib",
-        config_file=str(path),
-        fast_finetune=climb.rung.fast_finetune,
-        gate=(),
-    )
-    test_options = replace(
-        data.test_options,
-        quant_mode="test",
-        config_file=str(path),
-        fast_finetune=None,
-        overwrite=False,
-        for_=(),
-        deploy=tuple(deploy),
-    )
+    data = judge.data.with_config(str(path))
+    calib_options = data.calibrating(fast_finetune=climb.rung.fast_finetune)
+    test_options = data.testing(for_=(), deploy=tuple(deploy))
     opened = opened.with_batches(data.calibration)
     seed_everything(calib_options.seed)
     calibrated = run_calib(calib_options, opened=opened)

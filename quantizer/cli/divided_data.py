@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quantizer.calibration.held_back import (
     MIN_SAMPLES,
@@ -42,6 +43,20 @@ class DividedData:
             self,
             calib_options=replace(self.calib_options, config_file=path),
             test_options=replace(self.test_options, config_file=path),
+        )
+
+    def calibrating(self, **changes: Any) -> Options:
+        """Return the options of calib mode, with others by name."""
+        return replace(self.calib_options, quant_mode="calib", gate=(), **changes)
+
+    def testing(self, **changes: Any) -> Options:
+        """Return the options of test mode, with others by name."""
+        return replace(
+            self.test_options,
+            quant_mode="test",
+            fast_finetune=None,
+            overwrite=False,
+            **changes,
         )
 
 

@@ -66,8 +66,9 @@ from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import require_sized
 from quantizer.export.targets import WHOLE_MODELS
 from quantizer.export.value_names import require_fitting_names
-from quantizer.graph.modules import module_graph, untraced_part
+from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
+from quantizer.graph.untraced import untraced_part
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
@@ -255,18 +256,10 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
                 path = config_of_run(options, made_for, graph, opened, target=target)
                 options = replace(options, config_file=path)
                 data = data.with_config(path)
-            calib_options = replace(
-                data.calib_options, quant_mode="calib", for_=(target,), gate=()
-            )
+            calib_options = data.calibrating(for_=(target,))
             calibrated = run_calib(calib_options, opened=opened, has_next_step=True)
-        test_options = replace(
-            data.test_options,
-            quant_mode="test",
-            fast_finetune=None,
-            deploy=(target,),
-            overwrite=False,
-        )
         seed_everything(options.seed)
+        test_options = data.testing(deploy=(target,))
         tested = run_test(test_options, opened=opened)
         if not tested.error:
             Checkpoints(folder).remove()

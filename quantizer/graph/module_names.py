@@ -66,9 +66,12 @@ def path_names(graph: Graph) -> dict[str, str]:
     names: dict[str, str] = {}
     for name, path in paths.items():
         with_operator, without_operator = call_paths(name, path)
-        is_unique = len(operators[path]) == 1 and path not in parents
+        rivals = operators[path]
+        has_parts = path in parents
         if name in weights:
-            is_unique = len(weights_of_module[path]) == 1 and path not in parents_of_weights
+            rivals = weights_of_module[path]
+            has_parts = path in parents_of_weights
+        is_unique = len(rivals) == 1 and not has_parts
         names[name] = without_operator if path and is_unique else with_operator
     counts = Counter(names.values())
     for name, path in names.items():

@@ -5,7 +5,7 @@ Names, scopes and operators are those of a trace in which each layer is called o
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -271,43 +271,6 @@ def is_called(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention) or is_of_experts(module):
         return False
     return not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-
-@dataclass(frozen=True)
-class Untraced:
-    """The parameters of a model that no node of a graph reads.
-
-    Attributes:
-        size: in bytes.
-        reasons: why their layers stay in float, by path.
-    """
-
-    size: int = 0
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-
-def untraced_part(model: nn.Module, graph: Graph) -> Untraced:
-    """Return what a trace of a model lacks, as where no data reach a part of it.
-
-    Args:
-        model: in float.
-        graph: its trace before all passes.
-    """
-    paths: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        paths.setdefault(id(parameter), []).append(path)
-    traced: set[str] = set()
-    for node in graph.nodes:
-        traced.update(node.params.values())
-    size = 0
-    reasons: dict[str, str] = {}
-    for first, parameter in model.named_parameters():
-        if not traced.isdisjoint(paths[id(parameter)]):
-            continue
-        size += parameter.nbytes
-        if parameter.dim() > 1:
-            reasons[first.rpartition(".")[0]] = "not reached by the data"
-    return Untraced(size, reasons)
 
 
 def uncovered_modules(
