@@ -166,7 +166,9 @@ def trace_module(
     if compared:
         compare_with_model(module, graph, batch)
     code = model_code(module, graph, batch)
-    return graph.replaced(code=code.digest if code else "")
+    if code is None:
+        return graph
+    return graph.replaced(code=code.digest)
 
 
 def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:
