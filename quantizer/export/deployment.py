@@ -283,9 +283,11 @@ def _of_other_size(tensor: Tensor, axis: int, length: Length) -> Tensor:
     """
     size = tensor.shape[axis]
     if size > length.least:
-        return tensor.narrow(axis, 0, length.nearest(size // _SMALLER)).clone()
+        smaller = length.nearest(size // _SMALLER)
+        return tensor.narrow(axis, 0, smaller).clone()
     last = tensor.narrow(axis, size - 1, 1)
-    return torch.cat([tensor, *[last] * length.step], axis)
+    more = [last] * length.step
+    return torch.cat([tensor, *more], axis)
 
 
 def _asked_lengths(graph: Graph) -> list[Length]:

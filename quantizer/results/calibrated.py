@@ -187,7 +187,9 @@ def trace_module(
         )
         return trace_module(module, batch, compared=compared, sizes=sizes, fixed=True)
     code = model_code(module, graph, batch)
-    return graph.replaced(code=code.digest if code else "")
+    if code is None:
+        return graph
+    return graph.replaced(code=code.digest)
 
 
 def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Graph:

@@ -32,30 +32,68 @@ _WITHOUT_OPERATOR = ("input", "parameter", "constant")
 _ARITHMETIC = frozenset(
     function.__name__
     for function in (
-        *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
-        *(operator.mod, operator.pow, operator.neg, operator.pos, operator.abs),
-        *(operator.and_, operator.or_, operator.xor, operator.not_, operator.invert),
-        *(operator.lshift, operator.rshift, operator.eq, operator.ne, operator.lt),
-        *(operator.le, operator.gt, operator.ge, operator.getitem),
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.floordiv,
+        operator.truediv,
+        operator.mod,
+        operator.pow,
+        operator.neg,
+        operator.pos,
+        operator.abs,
+        operator.and_,
+        operator.or_,
+        operator.xor,
+        operator.not_,
+        operator.invert,
+        operator.lshift,
+        operator.rshift,
+        operator.eq,
+        operator.ne,
+        operator.lt,
+        operator.le,
+        operator.gt,
+        operator.ge,
+        operator.getitem,
     )
 )
 """The functions of Python's `operator` that traced graphs use to compute sizes. Others, such as
 `operator.methodcaller`, could run any code.
 """
-_SHAPES = frozenset({"size", "output_size", "scale_factors", "repeats", "shape", "s"})
+_SHAPES = frozenset(
+    {
+        "size",
+        "output_size",
+        "scale_factors",
+        "repeats",
+        "shape",
+        "dims",
+        "s",
+        "n",
+    }
+)
 """Names of arguments whose product the size of an operator's result may follow."""
 _WIDTHS = frozenset(
     {
-        *("pad", "padding", "stride", "dilation", "output_padding", "kernel_size", "bins"),
-        *("chunks", "sections", "n_fft", "window_length", "offset"),
+        "pad",
+        "padding",
+        "output_padding",
+        "stride",
+        "dilation",
+        "kernel_size",
+        "offset",
+        "bins",
+        "chunks",
+        "sections",
+        "n_fft",
+        "window_length",
     }
 )
 """Names of arguments whose largest number it may follow."""
 _BOUNDS = frozenset({"start", "end", "steps", "n", "m", "row", "col"})
 """Names of further such arguments of operators without inputs, such as `arange`."""
-_SIZES_OF = {"tile": {"dims"}, "fft": {"n"}}
-"""Further such arguments of some operators, by the first word of their name."""
-_POWERS = ("pow", "lshift")
+_POWERS = (operator.pow.__name__, operator.lshift.__name__)
 
 Fault = tuple[str, str]
 """A place in graph.json, and what is wrong there."""
@@ -211,22 +249,24 @@ def _most_values(node: Node, name: str, value: Any) -> float:
     """Return how many values an argument of a node may ask for, for each value of its inputs;
     1 if it is not about sizes.
     """
-    word, _, _ = node.op.partition("_")
     is_bound = name in _BOUNDS and not node.inputs
-    if is_bound or name in _SHAPES or name in _SIZES_OF.get(word, ()):
+    if is_bound or name in _SHAPES:
         return _product(value)
-    if name in _WIDTHS and isinstance(value, (list, tuple)):
+    if name not in _WIDTHS:
+        return 1
+    if isinstance(value, (list, tuple)):
         return max(map(_product, value), default=1)
-    return _product(value) if name in _WIDTHS else 1
+    return _product(value)
 
 
 def _steps(node: Node) -> float:
-    """Return how many values a node of `arange` may give for each unit of its range."""
-    step = node.attrs.get("step", 1)
-    if node.op != "arange" or not isinstance(step, (int, float)) or step == 0:
+    """Return how many values a range with a step below 1 may have."""
+    step = node.attrs.get("step")
+    if not isinstance(step, float) or not 0 < abs(step) < 1:
         return 1
-    ends = [node.attrs.get(name, 1) for name in ("start", "end")]
-    return _product(max(ends, key=_product)) / abs(step)
+    start = _product(node.attrs.get("start"))
+    end = _product(node.attrs.get("end"))
+    return max(start, end) / abs(step)
 
 
 def _product(sizes: Any, size_of_none: int = 1) -> float:

@@ -121,6 +121,7 @@ def _file_digests(module: nn.Module) -> list[str]:
         OSError, ValueError: a file cannot be read, or the code of a class is in no file.
     """
     with_classes = {type(part).__module__ for part in module.modules()}
+    main = sys.modules.get("__main__")
     files: set[str] = set()
     for name, loaded in list(sys.modules.items()):
         file = getattr(loaded, "__dict__", {}).get("__file__")
@@ -129,8 +130,8 @@ def _file_digests(module: nn.Module) -> list[str]:
             if file is None:
                 raise ValueError(f"{name} has no file")
             files.add(file)
-        # The main program may be another one each time
-        elif file is not None and name != "__main__" and is_file_of_user(file):
+        # The main program, which has two names, may be another one each time
+        elif file is not None and loaded is not main and is_file_of_user(file):
             files.add(file)
     if with_classes:
         raise ValueError(f"{with_classes.pop()} is not loaded")
