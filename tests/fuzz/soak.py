@@ -112,7 +112,8 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
         return "ok", [*found, f"test: exit {code}: {said.strip()[-400:]}"]
     model = load_model(str(place / "net.py")).module
     data = load_model(str(place / "net.py")).calibration_data
-    batches: list[Tensor] = list(data()) if callable(data) else []
+    batches = [as_call(batch) for batch in data()] if callable(data) else []
+    batches += [single(batch) for batch in batches[:1]]
     return "ok", [*found, *compared(folder, model, batches, config, given, plain=plain)]
 
 
@@ -138,11 +139,25 @@ def resumed(draw: random.Random, given: list[str], folder: Path, place: Path) ->
     ]
 
 
+Call = tuple[Tensor, ...]
+"""The positional arguments of a model: the samples, and perhaps a state [layers, n, width]."""
+
+
+def as_call(batch: Tensor | Call) -> Call:
+    """The arguments of a batch."""
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def single(call: Call) -> Call:
+    """The first sample alone: models and files take any number."""
+    return tuple(value.narrow(min(index, 1), 0, 1) for index, value in enumerate(call))
+
+
 @torch.no_grad()
 def compared(
     folder: Path,
     model: nn.Module,
-    batches: list[Tensor],
+    batches: list[Call],
     config: dict[str, Any],
     given: list[str],
     *,
@@ -151,11 +166,11 @@ def compared(
     """What else the calibrated network is, beside test mode's."""
     found = []
     network = quantizer.load(folder, model, batches).network
-    quantized = [tree_leaves(network(batch)) for batch in batches]
-    floating = [tree_leaves(model(batch)) for batch in batches]
+    quantized = [tree_leaves(network(*batch)) for batch in batches]
+    floating = [tree_leaves(model(*batch)) for batch in batches]
     code = imported(next(folder.glob("*.py")))
     for batch, expected in zip(batches, quantized, strict=True):
-        if not all(map(torch.equal, tree_leaves(code(batch)), expected)):
+        if not all(map(torch.equal, tree_leaves(code(*batch)), expected)):
             found.append("the generated file gives something else")
     is_same = (
         plain
@@ -206,20 +221,21 @@ def _blocks(leaf: Tensor) -> Tensor:
 
 def in_place(
     model: nn.Module,
-    batches: list[Tensor],
+    batches: list[Call],
     config: dict[str, Any],
     expected: list[list[Tensor]],
 ) -> list[str]:
     """The same config on the modules: the same network up to the order of sums, where it is
     taken at all.
     """
+    # Without the single sample, as the network was calibrated
     try:
         made: nn.Module = quantizer.ModelQuantizer(
             quantizer.Config.from_dict(config)
-        ).quantize_model(model, batches)
+        ).quantize_model(model, batches[:-1])
     except QuantizerError:
         return []
-    got = [tree_leaves(made(batch)) for batch in batches]
+    got = [tree_leaves(made(*batch)) for batch in batches]
     return [
         f"in place: part {name}: {near:.1f} dB from the traced network"
         for name, near, _ in figures(expected, got)
@@ -242,7 +258,7 @@ def figures(
 
 def onnx(
     folder: Path,
-    batches: list[Tensor],
+    batches: list[Call],
     given: list[str],
     quantized: list[list[Tensor]],
     floating: list[list[Tensor]],
@@ -274,13 +290,16 @@ def onnx(
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
         )
-        name = session.get_inputs()[0].name
+        names = [value.name for value in session.get_inputs()]
         got: list[list[Tensor]] = []
         for batch in batches:
             got.append(
                 [
                     torch.from_numpy(output)
-                    for output in session.run(None, {name: batch.numpy()})
+                    for output in session.run(
+                        None,
+                        {name: value.numpy() for name, value in zip(names, batch, strict=True)},
+                    )
                 ]
             )
         for part, near, equal in figures(quantized, got):
