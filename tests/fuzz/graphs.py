@@ -1,6 +1,6 @@
 """Small networks drawn at random, written as a model file: images or tokens, with residual
-sums, gates and norms, writes in place, inputs with channels of different units, and outputs of
-very different ranges, joined or one by one.
+sums, gates and norms, states, writes in place, inputs with channels of different units, and
+outputs of very different ranges, joined or one by one. Batches have one to three samples.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Net(nn.Module):
         torch.manual_seed({seed})
 {layers}
 
-    def forward(self, x):
+    def forward(self, {inputs}):
 {body}
-        return x
+        return {inputs}
 
 
 def model():
@@ -34,15 +34,23 @@ def model():
 
 def batches(seed):
     draw = torch.Generator().manual_seed(seed)
-    data = [{scale} * torch.randn({shape}, generator=draw){units} for _ in range({batches})]
-    for sample, x in enumerate(x for batch in data for x in batch):
-        {loudness}
-    return data
+    calls = []
+    sample = 0
+    for samples in {samples}:
+        values = {scale} * torch.randn(samples, {shape}, generator=draw){units}
+        for x in values:
+            {loudness}
+            sample += 1
+        x = values
+        state = torch.randn(1, samples, {channels}, generator=draw)
+        calls.append(({inputs}))
+    return calls
 
 
 def calibration_data():
     data = batches({seed})
-    data[0][0] *= {corrupt}
+    first = data[0][0] if isinstance(data[0], tuple) else data[0]
+    first[0] *= {corrupt}
     return data
 
 
@@ -71,19 +79,26 @@ Step = tuple[list[str], list[str], int]
 
 
 def model_file(seed: int) -> tuple[str, bool]:
-    """The text of a model file, and whether it has no norm that is folded into a layer."""
+    """The text of a model file, and whether it has no norm that is folded into a layer, and no
+    recurrent layer. One of these takes its state, and gives it.
+    """
     draw = random.Random(seed)
     images = draw.random() < 0.6
     channels = draw.choice([4, 6, 8])
     size = draw.choice([6, 8])
-    shape = f"{draw.choice([2, 3])}, {channels}, {size}" + (f", {size}" if images else "")
-    shape = shape if images else f"{draw.choice([2, 3])}, {size}, {channels}"
+    shape = f"{channels}, {size}, {size}" if images else f"{size}, {channels}"
     layers, body = list[str](), list[str]()
     units = ""
     if has_units(seed):
         sizes = [round(10 ** draw.uniform(-3, 4), 6) for _ in range(channels)]
         units = f" * torch.tensor({sizes}).view({'-1, 1, 1' if images else '-1'})"
         body.append(f"x = x{units.replace('*', '/')}")
+    samples = [draw.choice([1, 2, 3]) for _ in range(draw.choice([1, 2, 4]))]
+    inputs, width = "x", channels
+    if not images and draw.random() < 0.3:
+        inputs = "x, state"
+        layers.append(f"self.cells = nn.GRU({channels}, {channels}, batch_first=True)")
+        body.append("x, state = self.cells(x, state)")
     for index in range(draw.choice([1, 2, 3, 4])):
         made, lines, channels = (_image if images else _token)(draw, f"l{index}", channels)
         layers += made
@@ -104,12 +119,15 @@ def model_file(seed: int) -> tuple[str, bool]:
         body="\n".join(" " * 8 + line for line in body),
         scale=draw.choice([1.0, 1.0, 10.0, 0.01]),
         shape=shape,
-        batches=draw.choice([1, 2, 4]),
+        samples=samples,
+        channels=width,
+        inputs=inputs,
         loudness=draw.choice(LOUDNESS),
         corrupt=draw.choice([1, 1, 1, 1e4]),
         units=units,
     )
-    return text, not any("BatchNorm" in line for line in layers)
+    plain = not any("BatchNorm" in line or "GRU" in line for line in layers)
+    return text, plain
 
 
 def has_units(seed: int) -> bool:

@@ -145,19 +145,20 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
     )
     model = load_model(str(place / "net.py")).module
     data = load_model(str(place / "net.py")).calibration_data
-    batches: list[Tensor] = list(data()) if callable(data) else []
+    batches = [as_call(batch) for batch in data()] if callable(data) else []
     # What is fitted to a few samples loses more on others
     if "algo_config" not in config:
-        fresh = run_path(str(place / "net.py"))["fresh_data"]()
-        found += unlike_fresh(folder, model, batches, fresh)
+        fresh = map(as_call, run_path(str(place / "net.py"))["fresh_data"]())
+        found += unlike_fresh(folder, model, batches, list(fresh))
     if has_units(seed) and not named:
         found += lost_channels(folder, model, batches)
+    batches += [single(batch) for batch in batches[:1]]
     return "ok", [*found, *compared(folder, model, batches, config, given, plain=plain)]
 
 
 @torch.no_grad()
 def unlike_fresh(
-    folder: Path, model: nn.Module, batches: list[Tensor], fresh: list[Tensor]
+    folder: Path, model: nn.Module, batches: list[Call], fresh: list[Call]
 ) -> list[str]:
     """Outputs for which test mode shows much more than a fresh sample has."""
     report = json.loads((folder / "report.json").read_text("utf-8"))
@@ -165,7 +166,7 @@ def unlike_fresh(
     network = quantizer.load(folder, model, batches).network
     ratios: dict[str, list[float]] = {row["name"]: [] for row in rows}
     for batch in fresh:
-        leaves = zip(tree_leaves(model(batch)), tree_leaves(network(batch)), strict=True)
+        leaves = zip(tree_leaves(model(*batch)), tree_leaves(network(*batch)), strict=True)
         for row, (expected, got) in zip(rows, leaves, strict=True):
             if row["samples"] is not None:
                 ratios[row["name"]] += map(sqnr_db, expected, got)
@@ -191,12 +192,12 @@ HEARD = 4.0
 
 
 @torch.no_grad()
-def lost_channels(folder: Path, model: nn.Module, batches: list[Tensor]) -> list[str]:
+def lost_channels(folder: Path, model: nn.Module, batches: list[Call]) -> list[str]:
     """Channels of the input whose values have half of their effect on the output, or less."""
     network = quantizer.load(folder, model, batches).network
-    x = batches[0]
+    x, *states = batches[0]
     axis = 1 if x.dim() == 4 else 2
-    first = (tree_leaves(model(x))[0], tree_leaves(network(x))[0])
+    first = (tree_leaves(model(x, *states))[0], tree_leaves(network(x, *states))[0])
     if not first[0].is_floating_point():
         return []
     error = float((first[0] - first[1]).norm())
@@ -206,7 +207,8 @@ def lost_channels(folder: Path, model: nn.Module, batches: list[Tensor]) -> list
         changed.select(axis, channel).copy_(x.select(axis, channel).roll(1, -1))
         pairs = zip((model, network), first, strict=True)
         before, after = (
-            float((tree_leaves(run(changed))[0] - output).norm()) for run, output in pairs
+            float((tree_leaves(run(changed, *states))[0] - output).norm())
+            for run, output in pairs
         )
         if before > HEARD * error and after < before / 2:
             share = after / before
@@ -236,11 +238,25 @@ def resumed(draw: random.Random, given: list[str], folder: Path, place: Path) ->
     ]
 
 
+Call = tuple[Tensor, ...]
+"""The positional arguments of a model: the samples, and perhaps a state [layers, n, width]."""
+
+
+def as_call(batch: Tensor | Call) -> Call:
+    """The arguments of a batch."""
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def single(call: Call) -> Call:
+    """The first sample alone: models and files take any number."""
+    return tuple(value.narrow(min(index, 1), 0, 1) for index, value in enumerate(call))
+
+
 @torch.no_grad()
 def compared(
     folder: Path,
     model: nn.Module,
-    batches: list[Tensor],
+    batches: list[Call],
     config: dict[str, Any],
     given: list[str],
     *,
@@ -249,11 +265,11 @@ def compared(
     """What else the calibrated network is, beside test mode's."""
     found = []
     network = quantizer.load(folder, model, batches).network
-    quantized = [tree_leaves(network(batch)) for batch in batches]
-    floating = [tree_leaves(model(batch)) for batch in batches]
+    quantized = [tree_leaves(network(*batch)) for batch in batches]
+    floating = [tree_leaves(model(*batch)) for batch in batches]
     code = imported(next(folder.glob("*.py")))
     for batch, expected in zip(batches, quantized, strict=True):
-        if not all(map(torch.equal, tree_leaves(code(batch)), expected)):
+        if not all(map(torch.equal, tree_leaves(code(*batch)), expected)):
             found.append("the generated file gives something else")
     is_same = (
         plain
@@ -304,20 +320,21 @@ def _blocks(leaf: Tensor) -> Tensor:
 
 def in_place(
     model: nn.Module,
-    batches: list[Tensor],
+    batches: list[Call],
     config: dict[str, Any],
     expected: list[list[Tensor]],
 ) -> list[str]:
     """The same config on the modules: the same network up to the order of sums, where it is
     taken at all.
     """
+    # Without the single sample, as the network was calibrated
     try:
         made: nn.Module = quantizer.ModelQuantizer(
             quantizer.Config.from_dict(config)
-        ).quantize_model(model, batches)
+        ).quantize_model(model, batches[:-1])
     except QuantizerError:
         return []
-    got = [tree_leaves(made(batch)) for batch in batches]
+    got = [tree_leaves(made(*batch)) for batch in batches]
     return [
         f"in place: part {name}: {near:.1f} dB from the traced network"
         for name, near, _ in figures(expected, got)
@@ -340,7 +357,7 @@ def figures(
 
 def onnx(
     folder: Path,
-    batches: list[Tensor],
+    batches: list[Call],
     given: list[str],
     quantized: list[list[Tensor]],
     floating: list[list[Tensor]],
@@ -372,13 +389,16 @@ def onnx(
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
         )
-        name = session.get_inputs()[0].name
+        names = [value.name for value in session.get_inputs()]
         got: list[list[Tensor]] = []
         for batch in batches:
             got.append(
                 [
                     torch.from_numpy(output)
-                    for output in session.run(None, {name: batch.numpy()})
+                    for output in session.run(
+                        None,
+                        {name: value.numpy() for name, value in zip(names, batch, strict=True)},
+                    )
                 ]
             )
         for part, near, equal in figures(quantized, got):
