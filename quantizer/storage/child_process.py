@@ -1,5 +1,6 @@
-"""Run work on files of others in a process of its own, with limits of time and of memory: what
-a library does with such a file may neither end nor fit into memory, and may end the process.
+"""Run work on files of others in a process of its own, with limits of time and of memory.
+
+What a library does with such a file may not end, may take all memory or may end the process.
 """
 
 import contextlib
@@ -83,7 +84,7 @@ def _forked(work: Callable[[], Any], memory: int) -> Iterator[tuple[int, int]]:
     """Yield the id of a process that does the work, and the pipe with its answer."""
     source, target = os.pipe()
     with warnings.catch_warnings():
-        # Python warns about forks of processes with threads. This one uses no lock of others
+        # Python warns about forks of processes with threads. The fork needs none of their locks
         warnings.simplefilter("ignore")
         pid = os.fork()
     if not pid:
