@@ -103,7 +103,7 @@ def _forked(work: Callable[[], Any], memory: int) -> Iterator[tuple[int, int]]:
 
 
 def _answer(work: Callable[[], Any], memory: int, target: int) -> NoReturn:
-    """Do the work in the new process, and write the result to the pipe `target`."""
+    """Run the work in the new process, and write the result to the pipe `target`."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
@@ -133,7 +133,7 @@ def _outcome(work: Callable[[], Any]) -> list[Any]:
 
 
 def _limit(memory: int) -> None:
-    """Limit the memory of this process to what it has now and `memory` bytes more."""
+    """Set the limit of this process: the memory that it has now, and `memory` bytes more."""
     import resource
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
