@@ -66,7 +66,7 @@ def _access(path: tuple[Any, ...]) -> str:
 
 
 def _keywords(values: Mapping[str, Any], modules: Mapping[str, str]) -> list[str]:
-    """Return the arguments of a call by name, as a dict where a name is no identifier."""
+    """Return the arguments of a call by name, as a dict if a name is not an identifier."""
     if all(key.isidentifier() and not keyword.iskeyword(key) for key in values):
         return [f"{key}={_literal(value, modules)}" for key, value in values.items()]
     return [f"**{_literal(dict(values), modules)}"]

@@ -152,7 +152,9 @@ class Converter:
         self.values[node] = Ref(name)
         if not isinstance(value, Tensor):
             # torch.export treats numbers in the call as constants
-            self.values[node] = attrs["value"] = plain_constant(value, self.namer.model)
+            constant = plain_constant(value, self.namer.model)
+            attrs["value"] = constant
+            self.values[node] = constant
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
     def _tensor(
@@ -173,15 +175,15 @@ class Converter:
     def _value(self, argument: Any) -> Any:
         """Return the graph's value for an argument: a Ref, a constant, or a list of these.
 
-        A tensor of the module that is read gets a node, for expressions such as
-        `x + self.shift`.
+        A tensor of the module that is read gets a node, as in `x + self.shift`.
         """
         if isinstance(argument, (list, tuple)):
             return [self._value(item) for item in argument]
         if isinstance(argument, Ref):
             return argument
         if not isinstance(argument, fx.Node):
-            return plain_constant(argument, self.namer.model)
+            model = self.namer.model
+            return plain_constant(argument, model)
         if argument not in self.paths:
             return self.values[argument]
         path = self.paths[argument]
@@ -249,9 +251,7 @@ class Converter:
         self,
         node: fx.Node,
     ) -> str | None:
-        """Return the operator of the QuantStub or DeQuantStub in which a `MARK` ran; None if it
-        ran elsewhere.
-        """
+        """Return the operator of the stub in which a `MARK` ran; None if it ran elsewhere."""
         scope = self.namer.canonical(module_path(node))
         return STUB_OPERATORS.get(self.namer.class_name(scope))
 
@@ -360,7 +360,11 @@ class Converter:
             return self._add(scope, "aten.clone.default", {"input": copied}, result)
         return copied
 
-    def _sizes(self, node: fx.Node, scope: str) -> list[Any]:
+    def _sizes(
+        self,
+        node: fx.Node,
+        scope: str,
+    ) -> list[Any]:
         """Return the sizes of a node's output.
 
         Dynamic sizes are read from an input of the network that has them, or else from the
@@ -418,9 +422,7 @@ class Converter:
         return not argument.meta["val"].is_complex()
 
     def _kind(self, value: Any) -> dict[str, Any]:
-        """Return a node's fields "shape", "dtype" and "open_axes"; none if `value` is no
-        tensor.
-        """
+        """Return a node's "shape", "dtype" and "open_axes"; none if `value` is no tensor."""
         if not isinstance(value, Tensor):
             return {}
         shape: list[int | None] = []

@@ -48,9 +48,12 @@ def check_names(module: nn.Module) -> None:
                     help="rename it: letters, digits and underscores only",
                 )
     model = type(module).__name__
-    is_used = model in _USED or (model.startswith("__") and model.endswith("__"))
+    is_used = model in _USED
+    if model.startswith("__") and model.endswith("__"):
+        is_used = True
     is_identifier = model.isidentifier() and not keyword.iskeyword(model)
-    if is_used or not is_identifier or len(model) > _LONGEST:
+    is_too_long = len(model) > _LONGEST
+    if is_used or is_too_long or not is_identifier:
         raise ModelError(
             f"unsupported class name {model!r:.200} (the model itself)",
             help="the generated code needs a class of that name: rename the class",

@@ -116,7 +116,10 @@ def match(
     if selector.kind == "all":
         return Match(tuple(graph.by_name), RANKS.index("all"))
     if selector.kind == "weighted":
-        weighted = [node.name for node in graph.nodes if has_own_weights(node)]
+        weighted: list[str] = []
+        for node in graph.nodes:
+            if has_own_weights(node):
+                weighted.append(node.name)
         return Match(tuple(weighted), RANKS.index("weighted"))
     if selector.kind == "type":
         return _by_type(selector.text, graph, original)
@@ -198,9 +201,15 @@ def _by_type(
         names = [node.name for node in nodes if meant in type_names(node)]
         if names:
             note = f"{text!r} is read as {meant!r}"
-    layers = tuple(name for name in names if name in graph.by_name)
-    absorbed = tuple(name for name in names if name not in graph.by_name)
-    return Match(layers, RANKS.index("type"), note, absorbed)
+    layers: list[str] = []
+    absorbed: list[str] = []
+    for name in names:
+        if name in graph.by_name:
+            layers.append(name)
+        else:
+            absorbed.append(name)
+    rank = RANKS.index("type")
+    return Match(tuple(layers), rank, note, tuple(absorbed))
 
 
 def closest_layers(
@@ -227,7 +236,8 @@ def closest_layers(
         if scope and _scope(node.name) == scope:
             same_scope.append(node.name)
     near = difflib.get_close_matches(selector.text, sorted(known), 3, 0.5)
-    return list(dict.fromkeys(same_scope + near))[:3]
+    distinct = dict.fromkeys(same_scope + near)
+    return list(distinct)[:3]
 
 
 def _scope(name: str) -> str:
@@ -256,7 +266,8 @@ def _by_name(
     if text in original.by_name:
         return _survivors([text], "name", graph)
     if text in SELECTED_KINDS:
-        return Match(tuple(SELECTED_KINDS[text](graph)), RANKS.index("pattern"))
+        selected = SELECTED_KINDS[text](graph)
+        return Match(tuple(selected), RANKS.index("pattern"))
     if is_operator_name(text):
         siblings = [name for name in original.by_name if _scope(name) == _scope(text)]
         if len(siblings) == 1:

@@ -31,7 +31,8 @@ def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
     """
     stored = stored_tensors(folder)
     config = load_pretrained("AutoConfig", folder)
-    if not stored or getattr(config, "quantization_config", None) is not None:
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if is_quantized or not stored:
         return None
     return filled_model(folder, config, architecture, stored)
 
@@ -64,7 +65,9 @@ def filled_model(
     if not _fits(module, stored):
         return None
     tune_for_large_tensors(sum(tensor.nbytes for tensor in stored.values()))
-    parameters = {name: stored[name] for name, _ in module.named_parameters()}
+    parameters: dict[str, DeferredTensor] = {}
+    for name, _ in module.named_parameters():
+        parameters[name] = stored[name]
     replace_parameters(module, parameters)
     read_generation_settings(module, folder)
     return module

@@ -75,8 +75,8 @@ def model_class(architecture: str, config: Any, folder: Path, *, trust: bool) ->
 
 
 def check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Check that a config names no kernel, which transformers downloads and runs, and that it
-    asks for no more parts than a model has.
+    """Check that a config names no kernel on the hub, and that it asks for no more parts than a
+    model has. transformers would download the kernel and run it.
 
     Args:
         file: the config.json.

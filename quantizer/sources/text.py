@@ -204,7 +204,9 @@ class TextData:
     def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:
         """Return the token ids of all documents, one after the other."""
         chats = [row for row in self._documents if not isinstance(row.content, str)]
-        written = iter(tokenizer.chat_texts(chats) if chats else ())
+        written: Iterator[str] = iter(())
+        if chats:
+            written = iter(tokenizer.chat_texts(chats))
         parts: list[str] = []
         for document in self._documents:
             if isinstance(document.content, str):

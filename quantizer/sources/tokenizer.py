@@ -43,8 +43,10 @@ def load_tokenizer(spec: str | Path, *, trust: bool = False) -> TextTokenizer:
             raise DataError(f"the folder {path} holds no tokenizer", help=_FORMS)
         file = path / _FILE
         if not file.is_file():
-            size = None if trust else _size(path)
-            return TextTokenizer(_load_from_folder(path, trust), str(path), size=size)
+            tokenizer = _load_from_folder(path, trust)
+            if trust:
+                return TextTokenizer(tokenizer, str(path))
+            return TextTokenizer(tokenizer, str(path), size=_size(path))
     if not file.is_file():
         raise DataError(f"there is no file or folder {path}", help=_FORMS)
     load_template = partial(_load_from_folder, file.parent, trust)
@@ -73,7 +75,12 @@ def _try_apart(load: Callable[[], Any], what: str, size: int) -> None:
 
 def _size(folder: Path) -> int:
     """Return the bytes of the files of a tokenizer."""
-    return sum((folder / name).stat().st_size for name in _FILES if (folder / name).is_file())
+    size = 0
+    for name in _FILES:
+        file = folder / name
+        if file.is_file():
+            size += file.stat().st_size
+    return size
 
 
 def _load_from_folder(folder: Path, trust: bool) -> Any:

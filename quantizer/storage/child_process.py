@@ -1,5 +1,6 @@
-"""Run work on files of others in a process of its own, with limits of time and of memory: what
-a library does with such a file may neither end nor fit into memory, and may end the process.
+"""Run work on files of others in a process of its own, with limits of time and of memory.
+
+What a library does with such a file may not end, may take all memory or may end the process.
 """
 
 import contextlib
@@ -83,7 +84,7 @@ def _forked(work: Callable[[], Any], memory: int) -> Iterator[tuple[int, int]]:
     """Yield the id of a process that does the work, and the pipe with its answer."""
     source, target = os.pipe()
     with warnings.catch_warnings():
-        # Python warns about forks of processes with threads. This one uses no lock of others
+        # Python warns about forks of processes with threads. The fork needs none of their locks
         warnings.simplefilter("ignore")
         pid = os.fork()
     if not pid:
@@ -102,7 +103,7 @@ def _forked(work: Callable[[], Any], memory: int) -> Iterator[tuple[int, int]]:
 
 
 def _answer(work: Callable[[], Any], memory: int, target: int) -> NoReturn:
-    """Do the work in the new process, and write the result to the pipe `target`."""
+    """Run the work in the new process, and write the result to the pipe `target`."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
@@ -132,7 +133,7 @@ def _outcome(work: Callable[[], Any]) -> list[Any]:
 
 
 def _limit(memory: int) -> None:
-    """Limit the memory of this process to what it has now and `memory` bytes more."""
+    """Set the limit of this process: the memory that it has now, and `memory` bytes more."""
     import resource
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
