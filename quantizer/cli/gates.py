@@ -222,12 +222,18 @@ def _figures_of_files(targets: Iterable[str]) -> set[str]:
     return figures
 
 
-def require_products(gates: Iterable[Gate], graph: Graph) -> None:
+def require_products(
+    gates: Iterable[Gate],
+    graph: Graph,
+) -> None:
     """Raise `UsageError` for the first gate about a share in int8 if nothing multiplies."""
-    if any(node.row.kind == "mac" and not node.row.scales_channels for node in graph.nodes):
-        return
+    for node in graph.nodes:
+        if node.row.kind == "mac" and not node.row.scales_channels:
+            return
+    why = "the network has no multiplications"
     shares = _figures_of_files(EXPORTERS)
-    require_measured(gates, dict.fromkeys(shares, "the network has no multiplications"))
+    not_measured = dict.fromkeys(shares, why)
+    require_measured(gates, not_measured)
 
 
 def about_networks(gates: Iterable[Gate], targets: Iterable[str]) -> list[Gate]:

@@ -57,7 +57,7 @@ def test_one_call_leaves_a_config_results_a_report_and_a_verified_file(
     lines = lines_of(capsys)
     assert len(lines) <= MAX_LINES
     assert lines[0].startswith(
-        "Wrote quantize_result/export/Sequential.onnx: int8 weights, uint8 activations; "
+        "Wrote quantize_result/export/Sequential.onnx: uint8 weights, uint8 activations; "
     )
     assert any(line.startswith("top1 is ") for line in lines)
     assert any("multiplications in int8" in line for line in lines)

@@ -61,6 +61,7 @@ MORE = {
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3 | THETA} | TIED,
     "llama, linear": {"rope_parameters": LINEAR | THETA},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
     "qwen2": TIED,
     "qwen3": {"head_dim": 32},
@@ -162,7 +163,6 @@ def with_words(outline: Outline) -> Outline:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0} | THETA}, "dynamic"),
     ("llama", {"hidden_act": "gelu"}, "has hidden_act 'gelu', for which a file has no key"),
-    ("llama", {"attention_bias": True}, "has attention_bias True, for which a file has no key"),
     ("qwen2", {"rope_parameters": LINEAR | THETA}, "has rotations of the type linear"),
     ("phi3", PART, "rotates a part of each head"),
     ("gemma3", {"query_pre_attn_scalar": 64}, "scalar 64, and llama.cpp assumes 32"),

@@ -101,7 +101,9 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
             f"no sliding window in models of {family.architecture}"
         )
     read_config = config
-    if family.is_read and window is None and scaling_of(config) == "default":
+    has_biases = any(getattr(config, name) for name in family.bias_fields)
+    is_plain = window is None and scaling_of(config) == "default" and not has_biases
+    if family.is_read and is_plain:
         read_config = None
     return Outline(
         family.architecture,

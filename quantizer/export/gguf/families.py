@@ -73,6 +73,8 @@ class Family:
         rotates_windows: whether layers with a window have a rotation of their own.
         wide_layers: with so many layers, llama.cpp scales attention by the model's width for
             each head, and not by the size of a head.
+        bias_fields: config fields about biases that llama.cpp reads if the file has them.
+            transformers does not look for these.
         is_read: whether transformers takes all settings from the file. If not, it gets them
             from the model, and checks the tensors.
     """
@@ -93,6 +95,7 @@ class Family:
     scaled_rotations: tuple[str, ...] = ()
     rotates_windows: bool = False
     wide_layers: int = 0
+    bias_fields: tuple[str, ...] = ()
     is_read: bool = False
 
 
@@ -112,6 +115,7 @@ FAMILIES = {
         is_interleaved=True,
         has_head_size=True,
         scaled_rotations=(LINEAR, LLAMA3),
+        bias_fields=("attention_bias", "mlp_bias"),
         is_read=True,
     ),
     "mistral": Family(

@@ -223,7 +223,7 @@ def _unsupported_rotations(family: Family, config: Any) -> Iterator[str]:
 def _fields_without_key(family: Family, config: Any) -> Iterator[str]:
     """Yield the fields without a key that differ from the default of the config's class."""
     known = {*_GENERAL_KEYS.values(), *_OTHER_FIELDS, *_INERT_FIELDS, *_TOKEN_FIELDS.values()}
-    known |= {*family.required}
+    known |= {*family.required, *family.bias_fields}
     # Some families have names of their own for general fields
     known |= {config.attribute_map.get(field, field) for field in known}
     for field, parameter in inspect.signature(type(config)).parameters.items():

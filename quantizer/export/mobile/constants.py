@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from quantizer.calibration.solution import Solution
 from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph, Node, references
 
 
-def fold_constants(deployment: Deployment) -> Deployment:
+def fold_constants(
+    deployment: Deployment,
+) -> Deployment:
     """Return the deployment with constants instead of layers that follow from no input.
 
     They have the values of test mode.
@@ -23,56 +26,88 @@ def fold_constants(deployment: Deployment) -> Deployment:
     if not names:
         return deployment
     values: dict[str, Any] = {}
-    watchers = {name: _stored(values, name) for name in names}
+    watchers: dict[str, Callable[[Any], None]] = {}
+    for name in names:
+        watchers[name] = _stored(values, name)
+    network = deployment.network()
     with torch.no_grad():
-        deployment.network().observe(deployment.args, deployment.kwargs, watchers)
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if node.name in names:
-            params = {"weight": node.name}
-            node = replace(
-                node, op="constant", target="constant", inputs={}, attrs={}, params=params
-            )
-        nodes.append(node)
+        network.observe(deployment.args, deployment.kwargs, watchers)
     read = set(references(graph.output))
-    kept: list[Node] = []
-    for node in reversed(nodes):
+    nodes: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node.name in names:
+            node = _constant(node)
         if node.name in read or node.name not in fixed:
             read.update(node.refs())
-            kept.append(node)
-    folded = graph.replaced(nodes=tuple(kept[::-1]), tensors={**graph.tensors, **values})
-    return replace(deployment, graph=folded, solution=_of_nodes(deployment, folded, names))
+            nodes.append(node)
+    nodes.reverse()
+    tensors = dict(graph.tensors)
+    tensors.update(values)
+    folded = graph.replaced(nodes=tuple(nodes), tensors=tensors)
+    solution = _of_nodes(deployment.solution, folded, names)
+    return replace(deployment, graph=folded, solution=solution)
 
 
-def _of_nodes(deployment: Deployment, graph: Graph, names: set[str]) -> Any:
+def _constant(
+    node: Node,
+) -> Node:
+    """Return the node as one that gives a tensor of the node's name."""
+    return replace(
+        node,
+        op="constant",
+        target="constant",
+        inputs={},
+        attrs={},
+        params={"weight": node.name},
+    )
+
+
+def _of_nodes(
+    solution: Solution,
+    graph: Graph,
+    names: set[str],
+) -> Solution:
     """Return the solution without what the folded layers have quantized."""
-    solution = deployment.solution
-    tensors = {}
-    for (layer, role), tensor in solution.tensors.items():
-        is_gone = layer not in graph.by_name or (layer in names and role != "activation")
-        if not is_gone:
-            tensors[layer, role] = tensor
-    weights = {}
-    for layer, parameters in solution.weights.items():
-        if layer in graph.by_name and layer not in names:
-            weights[layer] = parameters
-    corrections = {}
-    for layer, correction in solution.corrections.items():
-        if layer in graph.by_name and layer not in names:
-            corrections[layer] = correction
-    return replace(solution, tensors=tensors, weights=weights, corrections=corrections)
+    computing = graph.by_name.keys() - names
+    tensors = dict(solution.tensors)
+    for layer, role in solution.tensors:
+        is_result = layer in names and role == "activation"
+        if layer not in computing and not is_result:
+            del tensors[layer, role]
+    weights = dict(solution.weights)
+    for layer in solution.weights:
+        if layer not in computing:
+            del weights[layer]
+    corrections = dict(solution.corrections)
+    for layer in solution.corrections:
+        if layer not in computing:
+            del corrections[layer]
+    return replace(
+        solution,
+        tensors=tensors,
+        weights=weights,
+        corrections=corrections,
+    )
 
 
-def _stored(values: dict[str, Any], name: str) -> Callable[[Any], None]:
+def _stored(
+    values: dict[str, Any],
+    name: str,
+) -> Callable[[Any], None]:
     """Return a function that keeps a value by name."""
 
-    def store(value: Any) -> None:
+    def store(
+        value: Any,
+    ) -> None:
+        """Keep a copy of a value."""
         values[name] = value.clone()
 
     return store
 
 
-def _fixed_nodes(graph: Graph) -> set[str]:
+def _fixed_nodes(
+    graph: Graph,
+) -> set[str]:
     """Return the nodes whose values follow from the network's own tensors."""
     fixed: set[str] = set()
     for node in graph.nodes:
@@ -81,13 +116,22 @@ def _fixed_nodes(graph: Graph) -> set[str]:
     return fixed
 
 
-def _folded(graph: Graph, fixed: set[str]) -> set[str]:
+def _folded(
+    graph: Graph,
+    fixed: set[str],
+) -> set[str]:
     """Return the fixed tensors that the rest reads and that multiplications have made."""
     multiplied: set[str] = set()
     read = set(references(graph.output))
     for node in graph.nodes:
         if node.name not in fixed:
             read.update(node.refs())
-        elif node.row.kind == "mac" or not multiplied.isdisjoint(node.refs()):
+            continue
+        follows = not multiplied.isdisjoint(node.refs())
+        if node.row.kind == "mac" or follows:
             multiplied.add(node.name)
-    return {name for name in multiplied & read if graph.by_name[name].dtype is not None}
+    folded: set[str] = set()
+    for name in multiplied & read:
+        if graph.by_name[name].dtype is not None:
+            folded.add(name)
+    return folded

@@ -56,7 +56,10 @@ def products_between_codes(model: ModelProto, products: Sequence[Product]) -> Ke
     return Kernels(tuple(integer), reasons, "of quantized values", sizes)
 
 
-def _hands_on_codes(node: NodeProto, dequantized: dict[str, _Qparams]) -> bool:
+def _hands_on_codes(
+    node: NodeProto,
+    dequantized: dict[str, _Qparams],
+) -> bool:
     """Return whether what a node makes are values of its dequantized input.
 
     An engine moves the dequantization behind it. Joined values need one scale.
@@ -71,7 +74,10 @@ def _hands_on_codes(node: NodeProto, dequantized: dict[str, _Qparams]) -> bool:
     return node.op_type in MOVE_OPERATORS and node.input[0] in dequantized
 
 
-def _pads_with_values(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
+def _pads_with_values(
+    node: NodeProto,
+    constants: dict[str, TensorProto],
+) -> bool:
     """Return whether a node is a Pad that fills with something else than zeros."""
     if node.op_type != "Pad" or len(node.input) < 3 or not node.input[2]:
         return False

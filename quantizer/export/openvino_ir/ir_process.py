@@ -61,18 +61,23 @@ class Engine:
         self.floating: Any = None
         self.inputs: dict[str, Any] = {}
 
-    def kernels(self) -> list[tuple[list[str], bool]]:
+    def kernels(
+        self,
+    ) -> list[tuple[list[str], bool]]:
         """Return the names of each operator that multiplies, and whether it does so with
         integers.
         """
         rows: list[tuple[list[str], bool]] = []
         for node in self.compiled[-1].get_runtime_model().get_ordered_ops():
             if _info(node, "layerType") in _MULTIPLYING:
-                names = _names(node, lambda other: _info(other, "originalLayersNames"))
-                rows.append((names, _info(node, "runtimePrecision") in _INTEGERS))
+                names = _names(node, _original_names)
+                precision = _info(node, "runtimePrecision")
+                rows.append((names, precision in _INTEGERS))
         return rows
 
-    def products(self) -> list[tuple[list[str], str, int]]:
+    def products(
+        self,
+    ) -> list[tuple[list[str], str, int]]:
         """Return names, type and multiply-adds of each operator that multiplies what follows
         from the inputs.
         """
@@ -85,14 +90,18 @@ class Engine:
         rows: list[tuple[list[str], str, int]] = []
         varying: set[str] = set()
         for node in model.get_ordered_ops():
-            sources = [value.get_node().get_name() for value in node.input_values()]
+            sources: list[str] = []
+            for value in node.input_values():
+                source = value.get_node()
+                sources.append(source.get_name())
             kind = node.get_type_name()
             if kind != "Parameter" and varying.isdisjoint(sources):
                 continue
             varying.add(node.get_name())
             size = _multiply_adds(node, kind)
             if size is not None:
-                rows.append((_names(node, lambda other: other.get_friendly_name()), kind, size))
+                names = _names(node, _friendly_name)
+                rows.append((names, kind, size))
         return rows
 
     def run(
@@ -140,12 +149,33 @@ class Engine:
         return named
 
 
-def _info(node: Any, key: str) -> str:
+def _info(
+    node: Any,
+    key: str,
+) -> str:
     """Return what a compiled model says of an operator."""
-    return str(node.get_rt_info()[key].astype(str))
+    value = node.get_rt_info()[key]
+    return str(value.astype(str))
 
 
-def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
+def _original_names(
+    node: Any,
+) -> str:
+    """Return the names of what an operator of a compiled model was made of."""
+    return _info(node, "originalLayersNames")
+
+
+def _friendly_name(
+    node: Any,
+) -> str:
+    """Return the name of an operator before it is compiled."""
+    return str(node.get_friendly_name())
+
+
+def _names(
+    node: Any,
+    name_of: Callable[[Any], str],
+) -> list[str]:
     """Return the names of an operator, and then of those that read it one after the other.
 
     OpenVINO appends words to the names of what it rewrites, and gives the name of what it takes
@@ -154,44 +184,65 @@ def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
     names: list[str] = []
     for _ in range(_MOST_STEPS):
         names += name_of(node).split(",")
-        readers = list(node.output(0).get_target_inputs()) if node.outputs() else []
+        readers: list[Any] = []
+        for value in node.outputs():
+            readers += value.get_target_inputs()
         if len(readers) != 1:
             break
-        node = readers[0].get_node()
+        (reader,) = readers
+        node = reader.get_node()
     return names
 
 
-def _multiply_adds(node: Any, kind: str) -> int | None:
+def _multiply_adds(
+    node: Any,
+    kind: str,
+) -> int | None:
     """Return how many multiply-adds an operator takes; None if it does not multiply matrices,
     and 0 if a size is open.
     """
     is_recurrent = kind.endswith(("Sequence", "Cell"))
     is_convolution = "Convolution" in kind
-    if not is_recurrent and not is_convolution and kind not in ("MatMul", "Einsum"):
+    is_product = kind in ("MatMul", "Einsum")
+    if not is_recurrent and not is_convolution and not is_product:
         return None
-    values = [value.get_partial_shape() for value in node.input_values()]
-    result = node.get_output_partial_shape(0)
-    if any(shape.is_dynamic for shape in (*values, result)):
-        return 0
-    shapes: list[list[int]] = [list(shape.to_shape()) for shape in values]
-    made: list[int] = list(result.to_shape())
+    shapes: list[list[int]] = []
+    for value in (*node.input_values(), node.output(0)):
+        shape = value.get_partial_shape()
+        if shape.is_dynamic:
+            return 0
+        shapes.append(list(shape.to_shape()))
+    made = shapes.pop()
+    attributes = node.get_attributes()
     if kind == "Einsum":
-        return _of_einsum(node.get_attributes()["equation"], shapes)
+        return _of_einsum(attributes["equation"], shapes)
+    first = shapes[0]
     if is_recurrent:
-        weights = math.prod(shapes[-3]) + math.prod(shapes[-2])
-        return math.prod(shapes[0][:-1]) * weights
+        *_, weights, recurrent, _ = shapes
+        size = math.prod(weights) + math.prod(recurrent)
+        return math.prod(first[:-1]) * size
     if is_convolution:
+        moved = made
+        if "Backprop" in kind:
+            moved = first
         # The sizes of groups stand first in the weights
-        moved = shapes[0] if "Backprop" in kind else made
-        return math.prod(moved) * math.prod(shapes[1]) // moved[1]
-    inner = -2 if node.get_attributes()["transpose_a"] else -1
-    return math.prod(made) * shapes[0][inner]
+        size = math.prod(moved) * math.prod(shapes[1])
+        return size // moved[1]
+    inner = first[-1]
+    if attributes["transpose_a"]:
+        inner = first[-2]
+    return math.prod(made) * inner
 
 
-def _of_einsum(equation: str, shapes: list[list[int]]) -> int:
+def _of_einsum(
+    equation: str,
+    shapes: list[list[int]],
+) -> int:
     """Return the product of the sizes of all indices; 0 if some of them are not named."""
     sizes: dict[str, int] = {}
-    for indices, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
+    read, _, _ = equation.partition("->")
+    operands = read.split(",")
+    for indices, shape in zip(operands, shapes, strict=True):
         if len(indices) != len(shape):
             return 0
         sizes.update(zip(indices, shape, strict=True))
