@@ -132,7 +132,7 @@ class CalibrationSettings:
 
     Attributes:
         confirm: checks the plan before calibration.
-        has_next_step: whether the checkpoints stay, because the same call goes on with a test.
+        has_next_step: whether the checkpoints stay, because the same call continues with a test.
         evaluation: the data that the result is tested on by default; those of the calibration
             if None.
     """
@@ -274,8 +274,9 @@ def load(
     """Load a result folder for the same float model.
 
     The network adds biases in float. A file for an engine that adds them as int32 is verified
-    against a network that rounds them, too. Both are equally far from the float model, but in a
-    deep network not equal to each other: `export` and `--deploy` have the figures of the file.
+    against a network that rounds them, too. Both are equally far from the float model. In a
+    deep network they differ from each other: `export` and `--deploy` have the figures of the
+    file.
 
     Args:
         folder: a result folder, which `Result.save` or the shell has written.

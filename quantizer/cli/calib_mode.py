@@ -55,7 +55,7 @@ def run_calib(
         options: of the run.
         ranks: the processes of the run.
         opened: the model and its data, if they are open.
-        has_next_step: whether the same command goes on with a test. The checkpoints stay then,
+        has_next_step: whether the same command continues with a test. The checkpoints stay then,
             and the same command continues from them if it is stopped.
     """
     read, finetuned = session.config_as_asked(

@@ -131,8 +131,8 @@ class GroupedCommand(click.Command):
 
 
 def _paths_of(value: Any) -> list[str]:
-    """Return the paths that the value of an option names: of a file, of a file with a function
-    in it, of a folder, or of the folder of a pattern.
+    """Return the paths that the value of an option names. A file may have a function in it, and
+    a pattern has a folder.
     """
     if value is None:
         return []

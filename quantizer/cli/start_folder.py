@@ -1,5 +1,5 @@
-"""Keeps what a run writes where its user has said, whatever working directory the user's code
-changes to. Imports no torch.
+"""Keeps what a run writes where its user has said, also if the user's code changes the working
+directory. Imports no torch.
 """
 
 import glob

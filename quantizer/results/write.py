@@ -73,7 +73,7 @@ _NAMES_OF_CALIBRATION = (
     "checkpoint.algorithms.json",
     "checkpoint.finetune.json",
 )
-"""The files that a calibration writes, but for shards and the code of the network."""
+"""The files that a calibration writes, except shards and the code of the network."""
 
 
 def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:

@@ -24,7 +24,7 @@ _MOST_PARTS = 4
 @dataclass(frozen=True)
 class Moves:
     """A replacement of files that has been decided. Once the list has it, the folder has the
-    new files, wherever they are.
+    new files, in either place.
 
     Attributes:
         files: the names of the new files in the work folder; the main one comes first.
@@ -40,8 +40,8 @@ class FolderList:
     """The content of a list.
 
     Attributes:
-        token: 32 random hexadecimal digits. Temporary names contain it, so that nobody else
-            has files of these names.
+        token: 32 random hexadecimal digits. Temporary names contain it, so that no other
+            program has files of these names.
         files: the sha256 of each file, by its name in the folder. While a file is replaced,
             it has two.
         moves: of a replacement that was not completed.

@@ -296,7 +296,7 @@ class OwnedFolder:
         self._clear()
 
     def _move(self, names: Collection[str], main: str) -> None:
-        """Move new files to their places. Never is a new file beside the main file of old ones.
+        """Move new files to their places. Never is a new file next to the main file of old ones.
         The old main file stays in the work folder until the end.
         """
         if main in names and len(names) > 1:
@@ -318,9 +318,7 @@ class OwnedFolder:
             self._write_list(replace(self.list, files=files))
 
     def _allow(self, name: str, digest: str) -> None:
-        """List a file that is about to be replaced, with the new sha256 and that of the file
-        that is there.
-        """
+        """List a file before it is replaced, with the new sha256 and the present one."""
         allowed = self._allowed(name, digest)
         if self.list.files.get(name) != allowed:
             self._write_list(replace(self.list, files={**self.list.files, name: allowed}))
@@ -358,8 +356,8 @@ class OwnedFolder:
         sync_folder(self.path)
 
     def _clear(self) -> None:
-        """Remove what is in the work folder, but for the lock, and what is left of an exchange.
-        The names of both contain the token, so nobody else has written there. Files that are
+        """Remove what is in the work folder, except the lock, and what is left of an exchange.
+        The names of both contain the token, so no other program has written there. Files that are
         still to be moved stay.
         """
         if self.list.moves is not None:
@@ -555,7 +553,7 @@ def _create_list(place: Path, content: FolderList) -> None:
 @contextmanager
 def owned_files(main: Path) -> Iterator[OwnedFolder]:
     """Hold a list and a lock of a set of files outside the folders of quantizer. The list is
-    beside the main file for as long as the set is replaced.
+    next to the main file for as long as the set is replaced.
 
     Args:
         main: of the set; absolute and after links.

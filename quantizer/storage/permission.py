@@ -43,7 +43,7 @@ def replacing(
         overwrite: whether files that exist may be replaced, and changed results. None for what
             an outer block says.
         inputs: paths that are never written, in addition to those of an outer block. Words
-            that are no path of this machine do no harm.
+            that are not a path of this machine do no harm.
     """
     outer = _current.get()
     protected = set(outer.inputs)

@@ -106,9 +106,9 @@ def remove_file(path: Path) -> None:
 @contextmanager
 def replaced_files(path: Path, others: Iterable[Path] = ()) -> Iterator[Path]:
     """Yield the path of a new file, of the same name, in a new folder. When the `with` block
-    ends, it and all files beside it replace those at `path`. After an error they are removed.
+    ends, it and all files next to it replace those at `path`. After an error they are removed.
 
-    The folder of `path` never has a new file beside the old file `path`. If the process is
+    The folder of `path` never has a new file next to the old file `path`. If the process is
     stopped while they are moved, the next call for `path` completes the moves.
 
     Args:
@@ -227,7 +227,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that quantizer has written inside a folder of its own, but for files that
+    """Remove a folder that quantizer has written inside a folder of its own, except files that
     are not listed or were changed.
 
     Raises:
