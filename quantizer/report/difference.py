@@ -176,6 +176,9 @@ def _output_sqnr_db(row: JsonMapping, figure: str = "sqnr_db") -> float | None:
 
     report.json has null instead of infinity. Then the share of equal values shows the sign.
     """
+    if figure == WORST_SAMPLES and not row.get("samples"):
+        # It counts with all values
+        figure = "sqnr_db"
     sqnr_db: float | None = row[figure]
     if sqnr_db is not None or row["kind"] != "float":
         return sqnr_db
