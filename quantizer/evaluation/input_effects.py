@@ -126,8 +126,10 @@ def _rounded(values: Tensor) -> list[float | None]:
     """Return figures with six digits behind the point; None for those that are not finite."""
     figures: list[float | None] = []
     for figure in values.tolist():
-        is_finite = math.isfinite(figure)
-        figures.append(round(figure, 6) if is_finite else None)
+        rounded = None
+        if math.isfinite(figure):
+            rounded = round(figure, 6)
+        figures.append(rounded)
     return figures
 
 
