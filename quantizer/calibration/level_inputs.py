@@ -90,6 +90,8 @@ class _Channels:
 
     def add(self, x: Tensor, y: Tensor, axis: int) -> None:
         """Add the float and the quantized values of a batch."""
+        if not x.numel():
+            return
         noise = ChannelNoise.of(x, y, axis)
         low, high = ends_along(x, axis)
         if self.noise is None:

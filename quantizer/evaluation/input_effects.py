@@ -4,6 +4,7 @@ may dominate an output, whose SQNR then hides the loss of the others.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -121,10 +122,15 @@ class InputEffects:
         return row
 
 
-def _rounded(values: Tensor) -> list[float]:
-    """Return figures with six digits behind the point."""
-    figures: list[float] = values.tolist()
-    return [round(figure, 6) for figure in figures]
+def _rounded(values: Tensor) -> list[float | None]:
+    """Return figures with six digits behind the point; None for those that are not finite."""
+    figures: list[float | None] = []
+    for figure in values.tolist():
+        rounded = None
+        if math.isfinite(figure):
+            rounded = round(figure, 6)
+        figures.append(rounded)
+    return figures
 
 
 def _columns(network: Network, node: Node, key: str) -> Tensor:
