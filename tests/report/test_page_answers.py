@@ -131,6 +131,7 @@ def test_the_next_step_is_that_of_the_terminal(content: dict[str, Any]) -> None:
         path="a/export/Net.onnx",
         size=0,
         float_size=0,
+        quantized_size=0,
         tested=content,
         config="a/net.json",
         model_option="net.py",
