@@ -127,7 +127,8 @@ def _file_digests(module: nn.Module) -> list[str]:
         file = getattr(loaded, "__dict__", {}).get("__file__")
         if name in with_classes:
             with_classes.remove(name)
-            if file is None:
+            # A notebook has none, and that of standard input is not on the disk
+            if file is None or not Path(file).is_file():
                 raise ValueError(f"{name} has no file")
             files.add(file)
         # The main program, which has two names, may be another one each time
