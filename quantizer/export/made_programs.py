@@ -8,7 +8,7 @@ import torch
 from quantizer.calibration.solution import Solution
 from quantizer.errors import ModelError
 from quantizer.export.deployment import Deployment
-from quantizer.export.targets import EXPORTERS
+from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.export.value_names import in_traced_order
 from quantizer.graph.batch_axes import has_open_batch
 from quantizer.graph.ir import Graph
@@ -34,7 +34,7 @@ def exportable(
     Raises:
         ModelError: torch.export refuses the network.
     """
-    rows = [EXPORTERS[target] for target in targets]
+    rows = [EXPORTERS[CHECKED_TARGETS[target].target] for target in targets]
     has_operators = any(not (row.by_tensor or row.for_transformers) for row in rows)
     if graph.is_deferred or not has_operators:
         return graph
