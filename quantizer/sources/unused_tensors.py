@@ -1,7 +1,7 @@
 """Tensors of a Hugging Face folder that the class of its model does not use.
 
-Those of whole layers are carried through unchanged. Those that would change the result of a layer
-are refused.
+Those of whole layers are carried through unchanged. Those that would change the result of a
+layer are refused.
 """
 
 import logging
