@@ -3,7 +3,7 @@ tokens are pooled to one embedding.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from quantizer.errors import ModelError
@@ -56,7 +56,9 @@ def embedding_modules(folder: Path) -> list[EmbeddingModule]:
                 help="copy or download the file again",
             )
         require_inside(file, path)
-        modules.append(EmbeddingModule(kind.rpartition(".")[2], path))
+        # Both "" and "." are the folder itself
+        inner_path = "/".join(PurePath(path).parts)
+        modules.append(EmbeddingModule(kind.rpartition(".")[2], inner_path))
     return modules
 
 

@@ -149,12 +149,15 @@ def with_modules(folder: Path, modules: Any = MODULES, **pooling: Any) -> Path:
 
 
 def test_what_modules_json_names_is_copied_with_its_weights(tmp_path: Path) -> None:
-    source = with_modules(saved(tmp_path / "source", llama()))
+    modules = [MODULES[0] | {"path": "."}, *MODULES[1:]]
+    source = with_modules(saved(tmp_path / "source", llama()), modules)
     (source / "onnx").mkdir()
     model = load_model(str(source)).module
     result = tmp_path / "result"
     result.mkdir()
     assert write_folder(result, model, {}, {}) == ["not copied from source: onnx/"]
+    assert not (result / "2_Dense" / "2_Dense").exists()
+    assert not load_file(result / "model.safetensors")
     for name in ("1_Pooling", "2_Dense"):
         copied = sorted(path.name for path in (result / name).iterdir())
         expected = sorted(path.name for path in (source / name).iterdir())
