@@ -422,7 +422,7 @@ class Converter:
         return not argument.meta["val"].is_complex()
 
     def _kind(self, value: Any) -> dict[str, Any]:
-        """Return a node's "shape", "dtype" and "open_axes"; none if `value` is no tensor."""
+        """Return a node's "shape", "dtype" and "open_axes"; none if `value` is not a tensor."""
         if not isinstance(value, Tensor):
             return {}
         shape: list[int | None] = []
