@@ -430,6 +430,59 @@ def test_litert_joins_and_averages_several_scales_in_float() -> None:
     assert operators(source.program)["aten.mul.Tensor"] - before == 5
 
 
+class Correlated(nn.Module):
+    """Joined values of one scale, a leaky ReLU of them in float, and a join with codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(6, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.leaky_relu(self.first(x), 0.1)
+        costs = torch.stack([(x * x.roll(1, 2)).mean(1), (x * x.roll(1, 3)).mean(1)], 1)
+        costs = nn.functional.leaky_relu(costs, 0.1)
+        return self.last(torch.cat([costs, x], 1))  # type: ignore[no-any-return]
+
+
+def test_litert_computes_in_float_what_joins_floats_and_codes() -> None:
+    source = program_of("litert", deployment_of(result_of(Correlated())))
+    expected = source.tested.network()(X[:1])
+    before = operators(source.program)["aten.mul.Tensor"]
+    keep_scales_of_joins(source.program)
+    assert torch.equal(source.program.module()(X[:1]), expected)
+    # Around the leaky ReLU, and around the join
+    assert operators(source.program)["aten.mul.Tensor"] - before >= 4
+
+
+class Positions(nn.Module):
+    """A linear layer that reads a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.p = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
+        self.o = nn.Linear(12, 4)
+        self.register_buffer("positions", torch.randn(12, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.a(x) + self.p(self.positions))
+        return self.o(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("target", PHONES)
+def test_what_follows_from_no_input_is_computed_once(target: str) -> None:
+    """Compilers fail at a layer that multiplies a buffer."""
+    given = deployment_of(result_of(Positions()))
+    source = program_of(target, given)
+    assert operators(source.program)["aten.linear.default"] == 2
+    few = X[: source.most_samples]
+    found = source.program.module()(few)
+    assert torch.equal(found, source.tested.network()(few))
+    sizes = sorted(source.kernels.multiply_adds.values())
+    rows = X[..., 0].numel()
+    assert sizes == [rows * 12 * 4, rows * 12 * 12]
+    assert source.kernels.multiply_add_share == 1.0
+
+
 class Vocoder(nn.Module):
     """Convolutions with one axis, of which some have no int8 kernel."""
 

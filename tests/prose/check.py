@@ -129,6 +129,9 @@ def findings(text: Text) -> Iterator[tuple[str, int, str]]:
     content = text.content.replace("multiply-add", "multiply add")
     for finding in LintFile(text.file, content).lint(config):
         result = finding.check_result
+        # Not an adverb, as in multiply-adds
+        if "multiply-" in f"\n{text.content}"[slice(*result.span)]:
+            continue
         # proselint puts an empty line before the content.
         row = text.content.count("\n", 0, max(result.span[0] - 1, 0))
         line = text.lines[min(row, len(text.lines) - 1)]

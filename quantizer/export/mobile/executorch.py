@@ -187,7 +187,7 @@ def _kernels(source: MobileProgram, integer: set[str]) -> Kernels:
         if layer not in names:
             floating[layer] = "XNNPACK does not take it"
     taken = tuple(layer for layer in source.kernels.integer if layer in names)
-    return Kernels(taken, floating)
+    return Kernels(taken, floating, multiply_adds=source.kernels.multiply_adds)
 
 
 def _size_remarks(source: MobileProgram) -> list[str]:

@@ -25,6 +25,7 @@ from quantizer.export.kernels import Kernels
 from quantizer.export.lone_layers import lone_programs
 from quantizer.export.mobile.constants import fold_constants
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
+from quantizer.export.mobile.sizes import multiply_adds
 from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.conventions import BiasForm
 from quantizer.export.onnx.specs import quantized_apart
@@ -144,6 +145,8 @@ class MobileExporter(Exporter[MobileFile]):
         stated = quantized_apart(graph, solution, any_rounding=False)
         engine = self.engine_for(deployment)
         kernels = engine.kernels(graph, stated.specs)
+        layers = {*kernels.integer, *kernels.floating}
+        kernels = replace(kernels, multiply_adds=multiply_adds(tested, layers))
         constant: set[str] = set()
         for layer, role in stated.tensors:
             is_coded = layer in kernels.integer
@@ -157,13 +160,13 @@ class MobileExporter(Exporter[MobileFile]):
             widened = engine.with_float_outputs(graph, stated.specs)
             form = replace(form, widened=widened)
         program = coded_program(tested, stated, form)
-        layers: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name, module in tested.network().module_names.items():
-            layers[module] = name
+            names[module] = name
         scales: dict[str, Sequence[float]] = {}
         for layer in kernels.integer:
             scales[layer] = _output_scales(stated.tensors[layer, "weights"], graph, layer)
-        return MobileProgram(program, tested, kernels, layers, scales, most_samples)
+        return MobileProgram(program, tested, kernels, names, scales, most_samples)
 
     def engine_for(self, deployment: Deployment) -> MobileEngine:
         """Return what kernels take in a file with the options of a deployment."""

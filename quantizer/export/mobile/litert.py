@@ -227,7 +227,7 @@ def _kernels_of_file(source: MobileProgram, file: TfliteFile) -> Kernels:
             integer.append(layer)
         else:
             floating[layer] = "the converter made no int8 operator of it"
-    return Kernels(tuple(integer), floating)
+    return Kernels(tuple(integer), floating, multiply_adds=source.kernels.multiply_adds)
 
 
 def _signature(content: bytes) -> Any:

@@ -159,7 +159,7 @@ class IrSession:
 
 def _known_name(names: Sequence[str], named: Mapping[str, str]) -> str:
     """Return the first name that the ONNX model has, perhaps before words that OpenVINO has
-    appended to it; the first of them if there is none.
+    appended to it; the first name if there is none.
     """
     for name in names:
         while name:
