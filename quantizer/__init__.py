@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         PerTensorPercentileObserver,
         PlaceholderObserver,
     )
-    from quantizer.api.quantize import Quantized, quantize
+    from quantizer.api.quantize import quantize
+    from quantizer.api.quantized import Quantized
     from quantizer.config.algorithms import (
         AlgoConfig,
         AWQConfig,
@@ -103,7 +104,7 @@ _HEAVY = {
     "calibrate": "quantizer.api.calibrate",
     "load": "quantizer.api.calibrate",
     "quantize": "quantizer.api.quantize",
-    "Quantized": "quantizer.api.quantize",
+    "Quantized": "quantizer.api.quantized",
 }
 """The modules of the names that need torch."""
 

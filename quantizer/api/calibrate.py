@@ -132,7 +132,8 @@ class CalibrationSettings:
 
     Attributes:
         confirm: checks the plan before calibration.
-        has_next_step: whether the checkpoints stay, because the same call continues with a test.
+        has_next_step: whether the checkpoints stay, because the same call continues with a
+            test.
         evaluation: the data that the result is tested on by default; those of the calibration
             if None.
     """

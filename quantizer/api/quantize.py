@@ -3,9 +3,8 @@
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python, in_python
+from quantizer.api.quantized import Quantized
 from quantizer.api.result import Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import (
@@ -81,39 +81,6 @@ from quantizer.storage.permission import replacing
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, repr=False)
-class Quantized:
-    """Holds what `quantize` returns. Its text is the verdict.
-
-    Attributes:
-        path: the written file or folder.
-        folder: the folder with config, results and report.
-        result: the calibrated model, to test and export further.
-        comparison: the comparison of the quantized network with the float one.
-        verification: the comparison of the written file with test mode.
-        verdict: at most eight lines in plain words.
-
-    >>> import tempfile, torch, quantizer
-    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     quantizer.quantize(torch.nn.Linear(8, 4), batches, "pt2", folder=folder).path.name
-    'Linear.pt2'
-    """
-
-    path: Path
-    folder: Path
-    result: Result
-    comparison: Comparison
-    verification: Verification
-    verdict: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return "\n".join(self.verdict)
-
-    def _repr_html_(self) -> str:
-        return "".join(f"<p>{escape(line)}</p>" for line in self.verdict)
-
-
 @called_from_python()
 def quantize(
     model: nn.Module,
@@ -147,39 +114,24 @@ def quantize(
         seed, dynamic, events: as in `calibrate`.
         max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
             so many 10^6 bytes in the checkpoint.
-        overwrite: whether results of another model, files that were changed, and the config in
-            the folder, are replaced.
+        overwrite: whether other results, changed files and the config there are replaced.
         options: the options of the target, as in `Result.export`.
 
     Raises:
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    typed = path_of(folder, "folder")
-    # Code of the user's may change the working directory
-    place = typed.absolute()
-    require_result_folder(place)
+    typed, place = _place_of(folder)
     name = _known_destination(to or default_destination(model))
-    destination = DESTINATIONS[name]
-    target = destination.target_of(model)
-    inputs = [config] if isinstance(config, (str, os.PathLike)) else []
-    permission = replacing(overwrite=overwrite, inputs=inputs)
+    target = DESTINATIONS[name].target_of(model)
+    permission = replacing(overwrite=overwrite, inputs=_file_of(config))
     with permission, in_words_of_run(target, name):
         require_extras([target])
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
         preset = preset_for(name, has_data=has_data) if config is None else ""
-        check_float(model, traced=True)
-        settings = _settings(
-            target,
-            choices,
-            seed=seed,
-            dynamic=dynamic,
-            folder=place,
-            events=events,
-            has_next_step=True,
-        )
+        settings = _settings(target, choices, place, seed=seed, dynamic=dynamic, events=events)
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
@@ -195,18 +147,24 @@ def quantize(
             result = calibrate_batches(model, config, batches, settings, graph=graph)
         result.save(place, overwrite=overwrite)
         measure = {"evaluate": evaluate, "lower_is_better": lower_is_better}
-        quantized = _with_file(
-            result, evaluation_data, place, target=target, choices=choices, measure=measure
-        )
-        Checkpoints(place).remove()
-    improvement = destination.improvement(has_data=has_data)
-    name_of_config = _name_of(config)
-    if config == place / RUN_CONFIG:
-        name_of_config = str(typed / RUN_CONFIG)
-    quantized = _with_verdict(
-        quantized, target, typed, improvement=improvement, config=name_of_config
-    )
-    return replace(quantized, folder=typed, path=typed / FOLDER / quantized.path.name)
+        finish = partial(_with_file, target=target, choices=choices, measure=measure)
+        quantized = finish(result, evaluation_data, place)
+    improvement = DESTINATIONS[name].improvement(has_data=has_data)
+    shown_config = _name_of(config, place, typed)
+    return _with_verdict(quantized, target, typed, improvement=improvement, config=shown_config)
+
+
+def _place_of(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Return the folder of a run as its user calls it, and absolute: the user's code may change
+    the working directory.
+
+    Raises:
+        UsageError: it holds other files than results.
+    """
+    typed = path_of(folder, "folder")
+    place = typed.absolute()
+    require_result_folder(place)
+    return typed, place
 
 
 def _with_file(
@@ -235,6 +193,7 @@ def _with_file(
     in_file = result_for_file(result, data, target=target, file=path, choices=choices)
     comparison = in_file.test(data, **measure)
     verification = verified_file(in_file, data, target=target, path=path, options=choices)
+    Checkpoints(folder).remove()
     return Quantized(path, folder, result, comparison, verification, ())
 
 
@@ -267,6 +226,8 @@ def _with_verdict(
     )
     return replace(
         quantized,
+        path=shown,
+        folder=folder,
         verification=in_python(verification),
         verdict=in_python(tuple(verdict(facts))),
     )
@@ -336,6 +297,7 @@ def _batches(
     """Return the batches of the user's data. Without data it is an example input, which
     reports call one.
     """
+    check_float(model, traced=True)
     if data is not None:
         return open_batches(model, data, settings)
     example = [example_input(model, DEFAULT_SEQ_LEN)]
@@ -372,10 +334,12 @@ def _divided(
     return calibration, replace(settings, evaluation=evaluation)
 
 
-def _settings(target: str, choices: Mapping[str, str], **others: Any) -> CalibrationSettings:
+def _settings(
+    target: str, choices: Mapping[str, str], folder: Path, **others: Any
+) -> CalibrationSettings:
     """Return the settings of a calibration that makes a file, with others by name."""
     confirm = partial(_confirm, checked_target(target, choices))
-    return CalibrationSettings(confirm=confirm, **others)
+    return CalibrationSettings(confirm=confirm, folder=folder, has_next_step=True, **others)
 
 
 def _confirm(
@@ -443,8 +407,17 @@ def _config_file(
     return run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
 
 
-def _name_of(config: AnyConfig) -> str:
-    """Return the path of a config, or "the config" for one without a file."""
+def _file_of(config: AnyConfig | None) -> list[str | os.PathLike[str]]:
+    """Return the file of a config, if it has one."""
+    return [config] if isinstance(config, (str, os.PathLike)) else []
+
+
+def _name_of(config: AnyConfig, folder: Path, typed: Path) -> str:
+    """Return the path of a config, or "the config" for one without a file. `typed` is what the
+    user calls the folder of the run.
+    """
+    if config == folder / RUN_CONFIG:
+        return str(typed / RUN_CONFIG)
     if isinstance(config, (str, os.PathLike)):
         return os.fspath(config)
     return "the config"

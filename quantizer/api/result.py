@@ -25,6 +25,7 @@ from quantizer.export import (
     EXPORTERS,
     checked_target,
     export,
+    exporter_of,
     require_expressible,
     require_extras,
 )
@@ -308,7 +309,7 @@ def verified_file(
     file = path_of(path)
     choices = checked_choices(options, target, Result.export)
     require_extras([target])
-    require_place(target, file)
+    require_place(exporter_of(target, choices), file)
     require_expressible(
         checked_target(target, choices),
         result._calibrated.graph,

@@ -55,8 +55,8 @@ def run_calib(
         options: of the run.
         ranks: the processes of the run.
         opened: the model and its data, if they are open.
-        has_next_step: whether the same command continues with a test. The checkpoints stay then,
-            and the same command continues from them if it is stopped.
+        has_next_step: whether the same command continues with a test. The checkpoints stay
+            then, and the same command continues from them if it is stopped.
     """
     read, finetuned = session.config_as_asked(
         options.config_file, options.dpu_accuracy, options.fast_finetune
@@ -73,10 +73,7 @@ def run_calib(
             check_owner(folder, original.model, overwrite=options.overwrite)
         checkpoints: Checkpoints | None = None
         if ranks.is_first:
-            checkpoints = Checkpoints(folder, resume=options.resume)
-            if has_next_step:
-                checkpoints.how_to_resume = "the same command continues from there"
-
+            checkpoints = _checkpoints(folder, options, has_next_step=has_next_step)
         followers: list[Events] = [run_display(read.sources, quiet=options.quiet)]
         if checkpoints:
             followers.append(checkpoints)
@@ -104,20 +101,22 @@ def run_calib(
             state = calibrated(request, must_resume=options.resume)
         if checkpoints:
             header = request.header(state)
-            write_results(
-                folder,
-                original,
-                state.calibration,
-                state.solution,
-                config=request.config,
-                run=header,
-            )
+            found = (state.calibration, state.solution)
+            write_results(folder, original, *found, config=request.config, run=header)
             results = open_written(folder, REPORT_INPUTS)
             write_report(results, commands=remember(results, "calib", words_of(options)))
             if not has_next_step:
                 checkpoints.remove()
     view = table_view(options, state.plan.graph)
     return _outcome(request, state, folder, view)
+
+
+def _checkpoints(folder: Path, options: Options, *, has_next_step: bool) -> Checkpoints:
+    """Return what saves the checkpoints of a calibration."""
+    checkpoints = Checkpoints(folder, resume=options.resume)
+    if has_next_step:
+        checkpoints.how_to_resume = "the same command continues from there"
+    return checkpoints
 
 
 def _traced(opened: session.OpenedRun) -> Graph:

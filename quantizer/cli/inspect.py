@@ -11,7 +11,7 @@ from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.render import say
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import config_to_look, filtered_view
-from quantizer.cli.traced_model import traced_model
+from quantizer.cli.traced_model import named_structures, traced_model
 from quantizer.config.wording import counted
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
@@ -150,7 +150,7 @@ def _show_structure(options: Options, read: session.ReadConfig, graph: Graph) ->
     Raises:
         ConfigError: the model lacks a name, or it does not fit.
     """
-    structures = session.named_structures(read, graph)
+    structures = named_structures(read, graph)
     if not structures:
         structures = {"": find_structure(graph)}
     if options.json:

@@ -16,16 +16,8 @@ from click.shell_completion import CompletionItem
 from quantizer import printable
 from quantizer.cli import interrupts, screen, streams, torchrun
 from quantizer.cli.click_errors import explained
-from quantizer.cli.options import (
-    NAMES_WIDTH,
-    QUANT_MODES,
-    RUN,
-    SETTINGS,
-    GroupedCommand,
-    Options,
-    takes,
-    word_of,
-)
+from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand
+from quantizer.cli.options import QUANT_MODES, RUN, Options, takes, word_of
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
 from quantizer.cli.typed import was_typed
@@ -48,7 +40,7 @@ from quantizer.errors import (
 from quantizer.printable import one_line
 from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory
-from quantizer.storage.owned_folder import is_owned
+from quantizer.storage.ownership import is_owned
 from quantizer.storage.replacing import replace_file
 
 SUBCOMMANDS = {

@@ -11,7 +11,7 @@ from quantizer.cli import session
 from quantizer.cli.options import LOOK, TABLE, Options, command, takes
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import filtered_view
-from quantizer.cli.traced_model import TracedModel, traced_model
+from quantizer.cli.traced_model import TracedModel, named_structures, traced_model
 from quantizer.config.model import Algorithm, Config
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
@@ -60,7 +60,7 @@ def plan(options: Options) -> None:
         traced = traced_model(options, tested=True)
     original = traced.graph
     planned = session.resolved_plan(read, original)
-    session.named_structures(read, planned.graph)
+    named_structures(read, planned.graph)
     view = filtered_view(options, planned.graph, original)
     before, after = weight_bytes(planned)
     size = traced.size

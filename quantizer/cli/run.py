@@ -225,13 +225,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         choices = choices_for(name, options.target_choices)
         options = replace(options, onnx_profile=choices["onnx_profile"])
         require_choices(options.target_choices, [target])
-        # A gate that cannot be checked is refused before anything is written
-        if evaluator_of(options, opened.loaded) is None:
-            with_target = replace(options, deploy=(target,))
-            require_known(about_all(gates), names_in_test(MEASURED, with_target))
-        if session.evaluates_on_synthetic(options, opened.loaded):
-            example = opened.batches.for_shapes().first()
-            require_measured(gates, not_measured_by_targets(example))
+        _require_checkable(gates, replace(options, deploy=(target,)), opened)
         try:
             graph = opened.graph
         except UntraceableError as error:
@@ -271,10 +265,20 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
             finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
-        if options.max_mb is not None:
-            say_note("note: no better config is looked for: --max_mb has chosen the widths")
-            return finished
         return _climbed(finished, options, gates, has_file=has_file)
+
+
+def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRun) -> None:
+    """Refuse a gate that cannot be checked, before anything is written.
+
+    Raises:
+        UsageError: there is no metric of a gate.
+    """
+    if evaluator_of(options, opened.loaded) is None:
+        require_known(about_all(gates), names_in_test(MEASURED, options))
+    if session.evaluates_on_synthetic(options, opened.loaded):
+        example = opened.batches.for_shapes().first()
+        require_measured(gates, not_measured_by_targets(example))
 
 
 def _climbed(
@@ -288,6 +292,9 @@ def _climbed(
         gates: of the run.
         has_file: whether the config is a file of the user, which stays as it is.
     """
+    if options.max_mb is not None:
+        say_note("note: no better config is looked for: --max_mb has chosen the widths")
+        return finished
     opened, data = finished.opened, finished.data
     assert data is not None
     targets = finished.test_options.deploy

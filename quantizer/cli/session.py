@@ -22,21 +22,19 @@ from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
 from quantizer.cli.screen import screen, timed
 from quantizer.cli.start_folder import as_typed, from_start, unmoved
 from quantizer.cli.text_options import read_windows
-from quantizer.config.diagnostics import ConfigError, Diagnostic, pointing_into
+from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.document.edited import edited_text
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import Config, StructureNames
+from quantizer.config.model import Config
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export.made_programs import exportable
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module, with_views
 from quantizer.graph.passes import run_passes
-from quantizer.graph.structure import Structure
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
@@ -383,21 +381,6 @@ def resolved_plan(
         for line in plan_remarks(plan):
             say_note(line)
     return plan
-
-
-def named_structures(read: ReadConfig, graph: Graph) -> dict[str, Structure]:
-    """Return the structure that each algorithm finds which names parts of the model.
-
-    Raises:
-        ConfigError: the model lacks a name, or it does not fit.
-    """
-    structures = {}
-    with pointing_into(read.sources):
-        for algorithm in read.config.algorithms:
-            if algorithm.names != StructureNames():
-                title = f"{algorithm.name} ({algorithm.label})"
-                structures[title] = find_structure(graph, algorithm.names)
-    return structures
 
 
 def console(*, stderr: bool = False, exact: bool = False) -> Console:

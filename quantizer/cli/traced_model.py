@@ -7,7 +7,11 @@ from typing import Any
 from quantizer.calibration.memory_prediction import ProcessMemory
 from quantizer.cli import session
 from quantizer.cli.options import Options
+from quantizer.config.diagnostics import pointing_into
+from quantizer.config.model import StructureNames
+from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
+from quantizer.graph.structure import Structure
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
 
@@ -81,3 +85,18 @@ def _tested_size(options: Options, loaded: LoadedModel, size: int) -> int:
     batches = session.open_data(options, loaded, evaluation=True).for_shapes()
     batches.first()
     return session.batch_size(options, batches)
+
+
+def named_structures(read: session.ReadConfig, graph: Graph) -> dict[str, Structure]:
+    """Return the structure that each algorithm finds which names parts of the model.
+
+    Raises:
+        ConfigError: the model lacks a name, or it does not fit.
+    """
+    structures = {}
+    with pointing_into(read.sources):
+        for algorithm in read.config.algorithms:
+            if algorithm.names != StructureNames():
+                title = f"{algorithm.name} ({algorithm.label})"
+                structures[title] = find_structure(graph, algorithm.names)
+    return structures

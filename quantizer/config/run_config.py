@@ -15,7 +15,7 @@ from quantizer.config.load import load_text
 from quantizer.config.wording import first_names
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.storage.files import cannot_use
-from quantizer.storage.owned_folder import unmark
+from quantizer.storage.ownership import unmark
 from quantizer.storage.replacing import remove_file, replace_file
 
 RUN_CONFIG = "quantize_config.json"

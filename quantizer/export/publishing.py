@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from quantizer.export import exporter_of
 from quantizer.export.exporter import Exporter
 from quantizer.export.hugging_face_folder import source_folder
 from quantizer.storage.files import cannot_write
@@ -20,7 +19,7 @@ from quantizer.storage.replacing import (
 )
 
 
-def require_place(target: str, path: Path) -> None:
+def require_place(exporter: Exporter[Any], path: Path) -> None:
     """Check before work begins that what an exporter writes to a path replaces no file of the
     user's.
 
@@ -28,7 +27,6 @@ def require_place(target: str, path: Path) -> None:
         UsageError: naming the file.
         ResultError: what is there cannot be read.
     """
-    exporter = exporter_of(target)
     try:
         if exporter.writes_folder:
             require_replaceable_folder(path)

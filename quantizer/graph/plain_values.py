@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError
+from quantizer.graph.ir import Call
 
 _KINDS: Mapping[type, Callable[[Any], Any]] = {
     str: str.__str__,
@@ -73,3 +75,21 @@ def _is_utf8(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def input_paths(call: Call, model: str) -> tuple[tuple[str | int, ...], ...]:
+    """Return where each input is in a call: indices, keys and names.
+
+    Raises:
+        ModelError: a key is neither a text nor an integer.
+    """
+    paths: list[tuple[str | int, ...]] = []
+    for entries, _ in pytree.tree_flatten_with_path(call)[0]:
+        path: list[str | int] = []
+        for entry in entries:
+            for attribute in ("idx", "key", "name"):
+                if hasattr(entry, attribute):
+                    path.append(plain_key(getattr(entry, attribute), model))
+                    break
+        paths.append(tuple(path))
+    return tuple(paths)

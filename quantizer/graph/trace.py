@@ -39,7 +39,7 @@ from quantizer.graph.long_rotations import rotations_keep_nothing
 from quantizer.graph.names import check_names
 from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
-from quantizer.graph.plain_values import plain_key
+from quantizer.graph.plain_values import input_paths
 from quantizer.graph.program_nodes import mark_stubs
 from quantizer.graph.size_guards import GuardedTrace
 from quantizer.graph.torch_modules import (
@@ -124,7 +124,7 @@ def _trace(
     module: nn.Module, call: Call, choices: Sequence[BatchAxes], sizes: Sequence[str]
 ) -> Graph:
     """Return the graph; `choices` are the axes of the inputs that may count the samples."""
-    paths = _input_paths(call, type(module).__name__)
+    paths = input_paths(call, type(module).__name__)
     lengths: Sequence[Length] = ()
     if sizes:
         example, program, lengths = _export_sizes(module, call, choices, sizes)
@@ -137,24 +137,6 @@ def _trace(
     if lengths:
         graph = graph.replaced(lengths=tuple(lengths))
     return graph
-
-
-def _input_paths(call: Call, model: str) -> tuple[tuple[str | int, ...], ...]:
-    """Return where each input is in a call: indices, keys and names.
-
-    Raises:
-        ModelError: a key is neither a text nor an integer.
-    """
-    paths: list[tuple[str | int, ...]] = []
-    for entries, _ in pytree.tree_flatten_with_path(call)[0]:
-        path: list[str | int] = []
-        for entry in entries:
-            for attribute in ("idx", "key", "name"):
-                if hasattr(entry, attribute):
-                    path.append(plain_key(getattr(entry, attribute), model))
-                    break
-        paths.append(tuple(path))
-    return tuple(paths)
 
 
 def _export_sizes(

@@ -34,7 +34,7 @@ from quantizer.storage.files import (
     write_tensors,
 )
 from quantizer.storage.opened_files import json_digest
-from quantizer.storage.owned_folder import listed_names
+from quantizer.storage.ownership import listed_names
 from quantizer.storage.replacing import remove_file
 
 SAVE_INTERVAL_S = 30.0

@@ -13,7 +13,8 @@ from quantizer.errors import ResultError
 from quantizer.storage.files import cannot_use, cannot_write
 from quantizer.storage.folder_list import is_digest, is_name
 from quantizer.storage.opened_files import OpenedFiles
-from quantizer.storage.owned_folder import OwnedFolder, mark, owned, owner_of, require_ownable
+from quantizer.storage.owned_folder import OwnedFolder
+from quantizer.storage.ownership import mark, owned, owner_of, require_ownable
 
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
 """The errors of the system for a disk, a folder or a file that cannot be written."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from quantizer.errors import UsageError
 from quantizer.storage.atomic_write import sync_folder, write_synced
-from quantizer.storage.owned_folder import (
-    OwnedFolder,
+from quantizer.storage.owned_folder import OwnedFolder
+from quantizer.storage.ownership import (
     is_owned,
     owned,
     owned_files,

@@ -5,9 +5,6 @@ from __future__ import annotations
 from support import ledger
 from support.ledger import MODULES, PACKAGE, shown, source
 
-TABLES = {"graph/ops.py", "graph/axis_rules.py", "numerics/formats.py"}
-"""Files that are tables of rows."""
-MAX_DENSITY = 8.5
 MAX_MEAN_DENSITY = 8.0
 VERBS = set((PACKAGE.parent / "tests/support/verbs.txt").read_text("utf-8").split())
 """What a function's docstring may begin with."""
@@ -23,9 +20,6 @@ def test_code_is_written_one_step_a_line() -> None:
         nodes = source(path).nodes
         for fault in (*ledger.folded(nodes), *ledger.many_parameters(nodes)):
             faults.append(f"{shown(path)}: {fault}")
-        density = ledger.density(path)
-        if density > MAX_DENSITY and shown(path) not in TABLES:
-            faults.append(f"{shown(path)}: {density:.1f} tokens per line of code")
     assert not faults
 
 

@@ -45,4 +45,4 @@ def test_no_promise_is_without_one(page: str) -> None:
 
 def test_there_is_a_row_for_each_fault() -> None:
     faults = [row.split(" | ")[0] for row in promises("faults")]
-    assert len(faults) == len(set(faults)) == 69
+    assert len(faults) == len(set(faults)) == 71

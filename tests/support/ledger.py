@@ -89,12 +89,6 @@ def count_tokens(text: str, docstrings: set[tuple[int, int]]) -> tuple[int, int]
     return count, len(lines)
 
 
-def density(path: Path) -> float:
-    """Return the tokens per line of code."""
-    count, lines = tokens_and_lines(path)
-    return count / max(lines, 1)
-
-
 def folded(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield what is written in one expression and should be several steps."""
     for node in nodes:
