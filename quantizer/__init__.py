@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         ScaleType,
     )
 
-__version__ = "0.19.0"
+__version__ = "0.20.0"
 __all__ = [
     "AWQConfig",
     "AlgoConfig",
