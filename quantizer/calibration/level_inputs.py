@@ -53,9 +53,10 @@ MIN_CODES = 8
 """A channel needs so many codes per standard deviation, an SQNR of 29 dB."""
 _MIN_GAIN = 4
 """Channels are scaled if one of them gets so many times more codes."""
-_MIN_VALUES = 256
+_MIN_VALUES = 64
 """The batches that are read have at least so many values of each channel, if there are."""
-_MAX_BATCHES = 256
+_MAX_BATCHES = 8
+"""But no more batches are read: all of them are read again by the calibration."""
 
 
 @dataclass(frozen=True)

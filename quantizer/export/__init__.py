@@ -17,7 +17,6 @@ from quantizer.export.library_failures import refused_by_libraries
 from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
-from quantizer.plan.remarks import size_remarks
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -227,6 +226,7 @@ def export(
     """
     # It needs torch
     from quantizer.export.publishing import new_files
+    from quantizer.plan.remarks import size_remarks
 
     exporter = exporter_of(target, deployment.choices)
     checked = checked_target(target, deployment.choices)

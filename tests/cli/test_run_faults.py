@@ -318,9 +318,11 @@ def test_the_output_folder_is_a_file(tmp_path: Path, capsys: Capture) -> None:
     assert "out is not a folder" in one_sentence(capsys)
 
 
+ONE_CHANNEL = "return torch.nn.Linear(1, 2)"
+"""A model whose input has one channel: there are none to compare before the calibration."""
 INTERRUPTED = """
 state = torch.Generator().manual_seed(0)
-batches = [torch.randn(4, 3, generator=state) for _ in range(6)]
+batches = [torch.randn(4, 1, generator=state) for _ in range(6)]
 for i, batch in enumerate(batches):
     if i == 4 and not __import__("os").path.exists({flag!r}):
         open({flag!r}, "w").close()
@@ -334,7 +336,7 @@ def test_interrupted_then_resumed_equals_undisturbed(
 ) -> None:
     flag = tmp_path / "interrupted"
     data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
-    model, folder = toy(data), tmp_path / "out"
+    model, folder = toy(data, ONE_CHANNEL), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 130
     assert (
         "calib stopped after 4 batches; --resume continues from there"
@@ -354,7 +356,8 @@ def test_data_that_could_not_be_loaded_are_gone_on_with(
     failing = INTERRUPTED.replace("KeyboardInterrupt", "OSError('disk gone')").format(
         flag=str(tmp_path / "failed")
     )
-    model, folder = toy(failing.strip().replace("\n", "\n    ")), tmp_path / "out"
+    data = failing.strip().replace("\n", "\n    ")
+    model, folder = toy(data, ONE_CHANNEL), tmp_path / "out"
     assert calibrate(folder, model=model, config=None) == 4
     said = one_sentence(capsys)
     assert "loading batch 4 of the data of the model's file raised OSError: disk gone" in said
@@ -369,7 +372,7 @@ def test_data_that_could_not_be_loaded_are_gone_on_with(
 def interrupted(toy: Toy, folder: Path, flag: Path) -> str:
     """The model file of a calibration that was interrupted after four batches."""
     data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
-    model = toy(data)
+    model = toy(data, ONE_CHANNEL)
     assert calibrate(folder, model=model, config=None) == 130
     return model
 
@@ -395,13 +398,15 @@ def test_a_damaged_checkpoint(
     assert calibrate(tmp_path / "out", "--overwrite", model=model, config=None) == 0
 
 
-@pytest.mark.parametrize("data", ["return [torch.ones(4, 3)] * 9", "return [torch.ones(4, 3)]"])
+@pytest.mark.parametrize("data", ["return [torch.ones(4, 1)] * 9", "return [torch.ones(4, 1)]"])
 def test_other_data_than_the_checkpoints(
     toy: Toy, tmp_path: Path, capsys: Capture, data: str
 ) -> None:
     interrupted(toy, tmp_path / "out", tmp_path / "flag")
     capsys.readouterr()
-    assert calibrate(tmp_path / "out", "--resume", model=toy(data), config=None) == 5
+    assert (
+        calibrate(tmp_path / "out", "--resume", model=toy(data, ONE_CHANNEL), config=None) == 5
+    )
     assert "the data differ" in one_sentence(capsys)
 
 
@@ -462,9 +467,9 @@ def test_a_checkpoint_of_another_run_is_refused(
 ) -> None:
     flag = tmp_path / "interrupted"
     data = INTERRUPTED.format(flag=str(flag)).strip().replace("\n", "\n    ")
-    assert calibrate(tmp_path / "out", model=toy(data), config=None) == 130
+    assert calibrate(tmp_path / "out", model=toy(data, ONE_CHANNEL), config=None) == 130
     capsys.readouterr()
-    other = toy(data, "return torch.nn.Sequential(torch.nn.Linear(3, 4))")
+    other = toy(data, "return torch.nn.Sequential(torch.nn.Linear(1, 4))")
     assert calibrate(tmp_path / "out", "--resume", model=other, config=None) == 5
     assert "run without --resume" in one_sentence(capsys)
 
@@ -523,10 +528,10 @@ def test_signals_in_a_real_process(
     started = tmp_path / "started"
     data = (
         "import time, pathlib\n    for i in range(1200):\n        time.sleep(0.05)\n        "
-        "yield torch.ones(4, 3)\n"
+        "yield torch.ones(4, 1)\n"
         f"        if i == 9: pathlib.Path({str(started)!r}).touch()"
     )
-    command = ["--quant_mode", "calib", "--model", toy(data)]
+    command = ["--quant_mode", "calib", "--model", toy(data, ONE_CHANNEL)]
     process = fresh_processes.FreshProcess(
         QUANTIZER, *command, "--output_dir", str(tmp_path / "out"), cwd=tmp_path
     )

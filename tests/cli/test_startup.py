@@ -17,6 +17,7 @@ import pytest
 from support import fresh_processes
 from support.fresh_processes import QUANTIZER
 
+import quantizer
 from quantizer import __version__
 from quantizer.cli import main as entry
 from quantizer.cli.main import SUBCOMMANDS, run_command
@@ -165,6 +166,12 @@ def test_errors_are_colored_as_asked(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.startswith("\x1b[31m\x1b[1merror:")
 
 
+def raised_by_quantizer(error: BaseException) -> None:
+    """Raise an error as code of quantizer does: one of the user's code is not internal."""
+    code = compile("raise error", quantizer.__file__, "exec")
+    exec(code, {"error": error})
+
+
 def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
     """Put a stand-in for the run command in place: it notes its options, then returns or raises
     `outcome`.
@@ -174,7 +181,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
     def stand_in(options: Options) -> int:
         seen.append(options)
         if isinstance(outcome, BaseException):
-            raise outcome
+            raised_by_quantizer(outcome)
         return int(outcome)
 
     module = SimpleNamespace(run_mode=stand_in)

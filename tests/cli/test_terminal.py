@@ -16,16 +16,16 @@ STOPPED = """
 import os, signal, torch
 
 def model():
-    return torch.nn.Linear(3, 2)
+    return torch.nn.Linear(1, 2)
 
 class Batches:
     def __len__(self):
         return 4
     def __iter__(self):
-        yield torch.ones(4, 3)
-        yield torch.ones(4, 3)
+        yield torch.ones(4, 1)
+        yield torch.ones(4, 1)
         os.kill(os.getpid(), signal.SIGINT)
-        yield torch.ones(4, 3)
+        yield torch.ones(4, 1)
 
 def calibration_data():
     return Batches()

@@ -4,7 +4,6 @@ called. Inputs are never written, and nothing that took time is thrown away.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from support.runs import calibrate
 import quantizer
 from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
-from quantizer.errors import QuantizerError, UsageError
+from quantizer.errors import QuantizerError
 
 MODEL = """
 import os
@@ -304,19 +303,36 @@ def test_a_run_that_was_stopped_in_its_test_does_not_calibrate_again(
     assert not list(Path(one).glob("checkpoint*"))
 
 
+BROKEN = """
+import torch
+
+def model():
+    torch.manual_seed({seed})
+    return torch.nn.Linear(1, 2)
+
+def calibration_data():
+    for n in range(4):
+        yield torch.full((4, 1), float(n))
+    {end}
+"""
+
+
 def test_a_checkpoint_of_another_run_is_no_obstacle_without_resume(
-    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That of the same run is used, and one of other weights is replaced."""
     monkeypatch.setattr("quantizer.results.checkpoint.SAVE_INTERVAL_S", 0.0)
-    data = MODEL.replace("range(4)]", "range(4)] + [1 / 0]")
-    (tmp_path / "net.py").write_text(data)
-    out = tmp_path / "out"
-    config = str(work / "config.json")
-    with contextlib.suppress(UsageError):
-        calibrate(out, model=str(tmp_path / "net.py"), config=None)
-    assert calibrate(out, model=str(work / "net.py"), config=config) == 0
-    expected = work / "out" / "quant_info.json"
-    assert (out / "quant_info.json").read_bytes() == expected.read_bytes()
+    net, out = tmp_path / "net.py", tmp_path / "out"
+    for seed in (0, 1):
+        net.write_text(BROKEN.format(seed=seed, end="raise OSError"))
+        assert calibrate(out, model=str(net), config=None) == 4
+        assert list(out.glob("checkpoint.calibration*"))
+    net.write_text(BROKEN.format(seed=2, end="pass"))
+    assert calibrate(out, model=str(net), config=None) == 0
+    assert calibrate(tmp_path / "fresh", model=str(net), config=None) == 0
+    for file in ("weights.safetensors", "statistics.safetensors"):
+        assert (out / file).read_bytes() == (tmp_path / "fresh" / file).read_bytes()
+    assert not list(out.glob("checkpoint*"))
 
 
 def test_a_loader_that_changes_the_working_directory_moves_no_result(
