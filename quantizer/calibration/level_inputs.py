@@ -260,10 +260,15 @@ def _measured(
 ) -> list[_Channels]:
     """Return the noise of the channels that layers read, if only inputs are quantized."""
     graph = plan.graph
-    part = replace(plan, tensors=tensors, joins=())
+    stop = 1 + max(graph.index[row.group.source] for row in readers)
+    reached: dict[Key, TensorPlan] = {}
+    for key, tensor in tensors.items():
+        # Values that later nodes have reach none of the readers
+        if graph.index[tensor.source] < stop:
+            reached[key] = tensor
+    part = replace(plan, tensors=reached, joins=())
     calibration = observing.create_observers(part)
     watching = observing.watchers(calibration)
-    stop = 1 + max(graph.index[row.group.source] for row in readers)
     network = Network(graph)
     kept = [*_few(batches, readers)]
     for number, batch in enumerate(kept):

@@ -277,3 +277,23 @@ def test_what_scaling_cannot_help_is_named(caplog: pytest.LogCaptureFixture) -> 
     quantizer.calibrate(model, CPU, [features(0, 256, means=MEANS)])
     text = "fewer than 8 codes per standard deviation are left of channels 0, 1 of Sequential"
     assert text in caplog.text
+
+
+class Late(nn.Module):
+    """Reads its second input behind the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, late: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        return torch.as_tensor(self.second(y + late))
+
+
+def test_an_input_that_is_read_later_is_no_obstacle() -> None:
+    torch.manual_seed(0)
+    batches = [(features(n, 32), torch.randn(32, 8)) for n in range(2)]
+    result = quantizer.calibrate(Late().eval(), CPU, batches)
+    assert result.test(batches).metrics["sqnr_db"] > 30
