@@ -282,11 +282,13 @@ def _measured(
 
 
 def _few(batches: Iterable[Batch], readers: Sequence[InputReaders]) -> Iterator[Batch]:
-    """Yield the first batches, until there are enough values of each channel."""
+    """Yield the first batches, until there are enough values of each channel. No loader
+    overwrites their tensors.
+    """
     least = min(row.positions for row in readers)
     count = 0
     for batch in islice(batches, _MAX_BATCHES):
-        yield batch
+        yield batch.stable()
         count += batch.size * least
         if count >= _MIN_VALUES:
             return
