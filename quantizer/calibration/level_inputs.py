@@ -183,9 +183,11 @@ def decide_input_levels(
         codes = channels.noise.codes_per_deviation
         if can_scale and _is_scalable(plan, channels.readers, readers):
             gain = channels.own_codes / codes
-            is_helped = (codes < MIN_CODES) & (gain >= _MIN_GAIN)
+            is_lost = (codes < MIN_CODES) & (gain >= _MIN_GAIN)
+            is_lost |= errors > MAX_LOST
+            # What a range clips is lost too, but no factor brings it back
             is_small = channels.sizes * _MIN_GAIN <= channels.sizes.max()
-            is_helped |= is_small & (errors > MAX_LOST)
+            is_helped = is_small & is_lost
             if bool((is_helped & is_heard).any()):
                 exponents[group.source] = _exponents(channels.sizes)
                 codes = channels.own_codes
@@ -288,11 +290,13 @@ def _measured(
 
 
 def _few(batches: Iterable[Batch], readers: Sequence[InputReaders]) -> Iterator[Batch]:
-    """Yield the first batches, until there are enough values of each channel."""
+    """Yield the first batches, until there are enough values of each channel. No loader
+    overwrites their tensors.
+    """
     least = min(row.positions for row in readers)
     count = 0
     for batch in islice(batches, _MAX_BATCHES):
-        yield batch
+        yield batch.stable()
         count += batch.size * least
         if count >= _MIN_VALUES:
             return

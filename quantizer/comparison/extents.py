@@ -251,6 +251,10 @@ def ends_along(
 ) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest value at each index of an axis."""
     axes = other_axes(values, axis)
+    if not axes:
+        # torch takes no axes for all of them
+        ends = values.float().cpu()
+        return ends, ends
     low = values.amin(axes)
     high = values.amax(axes)
     return low.float().cpu(), high.float().cpu()

@@ -28,8 +28,14 @@ class Moments:
 
     @classmethod
     def of(cls, x: Tensor, axes: Sequence[int]) -> Moments:
-        """Return the moments of one batch, whose values are along these axes."""
+        """Return the moments of one batch, whose values are along these axes. Without axes,
+        each value is alone.
+        """
         values = x.float()
+        if not axes:
+            # torch takes no axes for all of them
+            values = values.unsqueeze(0)
+            axes = [0]
         variance, mean = torch.var_mean(values, list(axes), correction=0)
         channels = max(1, mean.numel())
         count = x.numel() // channels

@@ -56,6 +56,9 @@ def unsupported_reason(tensor: Tensor) -> str | None:
         return "has no values"
     if tensor.dtype not in _DTYPES_WITH_KERNELS:
         return f"has the dtype {dtype_name(tensor.dtype)}"
+    if tensor.device.type == torch._C._get_privateuse1_backend_name():
+        # A device that is written in Python has tensors of a class of its own
+        return None
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"is a {type(tensor).__name__}"
     return None if _has_values(tensor) else "has no values"

@@ -444,6 +444,6 @@ _WITHOUT_VALUES = {
     Tensor.__hash__,
 }
 """Functions that need no values."""
-_STAYS_DEFERRED = {Tensor.detach, Tensor.cpu, *_getters("data")}
-"""Functions whose result is the same tensor, still deferred."""
+_STAYS_DEFERRED = {Tensor.detach, Tensor.cpu, Tensor.resolve_neg, *_getters("data")}
+"""Functions whose result is the same tensor, still deferred. `load` returns no negated view."""
 _IN_PLACE = _in_place_methods() - _WITHOUT_VALUES

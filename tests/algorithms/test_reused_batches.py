@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quantizer import Config, ModelQuantizer, calibrate
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.sources.data import load_batches
+from quantizer.storage.folder_list import LIST_FILE
 
 
 class Net(nn.Module):
@@ -123,10 +124,11 @@ USUAL = ("bias correction", "adaround", "rotation", "smoothquant", "gptq", "gpta
 
 
 def results(name: str, data: Any, folder: Path) -> dict[str, bytes]:
-    """All files that calibration writes."""
+    """All files that calibration writes, without the list of them, which has a random token."""
     config, finetuned = RUNS[name]
     calibrate(Net(), config, data, fast_finetune=finetuned, memory="1GB").save(folder)
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != LIST_FILE]
+    return {path.name: path.read_bytes() for path in files}
 
 
 @pytest.mark.slow

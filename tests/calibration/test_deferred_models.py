@@ -20,6 +20,7 @@ from quantizer.cli.main import run_command
 from quantizer.export import EXPORTERS
 from quantizer.sources.hugging_face import load_hugging_face, read_checkpoint
 from quantizer.storage.deferred_tensor import DeferredTensor
+from quantizer.storage.folder_list import LIST_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -140,7 +141,7 @@ def test_results_are_those_in_memory(
         made[model] = {
             file.name: file.read_bytes()
             for file in files
-            if not file.name.startswith(("run.", "report."))
+            if not file.name.startswith(("run.", "report.", LIST_FILE))
         }
     assert made["model"].keys() == made["in_memory.py"].keys()
     assert [

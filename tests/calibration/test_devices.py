@@ -54,18 +54,21 @@ GIVE_TO_THE_CPU = {
     "comparison/channel_noise.py:column_energy",
     "comparison/channel_noise.py:of",
     "comparison/extents.py:ends_along",
-    "comparison/extents.py:_error_of",
+    "comparison/extents.py:of",
+    "comparison/moments.py:of",
     "comparison/output_comparison.py:see",
     "graph/passes/equalization.py:__init__",
     "nn/quantized_tensor.py:with_qparams",
     "nn/quantized_tensor.py:encoded",
     "numerics/histogram.py:of",
+    "numerics/metrics.py:row_energies",
     "observers/observed_batch.py:counted",
+    "observers/observed_batch.py:largest_by_index",
     "observers/observed_batch.py:of",
 }
-"""What moves more than single numbers: ranges, histograms, means and scales; what tells parts
-of outputs apart; which scale a column has, once for a layer; and weights, once, for their
-codes.
+"""What moves more than single numbers: ranges, histograms, means and scales; the energies and
+the largest magnitudes of samples; what tells parts of outputs apart; which scale a column has,
+once for a layer; and weights, once, for their codes.
 """
 SPILLS = "storage/deferred_tensor.py:bytes_of"
 """What moves values beyond the budget of an activation store into files."""

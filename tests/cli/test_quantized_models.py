@@ -70,7 +70,8 @@ def test_a_packed_folder_is_calibrated_tested_and_exported(
     remark = "packed is quantized by compressed-tensors: 7 tensors dequantized"
     assert capsys.readouterr().err.count(remark) == 1
     test = ["--quant_mode", "test", *MODEL, *DATA, "--output_dir", "second"]
-    assert run_command([*test, "--deploy", "compressed-tensors", "-q"]) == 0
+    held_back = ["--skip_len", "35"]  # of the samples that the first run was measured on
+    assert run_command([*test, *held_back, "--deploy", "compressed-tensors", "-q"]) == 0
     # The float model here is what the first run has measured as the quantized one
     before, after = (report(folder)["pairs"]["perplexity"] for folder in ("first", "second"))
     assert after["float"] == before["quantized"]
@@ -102,7 +103,7 @@ def test_a_run_on_it_is_resumed(packed: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Checkpoints, "advanced", stop)
     parts = [*calib, "--output_dir", "parts"]
-    assert run_command(parts) == 70
+    assert run_command(parts) == 3  # what this file raises counts as the user's
     assert run_command([*parts, "--resume"]) == 0
     names = [path.name for path in Path("whole").iterdir() if path.is_file()]
     _, differing, missing = filecmp.cmpfiles("whole", "parts", names, shallow=False)

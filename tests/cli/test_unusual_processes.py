@@ -30,7 +30,11 @@ X = "x = torch.linspace(-1, 1, 12, device='cpu').reshape(4, 3); yield x"
         "torch.set_default_device('cuda'); yield -(-x)",
     ],
 )
-def test_the_results_are_those_of_plain_tensors(same: str, toy: Toy, tmp_path: Path) -> None:
+def test_the_results_are_those_of_plain_tensors(
+    same: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The model's file has the data too, and the graph says which code was traced
+    monkeypatch.setattr("quantizer.results.calibrated.model_code", lambda *call: None)
     assert calibrate(tmp_path / "plain", model=toy(f"{X}; yield x")) == 0
     word = "" if "yield" in same else "yield "
     model = toy(f"{X}; {word}{same}")
@@ -86,7 +90,7 @@ def test_python_keeps_the_default_device() -> None:
         ),
         (
             "import os; [os.close(int(n)) for n in os.listdir('/proc/self/fd') if int(n) > 2 "
-            "and '/out/.lock' in os.readlink('/proc/self/fd/' + n)]; yield x",
+            "and os.readlink('/proc/self/fd/' + n).endswith('/lock')]; yield x",
             5,
             "Bad file descriptor",
         ),
