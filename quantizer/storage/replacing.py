@@ -130,6 +130,7 @@ def replaced_files(path: Path, others: Iterable[Path] = ()) -> Iterator[Path]:
                 require_replaceable(file)
             target.parent.mkdir(parents=True, exist_ok=True)
             owner = stack.enter_context(owned_files(target))
+            owner.adopt(file.name for file in files)
         names = list(map(owner.name_of, files))
         stack.enter_context(owner.replaced_set(names, main=names[0]))
         new = owner.new_files / names[0]
