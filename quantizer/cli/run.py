@@ -54,12 +54,7 @@ from quantizer.config.resources import presets
 from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
-from quantizer.export import (
-    checked_target,
-    require_extras,
-    require_model,
-    require_operators,
-)
+from quantizer.export import require_extras, require_model
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -239,8 +234,6 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         require_products(gates, graph)
         require_fitting_names(options.target_choices, model, graph)
         require_model(target, choices, model)
-        # The data are read next
-        require_operators(checked_target(target, options.target_choices), graph)
         preset: str | None = None
         if options.config_file is None:
             preset = options.preset or preset_for(name, has_data=has_data)
