@@ -45,6 +45,7 @@ from quantizer.export import (
     refuse,
     require_extras,
     require_model,
+    require_operators,
 )
 from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
@@ -287,6 +288,7 @@ def _trace(
     """
     require_model(target, choices, model)
     graph = trace_compared(model, batches, dynamic, [target])
+    require_operators(checked_target(target, choices), graph)
     require_fitting_names(choices, model, graph)
     return graph
 

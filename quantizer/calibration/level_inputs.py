@@ -221,9 +221,14 @@ def _candidates(plan: Plan) -> tuple[dict[Key, TensorPlan], list[InputReaders]]:
         return {}, []
     quantized = {tensor.source for tensor in tensors.values()}
     readers = []
+    read: set[str] = set()
     for row in input_readers(graph):
-        if quantized & _ancestors(graph, row.group.source, names):
+        ancestors = _ancestors(graph, row.group.source, names)
+        if quantized & ancestors:
             readers.append(row)
+            read |= ancestors
+    # The others may come after the last layer that multiplies inputs, and are not computed
+    tensors = {key: tensor for key, tensor in tensors.items() if tensor.source in read}
     return tensors, readers
 
 

@@ -15,6 +15,7 @@ from quantizer.cli.session import OpenedRun
 from quantizer.config.load import load_preset
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
+from quantizer.export import checked_target, require_operators
 from quantizer.sources.batches import Fingerprint
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
@@ -82,7 +83,7 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
                 "data is held back",
             )
         return DividedData(opened.batches, evaluation, options, options)
-    sizes = [batch.size for batch in opened.batches]
+    sizes = _batch_sizes(options, opened)
     first = samples_to_calibrate(sizes, opened.graph)
     if first is None:
         raise UsageError(
@@ -116,11 +117,22 @@ def data_of_run(options: Options, opened: OpenedRun, preset: str | None) -> Divi
     needs_data = may_need_data(config) or options.fast_finetune is not None
     if opened.batches.stands_in or not needs_data:
         return whole
-    sizes = [batch.size for batch in opened.batches]
+    sizes = _batch_sizes(options, opened)
     first = samples_to_calibrate(sizes, opened.graph)
     if first is None or sum(sizes) < MIN_SAMPLES:
         return whole
     return _divided(options, loaded, first, sum(sizes))
+
+
+def _batch_sizes(options: Options, opened: OpenedRun) -> list[int]:
+    """Return the number of samples of each batch of the calibration data, which are read.
+
+    Raises:
+        UsageError: a file of the run cannot hold the network, whatever the data are.
+    """
+    for target in opened.options.for_:
+        require_operators(checked_target(target, options.target_choices), opened.graph)
+    return [batch.size for batch in opened.batches]
 
 
 def _divided(options: Options, loaded: LoadedModel, first: int, samples: int) -> DividedData:

@@ -115,6 +115,20 @@ def planned_refusals(
     return refusals
 
 
+def require_operators(checked: CheckedTarget, graph: Graph) -> None:
+    """Check that a target can express a network in float. All other checks need a plan, and
+    some plans need the data.
+
+    Raises:
+        UsageError: why it cannot.
+    """
+    exporter = EXPORTERS[checked.target]
+    if exporter.by_tensor or exporter.for_transformers:
+        return
+    with refused_by_libraries(checked.target, graph):
+        refuse(checked.words, _refusals(checked, graph, {}, opset=-1))
+
+
 def require_expressible(
     checked: CheckedTarget,
     graph: Graph,
@@ -210,8 +224,8 @@ def export(
 ) -> Verification:
     """Write one file, read it back, and return how far it is from test mode.
 
-    A file that fails is not written, and one of an earlier export is removed from a result
-    folder.
+    A file that fails is not written, and one of an earlier export is removed, if a list of
+    quantizer's has it.
 
     Args:
         events: receives the progress of verification, counted in batches.

@@ -159,7 +159,7 @@ class Exporter(ABC, Generic[Written]):
         return path, path.with_name(f"{path.name}.data")
 
     def remove(self, path: Path) -> None:
-        """Remove what an earlier export has written at `path` in a result folder."""
+        """Remove what an earlier export has written at `path`, as its list says."""
         if self.writes_folder:
             remove_folder(path)
             return

@@ -310,6 +310,14 @@ class OwnedFolder:
         if files != self.list.files and self.list.moves is None:
             self._write_list(replace(self.list, files=files))
 
+    def adopt(self, names: Iterable[str]) -> None:
+        """List files that are there, which the user has allowed to replace."""
+        files = dict(self.list.files)
+        for name in names:
+            if (self.path / name).is_file():
+                files[name] = (self._digest(name),)
+        self.list = replace(self.list, files=files)
+
     def _allow(self, name: str, digest: str) -> None:
         """List a file before it is replaced, with the new sha256 and the present one."""
         allowed = self._allowed(name, digest)

@@ -120,7 +120,6 @@ def replaced_files(path: Path, others: Iterable[Path] = ()) -> Iterator[Path]:
         OSError: the folder that contains `path` cannot be written.
     """
     target = _resolve_folder(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     files = [target]
     for other in others:
         files.append(target.with_name(other.name))
@@ -129,7 +128,9 @@ def replaced_files(path: Path, others: Iterable[Path] = ()) -> Iterator[Path]:
         if owner is None:
             for file in files:
                 require_replaceable(file)
+            target.parent.mkdir(parents=True, exist_ok=True)
             owner = stack.enter_context(owned_files(target))
+            owner.adopt(file.name for file in files)
         names = list(map(owner.name_of, files))
         stack.enter_context(owner.replaced_set(names, main=names[0]))
         new = owner.new_files / names[0]
@@ -227,15 +228,15 @@ def replaced_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that quantizer has written inside a folder of its own, except files that
-    are not listed or were changed.
+    """Remove a folder that quantizer has written, except files that are not listed or were
+    changed.
 
     Raises:
         OSError: it cannot be removed.
     """
-    with _owner(_resolve_folder(path)) as outer:
-        if outer is None or not is_owned(path):
-            return
+    if not is_owned(path):
+        return
+    with _owner(_resolve_folder(path)):
         with owned(path, _no_earlier_files) as owner:
             for name in owner.list.files:
                 owner.remove(name)

@@ -221,3 +221,20 @@ def test_outputs_of_random_numbers_have_a_warning_instead_of_advice(
     shown = capsys.readouterr()
     assert "Warning: output 0 depends on random numbers, which " in shown.out
     assert "few networks are usable" not in shown.err
+
+
+def test_a_run_refuses_an_operator_before_it_reads_a_second_batch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = NET.replace("torch.nn.ReLU()", "Inverse()", 1)
+    inverse = "class Inverse(torch.nn.Module):\n    def forward(self, x):\n"
+    inverse += "        return torch.linalg.inv(x)\n\n"
+    text = text.replace("def model", f"{inverse}def model", 1)
+    data = (
+        "def calibration_data():\n    yield torch.randn(2, 8, 8)\n    raise OSError('second')\n"
+    )
+    text = text.partition("def calibration_data")[0] + data
+    (folder / "net.py").write_text(text)
+    assert run_command(["run", "net.py", "--to", "onnx"]) == 2
+    error = capsys.readouterr().err
+    assert "computes linalg_inv, for which torch.onnx has no form" in error

@@ -133,7 +133,7 @@ def test_a_linked_folder_is_refused(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     (copy / "export").symlink_to(tmp_path / "elsewhere")
-    assert check(copy, "--deploy", "safetensors") == 5
+    assert check(copy, "--deploy", "safetensors") == 2
     assert "is a link" in capsys.readouterr().err
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -165,19 +165,31 @@ def test_a_refused_target_does_not_keep_the_others_away(
     assert (copy / "export" / "Net.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("verify", "code", "sentence"),
+    [
+        (
+            raising(RuntimeError("no such thing")),
+            3,
+            "a library that writes it fails at Net: RuntimeError: no such thing",
+        ),
+        (None, 70, "internal error: TypeError: 'NoneType' object is not callable"),
+    ],
+    ids=["of a library", "internal"],
+)
 def test_what_was_measured_is_shown_whatever_happens_then(
+    verify: Callable[..., None] | None,
+    code: int,
+    sentence: str,
     copy: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     check: Callable[..., int],
 ) -> None:
-    monkeypatch.setattr(
-        "quantizer.export.torch_export.pt2.Pt2Exporter.verify",
-        raising(RuntimeError("no such thing")),
-    )
-    assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == 70
+    monkeypatch.setattr("quantizer.export.torch_export.pt2.Pt2Exporter.verify", verify)
+    assert check(copy, "--deploy", "pt2", "--deploy", "safetensors") == code
     said = capsys.readouterr()
-    assert "internal error: RuntimeError: no such thing" in said.err
+    assert sentence in said.err
     assert "sqnr_db" in said.out and "deployed: " in said.out
 
 

@@ -173,7 +173,8 @@ def test_both_versions_say_the_same(bits: int, tmp_path: Path) -> None:
     read: list[dict[str, Any]] = []
     for version in ("1.0.0", "2.0.0"):
         given = linear(activation=activation, weights=weights, version=version)
-        document, _, verification = written(given, tmp_path)
+        folder = tmp_path / version
+        document, _, verification = written(given, folder)
         assert verification.equal == 1.0
         assert document["version"] == version
         read.append(entries(document))

@@ -250,20 +250,22 @@ def test_one_file_serves_as_the_template_of_the_next_and_two_are_equal(tmp_path:
 def test_rows_that_are_not_permuted_would_be_noticed(
     by_template: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shapes are the same, so readers do not complain; an earlier file does not stay as if
-    it were this one.
+    """The shapes are the same, so readers do not complain; an earlier file in a result folder
+    does not stay as if it were this one.
     """
     model = llama()
     base = template(tmp_path / "base.gguf", model) if by_template else ""
     result = calibrated(preset("gguf_q8_0"), model)
-    result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
+    result.save(tmp_path / "results")
+    path = tmp_path / "results" / "net.gguf"
+    result.export("gguf", path, gguf_template=base)
     monkeypatch.setattr(Arrangement, "rows", lambda self, x: x)
     with pytest.raises(
         (VerificationError, UsageError),
         match=r"does not compute what test mode does|is not the model",
     ):
-        result.export("gguf", tmp_path / "net.gguf", gguf_template=base)
-    assert not (tmp_path / "net.gguf").exists()
+        result.export("gguf", path, gguf_template=base)
+    assert not path.exists()
 
 
 ARCHITECTURES = {
@@ -369,9 +371,10 @@ def test_scales_below_all_halfs_take_the_least_one(tmp_path: Path) -> None:
 def test_half_models_stay_half(tmp_path: Path) -> None:
     given = preset("gguf_q4_0") | {"exclude": ["*.o_proj"]}
     for dtype, kind in ((torch.bfloat16, "BF16"), (torch.float16, "F16")):
-        found = calibrated(given, llama().to(dtype)).export("gguf", tmp_path / "net.gguf")
+        path = tmp_path / f"{kind}.gguf"
+        found = calibrated(given, llama().to(dtype)).export("gguf", path)
         assert found.max_difference < 0.01, "sums in 16 bits differ in order"
-        assert kinds(tmp_path / "net.gguf")["blk.0.attn_output.weight"] == kind
+        assert kinds(path)["blk.0.attn_output.weight"] == kind
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {

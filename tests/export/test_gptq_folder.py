@@ -138,8 +138,10 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     other = json.loads((tmp_path / "out" / "config.json").read_text())
     other["quantization_config"]["quant_method"] = "awq"
     (tmp_path / "out" / "config.json").write_text(json.dumps(other))
-    with pytest.raises(UsageError, match="is not an earlier export"):
+    with pytest.raises(UsageError, match=r"holds files that were changed: config\.json"):
         exported(config(INT4), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == other
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == first
 
 
 REFUSED: dict[str, tuple[Spec, Spec, str, str]] = {

@@ -209,11 +209,13 @@ def test_groups_are_stored_as_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "tokens"])
 def test_onnx_finds_ranges_at_run_time(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")
-    for each in (
-        side_by_side({"weights": {}, "input": INPUTS[kind]}),
-        deployed("residual", {"weights": {}, "input": INPUTS[kind]}),
+    for number, each in enumerate(
+        (
+            side_by_side({"weights": {}, "input": INPUTS[kind]}),
+            deployed("residual", {"weights": {}, "input": INPUTS[kind]}),
+        )
     ):
-        assert exported("onnx", each, tmp_path) < 2e-6
+        assert exported("onnx", each, tmp_path / str(number)) < 2e-6
 
 
 @pytest.mark.parametrize("kind", ["mx", "fp4", "channels"])

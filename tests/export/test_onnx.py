@@ -31,6 +31,7 @@ from quantizer.export.onnx.files import stored_model
 from quantizer.graph.trace import trace
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
+from quantizer.storage.permission import replacing
 
 
 class Shifts(nn.Module):
@@ -289,7 +290,8 @@ def test_tensors_that_do_not_fit_one_message_lie_beside_the_file(
         0
     ].shape == (1, 512)
     monkeypatch.undo()
-    export("onnx", given, tmp_path / "net.onnx")
+    with replacing(overwrite=True):
+        export("onnx", given, tmp_path / "net.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
 
 

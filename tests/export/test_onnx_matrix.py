@@ -29,6 +29,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
+from quantizer.storage.permission import replacing
 
 UNSIGNED: dict[str, Any] = {"symmetric": False, "signed": False}
 CHANNELS: dict[str, Any] = {"qscheme": "per_channel", "ch_axis": 0}
@@ -212,7 +213,8 @@ def differences(
     solution = quantized(graph, setting, x)
     given = Deployment(graph, solution, (x,), {}, opset, sqnr_db=20.0)
     path = folder / "net.onnx"
-    assert export("onnx", given, path).default_session is not None
+    with replacing(overwrite=True):
+        assert export("onnx", given, path).default_session is not None
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     expected = Deployment(graph, as_run(["onnx"], graph, solution), (x,), {}).expected

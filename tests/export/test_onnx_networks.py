@@ -101,7 +101,8 @@ IDS = torch.arange(10).view(2, 5)
 CASES: dict[str, tuple[Any, Any, Tensor, float]] = {
     "fused heads": (FusedHeads, DEFAULT, TOKENS, 1.0),
     "lstm": (lambda: Recurrent(nn.LSTM), DEFAULT, IDS, 1.0),
-    "gru": (lambda: Recurrent(nn.GRU), W8A8, IDS, 1.0),
+    # ONNX Runtime multiplies a GRU in float
+    "gru": (lambda: Recurrent(nn.GRU), W8A8, IDS, 0.5),
     "maxima": (Cosine, DEFAULT, IMAGES, 1.0),
     "rows divided by their norm": (Slots, DEFAULT, TOKENS, 1.0),
     "zero bias": (zero_bias, DEFAULT, IMAGES, 1.0),

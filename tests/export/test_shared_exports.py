@@ -118,9 +118,9 @@ OTHERS: dict[str, Callable[[], Deployment]] = {
 def test_other_networks_are_exported_anew(exports: list[nn.Module], tmp_path: Path) -> None:
     export("pt2_float", deployed(Scaled(1, 0.5)), tmp_path / "net")
     for count, (name, other) in enumerate(OTHERS.items(), 2):
-        export("pt2_float", other(), tmp_path / "net")
+        export("pt2_float", other(), tmp_path / name)
         assert len(exports) == count, name
-    export("pt2_float", deployed(Scaled(2, 0.5)), tmp_path / "net")
+    export("pt2_float", deployed(Scaled(2, 0.5)), tmp_path / "last")
     assert len(exports) == 1 + len(OTHERS)
 
 
@@ -128,5 +128,5 @@ def test_other_scales_of_activations_are_other_programs(
     exports: list[nn.Module], tmp_path: Path
 ) -> None:
     export("pt2", deployed(Scaled(1, 0.5)), tmp_path / "net")
-    export("pt2", deployed(Scaled(2, 0.5)), tmp_path / "net")
+    export("pt2", deployed(Scaled(2, 0.5)), tmp_path / "other")
     assert len(exports) == 2

@@ -128,7 +128,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeMeter]:
     return Meter
 
 
-def export(result: quantizer.Result, folder: Path, **options: str) -> Any:
+def export(result: quantizer.Result, folder: Path, **options: Any) -> Any:
     return result.export("onnx", folder / "net.onnx", onnx_profile="tuned", **options)
 
 
@@ -168,7 +168,7 @@ def test_a_choice_is_repeated_without_measuring(
     names = ("net.onnx", "deploy.json")
     before = [(tmp_path / name).read_bytes() for name in names]
     monkeypatch.setattr(tuner, "METER", no_meter)
-    export(result, tmp_path)
+    export(result, tmp_path, overwrite=True)
     assert [(tmp_path / name).read_bytes() for name in names] == before
     other = tmp_path / "other"
     # Another calibration of the same network and config

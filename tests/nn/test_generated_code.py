@@ -83,8 +83,8 @@ WITHOUT_WEIGHTS = (
 
 
 def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
-    """The toy's planned graph, its results written to `folder`."""
-    return written(folder, name, config(folder, content))
+    """The toy's planned graph, its results written to `folder` / "results"."""
+    return written(folder / "results", name, config(folder, content))
 
 
 def written(folder: Path, name: str, settings: Config) -> Graph:
@@ -129,8 +129,8 @@ def test_generated_code_equals_test_mode_bit_for_bit(
     name: str, settings: str, tmp_path: Path
 ) -> None:
     graph = calibrated(tmp_path, name, CONFIGS[settings])
-    network = quantized_network(graph, read_info(tmp_path).solution)
-    generated = imported(tmp_path / f"{graph.model}.py")
+    network = quantized_network(graph, read_info(tmp_path / "results").solution)
+    generated = imported(tmp_path / "results" / f"{graph.model}.py")
     for batch in (1, 3) if built(name).batched else (2,):
         args, kwargs = built(name).call(batch)
         with torch.no_grad():
@@ -197,7 +197,7 @@ def test_quantizing_changes_the_output(tmp_path: Path) -> None:
     graph = calibrated(tmp_path, "residual", CONFIGS["int8"])
     args, _ = built("residual").call(2)
     with torch.no_grad():
-        output = quantized_network(graph, read_info(tmp_path).solution)(*args)
+        output = quantized_network(graph, read_info(tmp_path / "results").solution)(*args)
         difference = (output - Network(graph)(*args)).abs().max()
     assert 0 < difference < 0.2
 
@@ -294,11 +294,11 @@ def test_generated_code_without_results_says_what_to_do(tmp_path: Path) -> None:
 
 def test_every_scale_of_the_file_is_attached(tmp_path: Path) -> None:
     graph = calibrated(tmp_path, "branches", CONFIGS["int8"])
-    info = json.loads((tmp_path / "quant_info.json").read_text("utf-8"))
+    info = json.loads((tmp_path / "results" / "quant_info.json").read_text("utf-8"))
     stored = {(layer, role) for layer, roles in info["tensors"].items() for role in roles}
-    network = quantized_network(graph, read_info(tmp_path).solution)
+    network = quantized_network(graph, read_info(tmp_path / "results").solution)
     assert {(layer, role) for layer, role, _ in network.quantizers()} == stored
-    generated = imported(tmp_path / f"{graph.model}.py")
+    generated = imported(tmp_path / "results" / f"{graph.model}.py")
     assert sum(len(layer.quantizers) for layer in generated.children()) == len(stored)
 
 
@@ -308,7 +308,7 @@ def test_overwriting_memory_changes_no_value(name: str, tmp_path: Path) -> None:
     graph = calibrated(
         tmp_path, name, document(layer(type="einsum", bit_width=3, required=False))
     )
-    info = read_info(tmp_path).solution
+    info = read_info(tmp_path / "results").solution
     network, careful = quantized_network(graph, info), quantized_network(graph, info)
     for _, _, quantizer in careful.quantizers():
         assert isinstance(quantizer, TensorQuantizer)
