@@ -166,6 +166,39 @@ def _shared_distributions() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tests_are_no_code_of_models() -> Iterator[None]:
+    """The digest of a model's code has all files that a process has loaded, as the process of a
+    user has only the model's. Here files of the tests count only if a class of the model is in
+    them, and models of other tests not at all.
+    """
+    if "torch" not in sys.modules:
+        yield
+        return
+    from quantizer.results import model_code
+
+    plain = model_code.is_file_of_user
+    tests = os.path.join(os.path.dirname(__file__), "")
+
+    def is_file_of_user(name: str) -> bool:
+        return plain(name) and not name.startswith(tests)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model_code, "is_file_of_user", is_file_of_user)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process begins without the models that earlier tests have written and loaded."""
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name, loaded in list(sys.modules.items()):
+        file = getattr(loaded, "__dict__", {}).get("__file__")
+        if file is not None and file.startswith(written):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of tracing itself."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli.options import Options
 from quantizer.distributed import ALONE, Ranks
+from quantizer.errors import ModelError, QuantizerError
+from quantizer.sources.user_code import ends_in_user_code, user_error
 
 if TYPE_CHECKING:
     from quantizer.distributed.process_group import ProcessGroup
@@ -73,7 +75,12 @@ def joined_ranks(options: Options) -> Iterator[tuple[Ranks, Options]]:
     try:
         yield group, options
     except BaseException as error:
-        group.fail(error)
+        reported = error
+        is_unexpected = isinstance(error, Exception) and not isinstance(error, QuantizerError)
+        if is_unexpected and ends_in_user_code(error):
+            # All ranks end with the same exit code
+            reported = user_error("your code", error, ModelError)
+        group.fail(reported)
         raise
 
 

@@ -394,11 +394,12 @@ def test_results_print_as_a_few_lines(network: nn.Module, data: Any, tmp_path: P
     assert sizes.startswith("  0.0% of the parameters stay float; weights ")
     assert repr(found.plan).splitlines() == ["Plan(7 tensors of Sequential)", formats, sizes]
     tested = found.test()
-    metrics, worst = repr(tested).splitlines()
+    metrics, judged_on, worst = repr(tested).splitlines()
     assert metrics.startswith(f"Comparison(sqnr_db={tested.metrics['sqnr_db']:.6g}, ")
     lowest = tested.layers[0]
     assert worst.startswith(f"  lowest local SQNR: {lowest['local_sqnr_db']:.1f} dB ")
     assert worst.count(" dB ") == 3
+    assert judged_on == "  measured on the calibration data"
     verified = found.export("safetensors", tmp_path / "network.safetensors")
     assert repr(verified) == f"Verification({verified.figures()})"
     assert repr(found.plan.plan) == "Plan(7 tensors of Sequential)"

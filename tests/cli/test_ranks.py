@@ -22,6 +22,7 @@ from support.configs import document, layer
 from support.extended import extended, extended_except
 from support.forked import run_ranks
 
+from quantizer.calibration import level_inputs
 from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
 from quantizer.observers import Observer
@@ -184,20 +185,31 @@ def differing(one: Path, other: Path) -> set[str]:
 
 
 def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int], None]:
-    """What makes rank `number` do something when it observes a batch after so many."""
+    """What makes rank `number` do something when it observes a batch after so many. The first
+    rank alone measures input channels before that, which does not count.
+    """
 
     def before(rank: int) -> None:
-        plain, seen = Observer.observe, 0
+        plain, seen, is_counted = Observer.observe, 0, True
+        measure = level_inputs.far_channels
+
+        def far_channels(*args: Any, **options: Any) -> Any:
+            nonlocal is_counted
+            is_counted = False
+            levels = measure(*args, **options)
+            is_counted = True
+            return levels
 
         def observe(self: Observer, x: torch.Tensor, companion: Observer | None = None) -> None:
             nonlocal seen
             plain(self, x, companion)
-            if rank == number and x.dim() == 4 and x.shape[:2] == (4, 3):
+            if rank == number and is_counted and x.dim() == 4 and x.shape[:2] == (4, 3):
                 seen += 1
                 if seen > batches:
                     act()
 
         Observer.observe = observe  # type: ignore[method-assign]
+        level_inputs.far_channels = far_channels
 
     return before
 
@@ -382,14 +394,31 @@ def test_a_rank_that_is_lost_ends_the_others(
     assert found[0].err.count("error:") == 1
 
 
-def test_an_unexpected_error_of_one_rank_is_told_by_the_first(net: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_of_user", "code", "told"),
+    [
+        (False, 70, "rank 1: ZeroDivisionError: made up"),
+        (True, 3, "rank 1: your code raised ZeroDivisionError: made up"),
+    ],
+)
+def test_an_unexpected_error_of_one_rank_is_told_by_the_first(
+    is_of_user: bool,
+    code: int,
+    told: str,
+    net: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail() -> None:
         raise ZeroDivisionError("made up")
 
+    for module in ("main", "torchrun"):
+        place = f"quantizer.cli.{module}.ends_in_user_code"
+        monkeypatch.setattr(place, lambda _error: is_of_user)
     command = calib(net, config_file(tmp_path, "maxmin"), tmp_path / "q", "-q")
     found = run_ranks(2, command, tmp_path / "ranks", before=stopping(1, 1, fail))
-    assert [rank.code for rank in found] == [70, 70]
-    assert "error: rank 1: ZeroDivisionError: made up" in found[0].err
+    assert [rank.code for rank in found] == [code, code]
+    assert f"error: {told}" in found[0].err
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,12 @@ def written(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     return {"model": str(model), "config": str(path)}
 
 
+@pytest.fixture(autouse=True)
+def _killed_by_no_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test raises counts as an error of quantizer, not of the user's code."""
+    monkeypatch.setattr("quantizer.cli.main.ends_in_user_code", lambda _error: False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("combined", RUNS)
 def test_any_stop_and_any_memory_leave_the_same_bytes(

@@ -29,6 +29,7 @@ from quantizer.results.calibrated import trace_module
 from quantizer.results.graph_file import GraphFile, bound_graph, write_graph
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import load_hugging_face
+from quantizer.storage.permission import replacing
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))]
 
@@ -57,7 +58,8 @@ def reused(tmp_path: Path) -> Callable[..., Graph | None]:
     def graph_from_file(
         graph: Graph, module: nn.Module, *args: Any, **kwargs: Any
     ) -> Graph | None:
-        write_graph(tmp_path, graph)
+        with replacing(overwrite=True):
+            write_graph(tmp_path, graph)
         content = json.loads((tmp_path / "graph.json").read_text())
         seal = content.pop("traced_code")
         constants = {path: graph.tensors[path] for path in graph.constants}

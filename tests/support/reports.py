@@ -39,7 +39,10 @@ def export(**others: Any) -> dict[str, Any]:
         "integer": 9,
         "count": 10,
         "share": 0.9,
+        "multiply_add_share": 0.75,
+        "text": "9 of 10 multiplications in int8, 75 % of the multiply-adds",
         "floating": {"Net::fc": "its output is in 16 bits"},
+        "is_run": True,
     }
     made = {
         "file": "Net.onnx",
