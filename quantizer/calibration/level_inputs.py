@@ -183,11 +183,12 @@ def decide_input_levels(
         codes = channels.noise.codes_per_deviation
         if can_scale and _is_scalable(plan, channels.readers, readers):
             gain = channels.own_codes / codes
-            is_lost = (codes < MIN_CODES) & (gain >= _MIN_GAIN)
-            is_lost |= errors > MAX_LOST
-            # What a range clips is lost too, but no factor brings it back
+            is_helped = (codes < MIN_CODES) & (gain >= _MIN_GAIN)
             is_small = channels.sizes * _MIN_GAIN <= channels.sizes.max()
-            is_helped = is_small & is_lost
+            if plan.graph.by_name[group.source].op == "input":
+                # What a range clips is lost too, but no factor brings it back
+                is_helped &= is_small
+            is_helped |= is_small & (errors > MAX_LOST)
             if bool((is_helped & is_heard).any()):
                 exponents[group.source] = _exponents(channels.sizes)
                 codes = channels.own_codes
