@@ -128,7 +128,7 @@ def _batch_sizes(options: Options, opened: OpenedRun) -> list[int]:
     """Return the number of samples of each batch of the calibration data, which are read.
 
     Raises:
-        UsageError: a file of the run cannot hold the network, whatever the data are.
+        UsageError: a file of the run cannot hold the network, with any data.
     """
     for target in opened.options.for_:
         require_operators(checked_target(target, options.target_choices), opened.graph)
