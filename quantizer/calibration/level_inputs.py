@@ -56,7 +56,7 @@ _MIN_GAIN = 4
 _MIN_VALUES = 64
 """The batches that are read have at least so many values of each channel, if there are."""
 _MAX_BATCHES = 8
-"""But no more batches are read: all of them are read again by the calibration."""
+"""No more batches are read, because calibration reads all of them again."""
 
 
 @dataclass(frozen=True)
