@@ -4,10 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from quantizer.algorithms.fold import SCALE_OP
 from quantizer.config.roles import is_parameter
 from quantizer.evaluation.ablation import Ablation
 from quantizer.graph.fused import fused_layers
+from quantizer.graph.ir import Graph
 from quantizer.numerics.codes import bits_of
+from quantizer.plan.floating import input_values
 from quantizer.plan.model import Key, Plan
 
 MAX_PRUNED = 12
@@ -58,10 +61,23 @@ def float_parts(
     order = plan.graph.index
     parts = []
     for first, noise in noises.items():
-        layers = sorted(members[first], key=order.__getitem__)
+        names = {_layer_of_model(plan.graph, name) for name in members[first]}
+        layers = sorted(names, key=order.__getitem__)
         parts.append(FloatPart(tuple(layers), noise, costs[first]))
     parts.sort(key=FloatPart.rank)
     return parts
+
+
+def _layer_of_model(graph: Graph, name: str) -> str:
+    """Return the layer that a config names for a layer of the graph. Calibration inserts scales
+    of channels behind inputs and their normalizations, and an input in float needs none.
+    """
+    node = graph.by_name[name]
+    if node.op != SCALE_OP or next(node.refs()) not in input_values(graph):
+        return name
+    while node.op != "input":
+        node = graph.by_name[next(node.refs())]
+    return node.name
 
 
 def _parts_by_layer(plan: Plan) -> dict[str, str]:
