@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
+from quantizer.config.model import Settings
 from quantizer.config.wording import first_names
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
@@ -119,12 +120,20 @@ def require_operators(checked: CheckedTarget, graph: Graph) -> None:
     """Check that a target can express a network in float. All other checks need a plan, and
     some plans need the data.
 
+    Args:
+        checked: the target.
+        graph: the trace of the model.
+
     Raises:
         UsageError: why it cannot.
     """
+    # It needs torch
+    from quantizer.graph.passes import run_passes
+
     exporter = EXPORTERS[checked.target]
     if exporter.by_tensor or exporter.for_transformers:
         return
+    graph = run_passes(graph, Settings())
     with refused_by_libraries(checked.target, graph):
         refuse(checked.words, _refusals(checked, graph, {}, opset=-1))
 

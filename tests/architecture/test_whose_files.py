@@ -7,7 +7,14 @@ import ast
 from support.ledger import MODULES, PACKAGE, shown, source
 
 METHODS = {"unlink", "rmdir", "rename", "touch"}
-FUNCTIONS = {"os.replace", "os.rename", "os.remove", "os.unlink", "shutil.rmtree", "shutil.move"}
+FUNCTIONS = {
+    "os.replace",
+    "os.rename",
+    "os.remove",
+    "os.unlink",
+    "shutil.rmtree",
+    "shutil.move",
+}
 OF_TEMPORARY_FOLDERS = {"export/openvino_ir/session.py"}
 """It removes files of a folder that it has made for another process."""
 
