@@ -483,7 +483,10 @@ def test_torchrun_starts_them(net: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("calibrated on 7 batches") == 1
-    assert differing(tmp_path / "one", tmp_path / "2") == set()
+    # They have the digest of the code that a process has loaded, and this one has loaded more
+    have_the_code = {"graph.json", "quant_info.json", "checksums.json", "report.json"}
+    have_the_code.add("report.html")
+    assert differing(tmp_path / "one", tmp_path / "2") <= have_the_code
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def one(
                 json.dumps(rest, sort_keys=True).encode()
             ).hexdigest()
     file.write_text(json.dumps(value))
-    code, said = quietly([*command, str(copy), "--resume"])
+    code, said = quietly([*command, str(copy), "--resume", "--overwrite"])
     info = copy / "quant_info.json"
     return (
         f"{name}, {file.name}, {done}",
