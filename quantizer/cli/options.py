@@ -14,6 +14,7 @@ from quantizer.cli.grouped_command import GroupedOption
 from quantizer.cli.grouped_command import command as command
 from quantizer.cli.places import OutputFile, PathType, WrittenPath
 from quantizer.cli.screen import screen
+from quantizer.cli.start_folder import unmoved
 from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config import dynamic_sizes
 from quantizer.config.algorithms import MAX_SEED
@@ -291,7 +292,10 @@ class Options:
         """Return the settings of the targets of --deploy."""
         settings: dict[str, str] = {}
         for name, choice in CHOICES.items():
-            settings[name] = getattr(self, name) or choice.default
+            value = getattr(self, name) or choice.default
+            if choice.is_file and value:
+                value = str(unmoved(value))
+            settings[name] = value
         return settings
 
     @property

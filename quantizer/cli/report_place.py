@@ -11,7 +11,8 @@ from quantizer.cli.options import Options
 from quantizer.cli.start_folder import from_start
 from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
-from quantizer.export import FOLDER
+from quantizer.export import EXPORTERS, FOLDER, exporter_of
+from quantizer.export.publishing import require_place
 from quantizer.results.folder import INFO_FILE, REPORT_FILE, RUN_FILE, OpenedResults
 from quantizer.results.result_set import (
     ReadOnlyError,
@@ -58,8 +59,10 @@ def report_place(
                 yield None, {}
                 return
         held.require_ours(*_FILES)
-        if options.deploy:
+        for target in options.deploy:
             held.require_folder(FOLDER)
+            name = f"{opened.header['model']}{EXPORTERS[target].suffix}"
+            require_place(exporter_of(target), place / FOLDER / name)
         noted = stack.enter_context(runlog.log_run(place, options, ranks.world_size))
         yield place, noted
 

@@ -94,7 +94,7 @@ def read_config_file(path: str | None) -> ReadConfig:
             "init --list` shows others"
         )
         return ReadConfig(default_config(), (), {})
-    result = load_config(path)
+    result = load_config(str(unmoved(path)))
     sources = dict(result.sources)
     return ReadConfig(result.require(), result.diagnostics, sources, result.document)
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 from quantizer.cli.options import Options
+from quantizer.cli.start_folder import unmoved
 from quantizer.errors import UsageError
 from quantizer.sources.data import TEXTS, find_files, is_synthetic
 from quantizer.sources.models import LoadedModel
@@ -52,7 +53,9 @@ def read_windows(
         )
     tokenizer = loaded.tokenizer
     if options.tokenizer:
-        tokenizer = partial(load_tokenizer, options.tokenizer, trust=options.trust)
+        tokenizer = partial(
+            load_tokenizer, str(unmoved(options.tokenizer)), trust=options.trust
+        )
     default = min(DEFAULT_SEQ_LEN, longest or DEFAULT_SEQ_LEN)
     seq_len = options.seq_len or calibrated or default
     shuffle_seed = None

@@ -65,10 +65,8 @@ _NAMES_OF_CALIBRATION = (
     *GRAPH_FILES,
     *ORIGIN_FILES,
     *TENSOR_FILES,
-    *FINDINGS_FILES,
     RUN_FILE,
     "run.log",
-    "report.html",
     "checkpoint.calibration.json",
     "checkpoint.algorithms.json",
     "checkpoint.finetune.json",
@@ -83,8 +81,9 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
         ResultError: the folder holds results of another model and `overwrite` is not set.
         UsageError: a file in the way is not quantizer's, or was changed.
     """
+    names = dict.fromkeys([*_NAMES_OF_CALIBRATION, *FILES_OF_TESTS, *listed_files(folder)])
     with holding(folder) as place:
-        place.require_ours(*_NAMES_OF_CALIBRATION, f"{model}.py")
+        place.require_ours(*names, f"{model}.py")
     if overwrite or not (folder / INFO_FILE).exists():
         return
     try:

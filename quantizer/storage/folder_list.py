@@ -14,6 +14,8 @@ from quantizer.errors import ResultError
 
 LIST_FILE = ".quantizer.json"
 """The file of the list."""
+NEW_FILES = "new"
+"""The subfolder of the work folder with the files of a set that is being written."""
 _FORMAT = 1
 _TOKEN = re.compile("[0-9a-f]{32}")
 _DIGEST = re.compile("[0-9a-f]{64}")

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.errors import ResultError
-from quantizer.storage.folder_list import LIST_FILE, Moves, is_name, parse_list
-from quantizer.storage.owned_folder import NEW_FILES
+from quantizer.storage.folder_list import LIST_FILE, NEW_FILES, Moves, is_name, parse_list
 from quantizer.storage.positioned_io import REPLACES_OPEN_FILES, open_flags, read_at
 
 _PART_BYTES = 1 << 20

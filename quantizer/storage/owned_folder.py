@@ -8,7 +8,6 @@ removes the rest. Imports no torch.
 """
 
 import contextlib
-import hashlib
 import os
 import shutil
 import stat
@@ -19,13 +18,10 @@ from pathlib import Path
 
 from quantizer.errors import UsageError
 from quantizer.storage.atomic_write import exchange, sync_file, sync_folder, write_synced
-from quantizer.storage.folder_list import LIST_FILE, FolderList, Moves, is_name
+from quantizer.storage.folder_list import LIST_FILE, NEW_FILES, FolderList, Moves, is_name
 from quantizer.storage.folder_lock import LOCK
+from quantizer.storage.opened_files import OpenFile
 from quantizer.storage.permission import may_overwrite, require_no_input
-
-NEW_FILES = "new"
-"""The subfolder of the work folder with the files of a set that is being written."""
-_PART_BYTES = 1 << 20
 
 
 class OwnedFolder:
@@ -169,11 +165,12 @@ class OwnedFolder:
         """Remove a file, if it is listed and was not changed.
 
         Raises:
+            UsageError: a link is on the way to it.
             OSError: it cannot be removed.
         """
+        refuse_links(self.path, name)
         path = self.path / name
-        is_file = path.is_file() and not path.is_symlink()
-        if is_file and self._digest(name) in self.list.files.get(name, ()):
+        if path.is_file() and self._digest(name) in self.list.files.get(name, ()):
             path.unlink()
 
     @contextmanager
@@ -201,10 +198,11 @@ class OwnedFolder:
         try:
             yield new
             digests = self._new_digests(new)
-            removed: list[str] = []
-            for name in sorted(set(gone) & self.list.files.keys() - digests.keys()):
-                removed.append(name)
+            removed = sorted(set(gone) & self.list.files.keys() - digests.keys())
             self.require_ours(*removed, *digests)
+            if is_whole:
+                # The user may have put a file there since the work began
+                self.require_only_ours()
             if digests and not (is_whole and self._exchange(new, digests)):
                 self._decide(digests, removed, main)
         except BaseException:
@@ -226,7 +224,7 @@ class OwnedFolder:
             if state != _state(path):
                 # Another library has written it
                 sync_file(path)
-                digest = file_digest(path)
+                digest = OpenFile.open(path).digest()
             digests[name] = digest
         sync_folder(new)
         return digests
@@ -337,7 +335,7 @@ class OwnedFolder:
         state = _state(path)
         known_state, digest = self._digests.get(name, ((), ""))
         if state != known_state:
-            digest = file_digest(path)
+            digest = OpenFile.open(path).digest()
             self._digests[name] = (state, digest)
         return digest
 
@@ -409,12 +407,3 @@ def _state(path: Path) -> tuple[int, ...]:
     """Return what the system says of a file, which changes with its content."""
     status = path.stat()
     return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_PART_BYTES):
-            digest.update(part)
-    return digest.hexdigest()

@@ -144,17 +144,19 @@ def mark(folder: Path, earlier: EarlierFiles) -> None:
 
 def _create_list(place: Path, content: FolderList) -> None:
     """Write a list where there is none."""
-    flags = open_flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_NOFOLLOW")
-    if place.is_file() and place.stat().st_size == 0:
-        # A process was stopped between the creation of the list and its first byte
-        flags = open_flags("O_WRONLY", "O_NOFOLLOW")
-    with contextlib.suppress(FileExistsError):
+    try:
+        flags = open_flags("O_WRONLY", "O_CREAT", "O_EXCL", "O_NOFOLLOW")
         descriptor = os.open(place, flags, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content.content())
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(place.parent)
+    except FileExistsError:
+        if _content(place):
+            return
+        # A process was stopped between the creation of the list and its first byte
+        descriptor = os.open(place, open_flags("O_WRONLY", "O_NOFOLLOW"))
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content.content())
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(place.parent)
 
 
 @contextmanager

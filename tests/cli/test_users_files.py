@@ -197,6 +197,29 @@ def test_files_that_others_have_put_into_results_survive(
         assert (out / file).read_text() == f"mine: {file}"
 
 
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("layers.csv", COMMANDS["calib"]),
+        ("export/Sequential.pt2", [*COMMANDS["test"], "--deploy", "pt2"]),
+    ],
+)
+def test_a_result_that_was_edited_is_refused_before_any_work(
+    file: str, words: list[str], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a table that was opened in another program and saved there."""
+    out = Path(shutil.copytree(work / "out", tmp_path / "out"))
+    test = [word.format(work=work, mine=out) for word in COMMANDS["test"]]
+    assert run_command([*test, "--deploy", "pt2"]) == 0
+    (out / file).write_text("edited")
+    capsys.readouterr()
+    assert run_command([word.format(work=work, mine=out) for word in words]) == 2
+    shown = capsys.readouterr()
+    assert f"holds files that were changed: {file}" in shown.err
+    assert not shown.out
+    assert (out / file).read_text() == "edited"
+
+
 INPUTS = {
     "model": (["plan", "--model", "{net}", "-o", "{net}", "--overwrite"], "net.py"),
     "a link to it": (["inspect", "--model", "{net}", "-o", "{link}", "--overwrite"], "net.py"),

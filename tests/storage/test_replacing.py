@@ -204,6 +204,31 @@ def write_folder(folder: Path, content: bytes) -> None:
         (new / "inner" / "more.json").write_bytes(content)
 
 
+def test_a_file_that_is_put_into_an_export_meanwhile_stays(tmp_path: Path) -> None:
+    write_folder(tmp_path, b"old")
+    notes = tmp_path / "checkpoint" / "notes.txt"
+    with (
+        pytest.raises(UsageError, match=r"notes\.txt is not a file that quantizer has written"),
+        replaced_folder(tmp_path / "checkpoint") as new,
+    ):
+        (new / "config.json").write_bytes(b"new")
+        notes.write_bytes(b"mine")
+    assert notes.read_bytes() == b"mine"
+    assert (tmp_path / "checkpoint" / "config.json").read_bytes() == b"old"
+
+
+def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
+    """The list of a folder may name a file elsewhere with its sha256."""
+    folder = tmp_path / "out"
+    with locked(folder):
+        replace_file(folder / "export" / "verify.json", b"{}")
+    (folder / "export").rename(tmp_path / "elsewhere")
+    (folder / "export").symlink_to(tmp_path / "elsewhere")
+    with locked(folder) as place, pytest.raises(UsageError, match="export is a link"):
+        place.remove("export/verify.json")
+    assert (tmp_path / "elsewhere" / "verify.json").read_bytes() == b"{}"
+
+
 class KilledError(BaseException):
     """Ends a write as a kill does: nothing that follows it has an effect."""
 
