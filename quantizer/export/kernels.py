@@ -1,11 +1,13 @@
 """Holds which multiplications an engine computes in integers, and how much work each is."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from quantizer.config.wording import first_names
 
+Shape = Sequence[int]
 _RUN = "in int8"
 _NO_PRODUCTS = (
     "The network has no multiplications that integers make faster: use the float network where "
@@ -22,7 +24,7 @@ class Product:
         name: of its layer, if it is known.
         operator: the engine's.
         is_integer: whether the engine multiplies integers.
-        multiply_adds: how many it takes for the first batch.
+        multiply_adds: how many it takes for the first batch; 0 if that is not known.
     """
 
     name: str
@@ -38,8 +40,8 @@ class Kernels:
 
     Attributes:
         place: where the integers are, for sentences.
-        multiply_adds: by layer, how many it takes for the first batch; empty if they are not
-            known.
+        multiply_adds: by layer, how many it takes for the first batch; 0 or missing if that is
+            not known.
     """
 
     integer: tuple[str, ...]
@@ -64,15 +66,19 @@ class Kernels:
 
     @property
     def multiply_add_share(self) -> float | None:
-        """Return the share of multiply-adds in integers; None if there are none, or if they are
-        not known.
+        """Return the share of multiply-adds in integers; None if there are no layers, or if the
+        number of one of them is not known.
 
         >>> Kernels(("a",), {"b": ""}, multiply_adds={"a": 30, "b": 10}).multiply_add_share
         0.75
+        >>> Kernels(("a",), {"b": ""}, multiply_adds={"a": 30, "b": 0}).multiply_add_share
         """
-        total = sum(self.multiply_adds.values())
-        in_integers = sum(self.multiply_adds.get(name, 0) for name in self.integer)
-        return in_integers / total if total else None
+        integer = [self.multiply_adds.get(name, 0) for name in self.integer]
+        floating = [self.multiply_adds.get(name, 0) for name in self.floating]
+        sizes = integer + floating
+        if not sizes or 0 in sizes:
+            return None
+        return sum(integer) / sum(sizes)
 
     @property
     def shares(self) -> tuple[float | None, float | None]:
@@ -140,3 +146,26 @@ def numbered(products: Iterable[Product]) -> list[Product]:
         name = product.name if count == 1 else f"{product.name}#{count}"
         named.append(Product(name, product.operator, product.is_integer, product.multiply_adds))
     return named
+
+
+def einsum_multiply_adds(equation: str, shapes: Sequence[Shape | None]) -> int:
+    """Return the multiply-adds of an Einsum, which are the product of the sizes of all its
+    indices; 0 if a shape is not known.
+
+    >>> einsum_multiply_adds("btd,edh->ebth", [[4, 12, 32], [2, 32, 48]])
+    147456
+    >>> einsum_multiply_adds("...ij,...jk", [[5, 2, 3], [5, 3, 4]])
+    120
+    """
+    operands = equation.replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    others = 1
+    for indices, shape in zip(operands, shapes, strict=True):
+        if shape is None:
+            return 0
+        before, _, after = indices.partition("...")
+        count = len(shape) - len(before) - len(after)
+        others = max(others, prod(shape[len(before) : len(before) + count]))
+        named = [*shape[: len(before)], *shape[len(before) + count :]]
+        sizes.update(zip(before + after, named, strict=True))
+    return others * prod(sizes.values())

@@ -6,7 +6,7 @@ The optimized graph has the operators, and a profile of a run has the shapes of 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
-from quantizer.export.kernels import Product
+from quantizer.export.kernels import Product, Shape, einsum_multiply_adds
 from quantizer.export.onnx.marks import PRODUCTS, RECURRENT
 
 INTEGER_OPERATORS = (
@@ -66,7 +66,6 @@ _MULTIPLYING_KERNELS = (
 )
 _KERNEL = "_kernel_time"
 """What ends the name of an event about a kernel."""
-_Shape = Sequence[int]
 
 
 def profiled(options: onnxruntime.SessionOptions, folder: str) -> None:
@@ -86,7 +85,7 @@ class ExecutedGraph:
     """
 
     model: ModelProto
-    shapes: dict[str, _Shape] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
     runs: Counter[str] = field(default_factory=Counter)
 
     @classmethod
@@ -106,7 +105,7 @@ class ExecutedGraph:
             executed.shapes[name] = array.shape
         session.run(None, feed)
         path = Path(session.end_profiling())
-        made: dict[str, list[_Shape]] = {}
+        made: dict[str, list[Shape]] = {}
         for event in json.loads(path.read_text("utf-8")):
             name = event["name"]
             if not name.endswith(_KERNEL):
@@ -167,7 +166,7 @@ class ExecutedGraph:
             keys = operands[1]
             return 0 if keys is None else 2 * prod(first) * keys[-2]
         if operator == "Einsum":
-            return _of_einsum(_equation(node), operands)
+            return einsum_multiply_adds(_equation(node), operands)
         if result is None:
             return 0
         if operator in ("Gemm", "FusedGemm", "QGemm"):
@@ -224,25 +223,3 @@ def _equation(node: NodeProto) -> str:
         if attribute.name == "equation":
             return str(helper.get_attribute_value(attribute).decode())
     return ""
-
-
-def _of_einsum(equation: str, shapes: Sequence[_Shape | None]) -> int:
-    """Return the multiply-adds of an Einsum: the product of the sizes of all its indices.
-
-    >>> _of_einsum("btd,edh->ebth", [[4, 12, 32], [2, 32, 48]])
-    147456
-    >>> _of_einsum("...ij,...jk", [[5, 2, 3], [5, 3, 4]])
-    120
-    """
-    operands = equation.replace(" ", "").partition("->")[0].split(",")
-    sizes: dict[str, int] = {}
-    others = 1
-    for indices, shape in zip(operands, shapes, strict=True):
-        if shape is None:
-            return 0
-        before, _, after = indices.partition("...")
-        count = len(shape) - len(before) - len(after)
-        others = max(others, prod(shape[len(before) : len(before) + count]))
-        named = [*shape[: len(before)], *shape[len(before) + count :]]
-        sizes.update(zip(before + after, named, strict=True))
-    return others * prod(sizes.values())

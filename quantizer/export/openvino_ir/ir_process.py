@@ -6,8 +6,8 @@ each line of its standard input, a JSON list, with a line of JSON:
 
 - ["kernels"]: the operators that multiply, in order: the names of what each was made of, and
   whether it multiplies integers.
-- ["products"]: the operators that multiply, each with its names, its type and how many
-  multiply-adds it takes for the last inputs.
+- ["products"]: the operators that multiply matrices, each with its names, its type, its
+  attributes, and for the last inputs the shapes of its operands and then of its result.
 - ["run", number]: runs `inputs_NUMBER.npz` and writes `outputs_NUMBER.npz` for each of the
   settings in `settings.json`.
 - ["time", which, runs]: the seconds of one run of the last inputs, as the mean of so many, in
@@ -17,7 +17,6 @@ It imports nothing of this package, so that it starts at once.
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import numpy as np
 import openvino
 from openvino import opset13
 
-_MULTIPLYING = (
+_COMPILED_PRODUCTS = (
     "Convolution",
     "Deconvolution",
     "FullyConnected",
@@ -37,9 +36,33 @@ _MULTIPLYING = (
     "RNNSeq",
     "RNNCell",
 )
+"""The types that multiply matrices in a compiled model."""
+_MATRIX_PRODUCTS = (
+    "BinaryConvolution",
+    "Convolution",
+    "ConvolutionBackpropData",
+    "DeformableConvolution",
+    "Einsum",
+    "GRUCell",
+    "GRUSequence",
+    "GroupConvolution",
+    "GroupConvolutionBackpropData",
+    "LSTMCell",
+    "LSTMSequence",
+    "MatMul",
+    "RNNCell",
+    "RNNSequence",
+)
+"""The types that multiply matrices, before a model is compiled."""
+_SIZING_ATTRIBUTES = ("equation", "transpose_a")
+"""Those that say how many multiply-adds an operator takes."""
 _INTEGERS = ("u8", "i8")
 _MOST_STEPS = 4
 """So many operators behind another one may have its name."""
+_Product = tuple[list[str], str, dict[str, Any], list[list[int] | None]]
+"""The names of an operator, its type, its attributes, and the shapes of its operands and of its
+result.
+"""
 _BY_CHANNEL = ("Add", "Subtract", "Multiply", "Divide", "PRelu", "FakeQuantize")
 
 
@@ -69,25 +92,21 @@ class Engine:
         """
         rows: list[tuple[list[str], bool]] = []
         for node in self.compiled[-1].get_runtime_model().get_ordered_ops():
-            if _info(node, "layerType") in _MULTIPLYING:
+            if _info(node, "layerType") in _COMPILED_PRODUCTS:
                 names = _names(node, _original_names)
                 precision = _info(node, "runtimePrecision")
                 rows.append((names, precision in _INTEGERS))
         return rows
 
-    def products(
-        self,
-    ) -> list[tuple[list[str], str, int]]:
-        """Return names, type and multiply-adds of each operator that multiplies what follows
-        from the inputs.
-        """
+    def products(self) -> list[_Product]:
+        """Return the operators that multiply matrices of what follows from the inputs."""
         model = self.core.read_model("model.xml")
         sizes: dict[str, list[int]] = {}
         for value in model.inputs:
             for name in value.get_names() & self.inputs.keys():
                 sizes[name] = list(self.inputs[name].shape)
         model.reshape(sizes)
-        rows: list[tuple[list[str], str, int]] = []
+        rows: list[_Product] = []
         varying: set[str] = set()
         for node in model.get_ordered_ops():
             sources: list[str] = []
@@ -98,10 +117,9 @@ class Engine:
             if kind != "Parameter" and varying.isdisjoint(sources):
                 continue
             varying.add(node.get_name())
-            size = _multiply_adds(node, kind)
-            if size is not None:
+            if kind in _MATRIX_PRODUCTS:
                 names = _names(node, _friendly_name)
-                rows.append((names, kind, size))
+                rows.append((names, kind, _attributes(node), _shapes(node)))
         return rows
 
     def run(
@@ -194,59 +212,21 @@ def _names(
     return names
 
 
-def _multiply_adds(
-    node: Any,
-    kind: str,
-) -> int | None:
-    """Return how many multiply-adds an operator takes; None if it does not multiply matrices,
-    and 0 if a size is open.
+def _attributes(node: Any) -> dict[str, Any]:
+    """Return the attributes of an operator that its multiply-adds depend on."""
+    attributes = node.get_attributes()
+    return {name: attributes[name] for name in _SIZING_ATTRIBUTES if name in attributes}
+
+
+def _shapes(node: Any) -> list[list[int] | None]:
+    """Return the shapes of the operands of an operator and of its result; None where a size is
+    open.
     """
-    is_recurrent = kind.endswith(("Sequence", "Cell"))
-    is_convolution = "Convolution" in kind
-    is_product = kind in ("MatMul", "Einsum")
-    if not is_recurrent and not is_convolution and not is_product:
-        return None
-    shapes: list[list[int]] = []
+    shapes: list[list[int] | None] = []
     for value in (*node.input_values(), node.output(0)):
         shape = value.get_partial_shape()
-        if shape.is_dynamic:
-            return 0
-        shapes.append(list(shape.to_shape()))
-    made = shapes.pop()
-    attributes = node.get_attributes()
-    if kind == "Einsum":
-        return _of_einsum(attributes["equation"], shapes)
-    first = shapes[0]
-    if is_recurrent:
-        *_, weights, recurrent, _ = shapes
-        size = math.prod(weights) + math.prod(recurrent)
-        return math.prod(first[:-1]) * size
-    if is_convolution:
-        moved = made
-        if "Backprop" in kind:
-            moved = first
-        # The sizes of groups stand first in the weights
-        size = math.prod(moved) * math.prod(shapes[1])
-        return size // moved[1]
-    inner = first[-1]
-    if attributes["transpose_a"]:
-        inner = first[-2]
-    return math.prod(made) * inner
-
-
-def _of_einsum(
-    equation: str,
-    shapes: list[list[int]],
-) -> int:
-    """Return the product of the sizes of all indices; 0 if some of them are not named."""
-    sizes: dict[str, int] = {}
-    read, _, _ = equation.partition("->")
-    operands = read.split(",")
-    for indices, shape in zip(operands, shapes, strict=True):
-        if len(indices) != len(shape):
-            return 0
-        sizes.update(zip(indices, shape, strict=True))
-    return math.prod(sizes.values())
+        shapes.append(None if shape.is_dynamic else list(shape.to_shape()))
+    return shapes
 
 
 def keep_order_of_equals(model: Any) -> None:

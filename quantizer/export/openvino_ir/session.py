@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from quantizer.errors import VerificationError
 from quantizer.export.acceptance import Outputs
 from quantizer.export.deployment import Deployment
-from quantizer.export.kernels import Product
+from quantizer.export.kernels import Product, Shape, einsum_multiply_adds
 from quantizer.export.onnx.build import BuiltOnnx
 from quantizer.export.onnx.executed import names_of_products
 from quantizer.export.onnx.files import LARGEST_MESSAGE
@@ -117,7 +118,8 @@ class IrSession:
         if len(left) == len(unnamed):
             integer.update(zip(left, unnamed, strict=True))
         products: list[Product] = []
-        for name, (_, kind, size) in zip(names, rows, strict=True):
+        for name, (_, kind, attributes, shapes) in zip(names, rows, strict=True):
+            size = multiply_adds(kind, attributes, shapes)
             products.append(Product(name, kind, integer.get(name, False), size))
         return products
 
@@ -155,6 +157,43 @@ class IrSession:
             why = f"it crashes with signal {-code}"
         text = f"{self.name} is not written: OpenVINO cannot run it: {why}"
         return VerificationError(text, help=_HELP)
+
+
+def multiply_adds(
+    kind: str,
+    attributes: Mapping[str, Any],
+    shapes: Sequence[Shape | None],
+) -> int:
+    """Return how many multiply-adds an operator of OpenVINO takes; 0 if a size is open.
+
+    Args:
+        kind: its type.
+        attributes: those that OpenVINO has for this type.
+        shapes: of its operands, and then of its result.
+
+    >>> multiply_adds("Convolution", {}, [[1, 3, 8, 8], [4, 3, 1, 1], [1, 4, 8, 8]])
+    768
+    >>> multiply_adds("MatMul", {"transpose_a": True}, [[3, 2], [3, 5], [2, 5]])
+    30
+    """
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes):
+        return 0
+    *operands, result = known
+    first = operands[0]
+    if kind == "Einsum":
+        return einsum_multiply_adds(attributes["equation"], operands)
+    if kind == "MatMul":
+        is_transposed = attributes["transpose_a"]
+        return prod(result) * first[-2 if is_transposed else -1]
+    if kind.endswith(("Sequence", "Cell")):
+        *_, weights, recurrent, _ = operands
+        return prod(first[:-1]) * (prod(weights) + prod(recurrent))
+    moved = first if kind.endswith("BackpropData") else result
+    # The offsets of a deformable convolution stand before its weights
+    weights = operands[2 if kind == "DeformableConvolution" else 1]
+    # The sizes of groups stand first in the weights
+    return prod(moved) * prod(weights) // moved[1]
 
 
 def _known_name(names: Sequence[str], named: Mapping[str, str]) -> str:
