@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,11 +28,14 @@ def choices_of_axes(call: Call) -> list[BatchAxes]:
     """Return the axes that may count the samples, the likeliest choice first.
 
     The first tensor has them in axis 0. The others have the first axis of the same size, or
-    another one. If not all tensors begin with this size, some may have no axis of samples.
+    another one. If not all tensors begin with this size, some may have no axis of samples. If
+    no other tensor has this size, the first may have time in axis 0 and samples in axis 1.
 
     >>> features, state = torch.zeros(8, 5, 6), torch.zeros(2, 8, 8)
     >>> choices_of_axes(((features, state), {}))
     [(0, 1), (0, 2), (0, None)]
+    >>> choices_of_axes(((features.transpose(0, 1), state), {}))
+    [(0, None), (1, 1), (1, 2)]
     """
     leaves = pytree.tree_leaves(call)
     shapes: list[tuple[int, ...]] = []
@@ -43,7 +47,29 @@ def choices_of_axes(call: Call) -> list[BatchAxes]:
     if first is None:
         return []
     size = shapes[first][0]
-    starts_alike = all(shape[0] == size for shape in shapes if shape)
+    others = [shape for shape in shapes[first + 1 :] if shape]
+    may_be_shared = any(shape[0] != size for shape in others)
+    choices = _choices(shapes, first, 0, may_be_shared)
+    is_time = others and not any(size in shape for shape in others)
+    if is_time and len(shapes[first]) > 1:
+        for axes in _choices(shapes, first, 1, may_be_shared):
+            if axes.count(None) == shapes.count(()):
+                choices.append(axes)
+    return choices
+
+
+def _choices(
+    shapes: Sequence[tuple[int, ...]],
+    first: int,
+    axis_of_first: int,
+    may_be_shared: bool,
+) -> list[BatchAxes]:
+    """Return the likeliest choices where the tensor `first` has its samples in `axis_of_first`.
+
+    Args:
+        may_be_shared: whether a tensor that has an axis of this size may have no samples.
+    """
+    size = shapes[first][axis_of_first]
     of_leaves: list[list[int | None]] = []
     for index, shape in enumerate(shapes):
         axes: list[int | None] = []
@@ -51,8 +77,8 @@ def choices_of_axes(call: Call) -> list[BatchAxes]:
             if length == size:
                 axes.append(axis)
         if index == first:
-            axes = [0]
-        elif not axes or not starts_alike:
+            axes = [axis_of_first]
+        elif not axes or may_be_shared:
             axes.append(None)
         of_leaves.append(axes)
     products = itertools.product(*of_leaves)

@@ -231,10 +231,14 @@ def symbol_sizes(
 def axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]]]:
     """Return where each symbol for a size of an input is, as (leaf, axis); the batch is not
     among them.
+
+    The batch is in axis 0 of an input. Without tokens, it may be in axis 1 of all inputs.
     """
     axes: dict[Any, list[tuple[int, int]]] = {}
     batches: set[Any] = set()
-    for leaf, value in enumerate(_inputs(program)):
+    behind_time: set[Any] = set()
+    inputs = list(_inputs(program))
+    for leaf, value in enumerate(inputs):
         shape: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
         for axis, size in enumerate(shape):
             if not _is_symbol(size):
@@ -242,6 +246,10 @@ def axes_of_symbols(program: ExportedProgram) -> dict[Any, list[tuple[int, int]]
             axes.setdefault(size.node.expr, []).append((leaf, axis))
             if axis == 0:
                 batches.add(size.node.expr)
+            elif axis == 1:
+                behind_time.add(size.node.expr)
+    if not batches and not any(_is_tokens(value) for value in inputs):
+        batches = behind_time
     for symbol in batches:
         del axes[symbol]
     return axes
