@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
 from fuzz.edits import edit_tensors, edited
 from fuzz.results import CONFIGS, MODEL, quietly
 from fuzz.search import search
@@ -109,6 +110,7 @@ def one(
 def main() -> None:
     """Edited checkpoints, for so many seconds."""
     checkpoint.SAVE_INTERVAL_S = 0.0
+    torch.set_num_threads(1)  # as in the search, since results say how many there were
     with tempfile.TemporaryDirectory() as folder:
         runs = prepared(Path(folder))
 

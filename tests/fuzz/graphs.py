@@ -1,6 +1,7 @@
 """Small networks drawn at random, written as a model file: images or tokens, with residual
 sums, gates and norms, states, writes in place, inputs with channels of different units, and
-outputs of very different ranges, joined or one by one. Batches have one to three samples.
+outputs of very different ranges, joined or one by one. Batches have one to three samples, or
+eight.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def model_file(seed: int) -> tuple[str, bool]:
         units = f" * torch.tensor({sizes}).view({'-1, 1, 1' if images else '-1'})"
         body.append(f"x = x{units.replace('*', '/')}")
     samples = [draw.choice([1, 2, 3]) for _ in range(draw.choice([1, 2, 4]))]
+    if draw.random() < 0.5:
+        samples += [8, 8]
     inputs, width = "x", channels
     if not images and draw.random() < 0.3:
         inputs = "x, state"

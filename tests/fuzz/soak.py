@@ -53,6 +53,12 @@ float one.
 """
 FRESH_DB = 10.0
 """How much less a fresh sample may have than what test mode shows."""
+NOTICED_DB = 40.0
+"""Above it, a value that leaves the range of the calibration by a little costs most of the
+figure.
+"""
+FEWEST_SAMPLES = 16
+"""So many samples at least stand for others, as `run` has it."""
 MARGIN_DB = 3.0
 """How much nearer. A default session is held to what an export is held to: the loss may
 double.
@@ -146,8 +152,9 @@ def one(seed: int, place: Path) -> tuple[str, list[str]]:
     model = load_model(str(place / "net.py")).module
     data = load_model(str(place / "net.py")).calibration_data
     batches = [as_call(batch) for batch in data()] if callable(data) else []
+    samples = sum(len(tree_leaves(batch)[0]) for batch in batches)
     # What is fitted to a few samples loses more on others
-    if "algo_config" not in config:
+    if samples >= FEWEST_SAMPLES and "algo_config" not in config:
         fresh = map(as_call, run_path(str(place / "net.py"))["fresh_data"]())
         found += unlike_fresh(folder, model, batches, list(fresh))
     if has_units(seed) and not named:
@@ -179,7 +186,7 @@ def unlike_fresh(
         if not of_fresh or shown_db is None:
             continue
         median_db = of_fresh[len(of_fresh) // 2]
-        if shown_db > median_db + FRESH_DB:
+        if min(shown_db, NOTICED_DB) > median_db + FRESH_DB:
             found.append(
                 f"output {row['name']}: {shown_db:.1f} dB is shown, and fresh samples have "
                 f"{median_db:.1f} dB"
@@ -276,17 +283,20 @@ def compared(
         and "global_quant_config" in config
         and not {"exclude", "pre_quant_opt_config"} & {*config}
     )
-    if is_same and not has_scaled_parts(folder):
+    if is_same and not has_levels(folder):
         found += in_place(model, batches, config, quantized)
     if find_spec("onnxruntime"):
         found += onnx(folder, batches, given, quantized, floating)
     return found
 
 
-def has_scaled_parts(folder: Path) -> bool:
-    """Whether parts of a join were brought to one range, which modules in place cannot see."""
-    joins = json.loads((folder / "quant_info.json").read_text("utf-8"))["header"]["joins"]
-    return any(decision["scale"] == "scaled" for decision in joins.values())
+def has_levels(folder: Path) -> bool:
+    """Whether channels, or the parts of a join, were brought to one range, which modules in
+    place cannot see.
+    """
+    header = json.loads((folder / "quant_info.json").read_text("utf-8"))["header"]
+    is_scaled = any(decision["scale"] == "scaled" for decision in header["joins"].values())
+    return is_scaled or bool(header.get("levels"))
 
 
 def parts(outputs: list[list[Tensor]]) -> list[tuple[str, Tensor]]:
