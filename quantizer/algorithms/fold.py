@@ -60,7 +60,7 @@ def fold_factors(
             changed = {key: deferred_like(weight, scaled)}
             adjustment = adjustment.with_parameters(layer, **changed)
     if fold is None:
-        return _divided_by_layer(group, factors, adjustment)
+        return _divided_by_layer(graph, group, factors, adjustment)
     return _divided_in_fold(graph, fold, factors, adjustment)
 
 
@@ -311,6 +311,7 @@ def _by_origin(
 
 
 def _divided_by_layer(
+    graph: Graph,
     group: InputGroup,
     factors: Tensor,
     adjustment: Adjustment,
@@ -325,8 +326,8 @@ def _divided_by_layer(
             return replace(adjustment, insertions=tuple(insertions))
     scope, slash, last = group.layers[0].rpartition("/")
     _, dot, number = last.partition(".")
-    # Experts in one module need a number
-    taken = {insertion.name for insertion in insertions}
+    # Experts in one module need a number, and the graph may scale this input already
+    taken = {insertion.name for insertion in insertions} | graph.by_name.keys()
     [name] = unused_names([f"{scope}{slash}{SCALE_OP}{dot}{number}"], taken)
     axis = {"axis": group.axis}
     insertion = Insertion(

@@ -19,6 +19,7 @@ from quantizer.calibration.observing import DISTRIBUTION, Calibration
 from quantizer.config.roles import is_parameter
 from quantizer.graph.edits import Insertion, rescale_weight
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.output_names import unused_names
 from quantizer.observers import Observer
 from quantizer.plan.groups import PART_SCALE
 from quantizer.plan.model import JoinPlan, Key, Plan
@@ -147,7 +148,7 @@ def scaling_adjustment(graph: Graph, scalings: Iterable[Scaling]) -> Adjustment:
             divided = _divided(node, loaded(weight), factors)
             changes = changes.with_parameters(layer, weight=deferred_like(weight, divided))
         path, _, _ = scaling.value.rpartition("/")
-        name = _free_name(f"{path}/{PART_SCALE}", names)
+        [name] = unused_names([f"{path}/{PART_SCALE}"], names)
         names.add(name)
         is_linear = graph.by_name[scaling.readers[0]].row.spatial == 0
         axis = -1 if is_linear else 1
@@ -169,16 +170,6 @@ def _divided(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
     if node.row.scales_channels:
         return weight * inverse
     return rescale_weight(node, weight, inputs=inverse)
-
-
-def _free_name(name: str, names: Collection[str]) -> str:
-    """Return the name, or the name with the first free number."""
-    free = name
-    number = 0
-    while free in names:
-        number += 1
-        free = f"{name}.{number}"
-    return free
 
 
 def is_seen(

@@ -297,3 +297,35 @@ def test_an_input_that_is_read_later_is_no_obstacle() -> None:
     batches = [(features(n, 32), torch.randn(32, 8)) for n in range(2)]
     result = quantizer.calibrate(Late().eval(), CPU, batches)
     assert result.test(batches).metrics["sqnr_db"] > 30
+
+
+class Gated(nn.Module):
+    """Layers that read features in their own units, one of them the mean over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = for_units(nn.Linear(4, 4))
+        self.last = for_units(nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        opened = self.gate(x.mean(1, keepdim=True)).sigmoid()
+        return self.last(x * opened)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [{"pre_quant_opt_config": {"name": "smoothquant"}}, {"algo_config": {"name": "awq"}}],
+    ids=["smoothquant", "awq"],
+)
+def test_an_algorithm_scales_an_input_that_is_scaled(steps: dict[str, Any]) -> None:
+    """Both scale what the gate reads, by layers of their own."""
+    torch.manual_seed(0)
+    weight = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
+    config = {"global_quant_config": {"weight": weight, "input_tensors": {"dtype": "int8"}}}
+    model, data = Gated().eval(), rows_of(16, 8)
+    network = quantizer.calibrate(model, config | steps, data).network
+    names = [node.name for node in network.graph.nodes]
+    assert len(names) == len(set(names))
+    for channel in range(4):
+        expected = effect(model, data[0], 2, channel)
+        assert effect(network, data[0], 2, channel) == pytest.approx(expected, rel=0.2)
