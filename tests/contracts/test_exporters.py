@@ -16,8 +16,18 @@ from support.toys import built
 
 from quantizer.cli.options import Options
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS, Exporter, export, exporter_of, require_extras
+from quantizer.export import (
+    EXPORTERS,
+    Exporter,
+    checked_target,
+    export,
+    exporter_of,
+    require_extras,
+    require_operators,
+)
 from quantizer.export.choices import checked_choices, require_choices
+from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.graph.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_files")
 
@@ -120,6 +130,14 @@ def test_two_files_of_one_network_are_equal(
     for one, other in files:
         assert one.exists() == other.exists()
         assert not one.exists() or one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("target", CHECKED_TARGETS)
+def test_no_operator_of_a_usual_network_is_refused_before_there_is_a_plan(target: str) -> None:
+    if not EXPORTERS[CHECKED_TARGETS[target].target].plans_alone:
+        needing(CHECKED_TARGETS[target].target)
+    toy = built("mobile")
+    require_operators(checked_target(target, {}), trace(toy.module, toy.args))
 
 
 @pytest.mark.parametrize("target", EXPORTERS)

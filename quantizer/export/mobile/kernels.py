@@ -87,7 +87,7 @@ class MobileEngine:
                     "write it as a product of matrices (torch.bmm), or use --deploy onnx",
                     node.name,
                 )
-        if not are_held:
+        if not are_held or not specs:
             return
         kernels = self.kernels(graph, specs)
         if kernels.floating and not kernels.integer:
