@@ -227,6 +227,8 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
         calibration.load_state_dict(checked_statistics(snapshot.tensors, _CHECKPOINT))
         calibration.batches = operator.index(snapshot.state["batches"])
         fingerprint = snapshot.state["data"]
+        if fingerprint is not None:
+            operator.index(fingerprint["batches"])
         names = calibration.state_dict().keys()
         if calibration.batches < 0 or snapshot.tensors.keys() != names:
             raise ValueError("it lacks tensors, or has others")
