@@ -32,10 +32,12 @@ def topk(
     """Return the `k` largest values. Of equal values the first ones are returned, as in ONNX.
 
     `torch.topk` may return any of equal values, and quantized values are often equal. The
-    result is always sorted, so `sorted` is only there to be accepted.
+    result has the names and the memory layout of torch's, as users' code may read them. It is
+    always sorted, so `sorted` is only there to be accepted.
     """
     values, indices = input.sort(dim=dim, descending=largest, stable=True)
-    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+    first = (values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous())
+    return torch.return_types.topk(first)
 
 
 _TOPK = "aten.topk.default"

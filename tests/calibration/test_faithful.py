@@ -101,6 +101,15 @@ class Nearly(Net):
         return y * 1.001 if torch.compiler.is_exporting() else y
 
 
+class Unstable(Net):
+    """Orders values by what rounding decides, and reads the result as torch's code may."""
+
+    def between(self, y: Tensor) -> Tensor:
+        rounded = y * (1 + 1e-6) if torch.compiler.is_exporting() else y
+        order = torch.topk(torch.sin(rounded * 1e8), 4, dim=1).indices.view(-1)
+        return y.gather(1, order.view(y.shape))
+
+
 class Counted(Net):
     """Returns integers."""
 
@@ -182,6 +191,11 @@ def test_a_small_difference_is_a_warning(caplog: pytest.LogCaptureFixture) -> No
         "the trace of Nearly computes something else than Nearly: outputs differ by 0.00"
         in caplog.text
     )
+
+
+def test_what_rounding_decides_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    calibrated(Unstable())
+    assert "rounding errors decide a part of the output of Unstable" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [Net, CountingAlone])
