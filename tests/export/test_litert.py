@@ -361,7 +361,8 @@ def test_outputs_in_float_are_products_of_codes(tmp_path: Path) -> None:
     interpreter.allocate_tensors()
     names = Counter(row["op_name"] for row in interpreter._get_ops_details())
     assert names["DELEGATE"] == 1
-    in_int8 = result_of(Stream()).export("litert", path, [X], litert_io="int8")
+    other = tmp_path / "int8.tflite"
+    in_int8 = result_of(Stream()).export("litert", other, [X], litert_io="int8")
     assert in_int8.kernels is not None
     assert len(in_int8.kernels.floating) == 2
 
