@@ -222,9 +222,7 @@ def autoround(model: Any, weights: str, calibration: Tensor, steps: int) -> Any:
         scheme = {"bits": bits, "group_size": GROUP_SIZE, "sym": True}
     else:
         scheme = {**scheme, "act_bits": 16}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=smollm2.tokenizer(),
-    )  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=smollm2.tokenizer())  # type: ignore[no-untyped-call]
     loader: DataLoader[Any] = DataLoader(samples, batch_size=1)  # type: ignore[arg-type]
     rounding = AutoRound(
         model,

@@ -60,11 +60,7 @@ def cvt() -> tuple[nn.Module, tuple[int, ...]]:
     return Part(
         transformers.CvtForImageClassification(transformers.CvtConfig(num_labels=100)),
         lambda y: y.logits,
-    ), (
-        3,
-        64,
-        64,
-    )
+    ), (3, 64, 64)
 
 
 def patchtst() -> tuple[nn.Module, tuple[int, ...]]:

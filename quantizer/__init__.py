@@ -13,11 +13,7 @@ from quantizer.errors import TORCH, pip_line
 if TYPE_CHECKING:
     from quantizer import nn as nn
     from quantizer.api.calibrate import calibrate, load
-    from quantizer.api.config import (
-        Config,
-        QuantizationConfig,
-        QuantizationSpec,
-    )
+    from quantizer.api.config import Config, QuantizationConfig, QuantizationSpec
     from quantizer.api.model_quantizer import ModelQuantizer
     from quantizer.api.observers import (
         ObserverBase,

@@ -46,12 +46,7 @@ def json_text(value: Any) -> str:
     >>> print(json_text("a\u202eb"))
     "a\u202eb"
     """
-    text = json.dumps(
-        value,
-        indent=2,
-        sort_keys=True,
-        ensure_ascii=False,
-    )
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
     return _OLD_COMMAND.sub(r"\\u0023", printable_json(text))
 
 

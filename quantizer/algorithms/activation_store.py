@@ -9,11 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from quantizer.storage import process_memory
-from quantizer.storage.deferred_tensor import (
-    CPU,
-    DeferredTensor,
-    Spool,
-)
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor, Spool
 
 _BYTES_IF_UNKNOWN = 2 << 30
 """The budget where the system does not say what is free."""
@@ -47,10 +43,7 @@ class ActivationStore:
         Raises:
             DataError: there is no room for the files.
         """
-        return pytree.tree_map(
-            self._keep,
-            value,
-        )
+        return pytree.tree_map(self._keep, value)
 
     def free(self, value: Any) -> None:
         """Give back the memory of a value that is no longer used."""

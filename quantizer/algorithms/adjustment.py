@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from quantizer.distributed import ALONE, Ranks
-from quantizer.graph.edits import (
-    Insertion,
-    with_insertions,
-    with_weights,
-)
+from quantizer.graph.edits import Insertion, with_insertions, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
 from quantizer.numerics.qparams import QParams

@@ -15,21 +15,12 @@ Acceleration" (arXiv 2306.00978), section 3.2.
 from __future__ import annotations
 
 import math
-from collections.abc import (
-    Callable,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.adjustment import (
@@ -64,15 +55,8 @@ from quantizer.algorithms.gram import (
 )
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import (
-    layer_qparams,
-    nearest,
-    sampled_rows,
-)
-from quantizer.algorithms.sequential_runner import (
-    SequentialRunner,
-    watching,
-)
+from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, sampled_rows
+from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.algorithms.shared_steps import steps_before_rounding
 from quantizer.algorithms.super_blocks import super_block_remarks
 from quantizer.config.algorithms import AWQConfig
@@ -100,12 +84,7 @@ def awq(task: Task, settings: AWQConfig, adjustment: Adjustment) -> Adjustment:
 class _Search:
     """Searches group by group. A group is rounded once no later one changes its weights."""
 
-    def __init__(
-        self,
-        task: Task,
-        settings: AWQConfig,
-        adjustment: Adjustment,
-    ) -> None:
+    def __init__(self, task: Task, settings: AWQConfig, adjustment: Adjustment) -> None:
         self.task = task
         self.settings = settings
         self.adjustment = adjustment
@@ -187,8 +166,7 @@ class _Search:
     def _rescale(self, group: InputGroup, sums: GroupSums) -> Tensor:
         """Find the group's factors s, fold them into the network, and return them."""
         s_x = sums.channel_size(
-            group.channels,
-            by_expert=factored_apart(self.task.graph, group),
+            group.channels, by_expert=factored_apart(self.task.graph, group)
         )
         self._remark_zero_channels(group, sums, s_x)
         ones = torch.ones_like(s_x)
@@ -215,20 +193,10 @@ class _Search:
 
         s = factors(least_step(loss, self.settings.grid))
         if not torch.equal(s, ones):
-            self.adjustment = fold_factors(
-                self.task.graph,
-                group,
-                s,
-                self.adjustment,
-            )
+            self.adjustment = fold_factors(self.task.graph, group, s, self.adjustment)
         return s
 
-    def _remark_zero_channels(
-        self,
-        group: InputGroup,
-        sums: GroupSums,
-        s_x: Tensor,
-    ) -> None:
+    def _remark_zero_channels(self, group: InputGroup, sums: GroupSums, s_x: Tensor) -> None:
         counts = (s_x.view(-1, group.channels) == 0).sum(1).tolist()
         if len(counts) > 1:
             # An expert without any token is not meant
@@ -278,11 +246,7 @@ class _Search:
             self.adjustment = replace(with_rounded, qparams=qparams)
 
     def _rounded(
-        self,
-        name: str,
-        sums: GroupSums,
-        factors: Tensor,
-        shared_step: float | None,
+        self, name: str, sums: GroupSums, factors: Tensor, shared_step: float | None
     ) -> RoundedWeight:
         """Round the weight of a layer, rescaled by the factors, to nearest.
 
@@ -315,12 +279,7 @@ class _Search:
             for search_gram in (sums.alive(name), gram):
                 shares = clip_shares(spec)
                 search = ClipSearch(
-                    layer,
-                    spec,
-                    weight,
-                    search_gram,
-                    shares=shares,
-                    shared_step=shared_step,
+                    layer, spec, weight, search_gram, shares=shares, shared_step=shared_step
                 )
                 clipped = search.qparams
                 change = nearest(weight, spec, clipped).sub_(weight)

@@ -9,11 +9,7 @@ Correction" (arXiv 1906.04721), section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -159,11 +155,7 @@ def correct_layer_biases(
 
 
 def _correct(
-    runner: SequentialRunner,
-    node: Node,
-    float_mean: ChannelMean,
-    *,
-    as_codes: bool,
+    runner: SequentialRunner, node: Node, float_mean: ChannelMean, *, as_codes: bool
 ) -> Tensor:
     """Find one layer's correction, and add it to the outputs, without computing them again."""
     layer = runner.network.layers[node.name]

@@ -24,10 +24,7 @@ class Option:
     error: float
 
 
-def choose(
-    items: Sequence[Sequence[Option]],
-    budget: int,
-) -> tuple[int, ...] | None:
+def choose(items: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
     """Return the index of the chosen option of each item, with sizes that sum up to `budget` at
     most and the least sum of errors.
 
@@ -54,10 +51,7 @@ def choose(
     steps: list[tuple[Tensor, Tensor]] = []
     for options, least in zip(items, smallest, strict=True):
         extra_sizes = torch.tensor([option.size - least for option in options])
-        option_errors = torch.tensor(
-            [option.error for option in options],
-            dtype=torch.float64,
-        )
+        option_errors = torch.tensor([option.error for option in options], dtype=torch.float64)
         sizes = (sizes[:, None] + extra_sizes).flatten()
         errors = (errors[:, None] + option_errors).flatten()
         states = _undominated(sizes, errors, room)
@@ -70,18 +64,10 @@ def choose(
     for previous_states, indices in reversed(steps):
         chosen.append(int(indices[state]))
         state = int(previous_states[state])
-    return _no_worse_than_uniform(
-        items,
-        budget,
-        tuple(reversed(chosen)),
-    )
+    return _no_worse_than_uniform(items, budget, tuple(reversed(chosen)))
 
 
-def _undominated(
-    sizes: Tensor,
-    errors: Tensor,
-    room: int,
-) -> Tensor:
+def _undominated(sizes: Tensor, errors: Tensor, room: int) -> Tensor:
     """Return the states to keep, smallest first: those that fit and have less error than all
     that are not larger.
     """
@@ -89,10 +75,7 @@ def _undominated(
     order = order[torch.argsort(sizes[order], stable=True)]
     order = order[sizes[order] <= room]
     best = torch.cummin(errors[order], 0).values
-    is_better = torch.ones(
-        len(order),
-        dtype=torch.bool,
-    )
+    is_better = torch.ones(len(order), dtype=torch.bool)
     is_better[1:] = best[1:] < best[:-1]
     order = order[is_better]
     if len(order) <= _MAX_STATES:
@@ -107,9 +90,7 @@ def _undominated(
 
 
 def _no_worse_than_uniform(
-    items: Sequence[Sequence[Option]],
-    budget: int,
-    chosen: tuple[int, ...],
+    items: Sequence[Sequence[Option]], budget: int, chosen: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Return the choice, or the same index for all items if that fits and is better."""
 

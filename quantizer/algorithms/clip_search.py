@@ -6,38 +6,22 @@ Acceleration" (arXiv 2306.00978), and its authors' code.
 """
 
 import sys
-from collections.abc import (
-    Iterable,
-    Sequence,
-)
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from quantizer.algorithms.gptq.column_scales import group_size
-from quantizer.algorithms.patches import (
-    matrix_weight,
-    weight_matrix,
-)
+from quantizer.algorithms.patches import matrix_weight, weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.blocks import workspace
 from quantizer.numerics.code_range import POWERS_OF_TWO, SMALLEST_SCALE
 from quantizer.numerics.codes import work_dtype_of
-from quantizer.numerics.granularity import (
-    from_rows,
-    scale_shape,
-    to_rows,
-)
+from quantizer.numerics.granularity import from_rows, scale_shape, to_rows
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import nearest_group_scale
-from quantizer.observers import (
-    code_range_of,
-    kernel_of,
-)
+from quantizer.observers import code_range_of, kernel_of
 
 SHARES = tuple(1 - step / 20 for step in range(11))
 """Candidates for a range, as shares of the full one."""
@@ -127,11 +111,7 @@ class ClipSearch:
         self._shared_step = shared_step
         self._full = nearest_qparams(spec, weight, shared_step)
         self._scale = self._full.scale
-        self.errors = torch.full_like(
-            self._scale,
-            torch.inf,
-            dtype=torch.float64,
-        )
+        self.errors = torch.full_like(self._scale, torch.inf, dtype=torch.float64)
         rows = workspace(to_rows(weight, spec.cut), work_dtype_of(spec, weight.dtype))
         # The weight over the full scales, which every candidate multiplies by a number
         self._units = rows / self._scale.to(rows).reshape(-1, 1)
@@ -151,10 +131,7 @@ class ClipSearch:
         """Take the scales of a share of the full range where the error is smaller with them."""
         smaller = _limited(self._full.scale * share)
         scale = nearest_group_scale(
-            smaller,
-            self._full.scale,
-            self._spec.scale_type,
-            self._shared_step,
+            smaller, self._full.scale, self._spec.scale_type, self._shared_step
         )
         errors = self._errors(scale)
         per_group = self._spec.scales_per_group
@@ -172,20 +149,12 @@ class ClipSearch:
         codes = self._to_codes(torch.mul(self._units, ratio, out=self._buffer))
         change = codes.addcmul_(self._units, ratio, value=-1)
         stored = from_rows(change, self._shape, self._spec.cut)
-        errors = scale_errors(
-            self._layer,
-            self._spec,
-            stored,
-            self._gram,
-        )
+        errors = scale_errors(self._layer, self._spec, stored, self._gram)
         return errors.double().mul_(scale.double().square())
 
 
 def scale_errors(
-    layer: nn.Module,
-    spec: QuantizationSpec,
-    difference: Tensor,
-    gram: Tensor,
+    layer: nn.Module, spec: QuantizationSpec, difference: Tensor, gram: Tensor
 ) -> Tensor:
     """Return the squared error of the outputs that a change of the weights causes, apart for
     the weights of each scale, in the shape of `scale_shape`.
@@ -202,11 +171,7 @@ def scale_errors(
     matrix = weight_matrix(layer, difference)
     has_groups = spec.qscheme == "per_group" and spec.scales_per_group == 1
     if has_groups and difference.dim() == 2 and spec.ch_axis == 1:
-        return _group_errors(
-            matrix,
-            gram,
-            group_size(spec, matrix.shape[2]),
-        )
+        return _group_errors(matrix, gram, group_size(spec, matrix.shape[2]))
     shape = scale_shape(tuple(difference.shape), spec.cut)
     outputs_axis = 1 if getattr(layer, "transposed", False) else 0
     has_channels = spec.qscheme == "per_channel" and spec.ch_axis == outputs_axis
@@ -220,11 +185,7 @@ def scale_errors(
     return to_rows(by_value, spec.cut).sum(1).view(shape)
 
 
-def _group_errors(
-    matrix: Tensor,
-    gram: Tensor,
-    size: int,
-) -> Tensor:
+def _group_errors(matrix: Tensor, gram: Tensor, size: int) -> Tensor:
     """Return d H d^T of each `size` columns of a row, where H is the gram's block for these
     columns: [rows, groups of columns].
     """
@@ -236,12 +197,7 @@ def _group_errors(
     count = depth // size
     d = matrix.view(groups, rows, count, size).transpose(1, 2)
     blocks = gram.view(groups, count, size, count, size)
-    on_diagonal = blocks.diagonal(dim1=1, dim2=3).permute(
-        0,
-        3,
-        1,
-        2,
-    )
+    on_diagonal = blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
     errors = (d @ on_diagonal).mul_(d).sum(3)
     return errors.transpose(1, 2).reshape(groups * rows, count)
 

@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import PADDED
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.groups import (
-    EVERY_JOIN,
-    Layout,
-    layout,
-    quantization_point,
-)
+from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
 from quantizer.plan.model import Key
 
 _MAX_SHIFT = 16
@@ -135,12 +130,7 @@ class _Aligner:
                 self.moves.append(Move(*member, before, to, why))
                 self.positions[member] = to
 
-    def tie(
-        self,
-        key: Key | None,
-        to: Key | None,
-        why: str,
-    ) -> None:
+    def tie(self, key: Key | None, to: Key | None, why: str) -> None:
         """Give `key` the position of `to`, and keep them equal from now on."""
         if key is None or to is None or key == to:
             return
@@ -186,12 +176,7 @@ def _limit_shifts(aligner: _Aligner, node: Node) -> None:
         _limit_bias(aligner, node, moved_product, positions[output])
 
 
-def _limit_bias(
-    aligner: _Aligner,
-    node: Node,
-    product: int,
-    output: int,
-) -> None:
+def _limit_bias(aligner: _Aligner, node: Node, product: int, output: int) -> None:
     """Keep shift_bias within [least, 16].
 
     A bias may be finer than the products by the bits that the accumulator has left after the

@@ -8,10 +8,7 @@ Source: Nagel et al. 2020, "Up or Down? Adaptive Rounding for Post-Training Quan
 2004.10568), section 3.4.
 """
 
-from collections.abc import (
-    Callable,
-    Mapping,
-)
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,17 +23,10 @@ from quantizer.algorithms.patches import (
     patches,
     weight_matrix,
 )
-from quantizer.algorithms.rounding_problem import (
-    RoundingProblem,
-    adaquant,
-    adaround,
-)
+from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
-from quantizer.graph.ir import (
-    Graph,
-    Node,
-)
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.parameters import set_parameter
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
@@ -201,10 +191,7 @@ class _LayerFinetuning:
         _set_weight(self.layer, weight, scale)
         errors = torch.where(is_better.flatten(), after, before)
         return FinetunedLayer(
-            weight.cpu(),
-            scale.cpu(),
-            before=float(before.sum()),
-            after=float(errors.sum()),
+            weight.cpu(), scale.cpu(), before=float(before.sum()), after=float(errors.sum())
         )
 
     def problem(self, generator: torch.Generator) -> RoundingProblem:
@@ -236,11 +223,7 @@ class _LayerFinetuning:
             uncut=uncut(code_range_of(spec)),
         )
 
-    def sampled(
-        self,
-        generator: torch.Generator,
-        shape: torch.Size,
-    ) -> tuple[Tensor, Tensor]:
+    def sampled(self, generator: torch.Generator, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Return quantized inputs [groups, samples, depth] and float outputs without the bias
         [groups, samples, rows], for a weight matrix of `shape`.
         """
@@ -273,11 +256,7 @@ class _LayerFinetuning:
         Raises:
             DataError: it is not finite.
         """
-        total = torch.zeros(
-            (),
-            dtype=torch.float64,
-            device=self.weight.device,
-        )
+        total = torch.zeros((), dtype=torch.float64, device=self.weight.device)
         for target, output in zip(self.targets, self.quantized.compute(self.node), strict=True):
             if self.activation is not None:
                 name = next(iter(self.activation.inputs))
@@ -295,10 +274,7 @@ class _LayerFinetuning:
         return total
 
 
-def _fused_activation(
-    graph: Graph,
-    node: Node,
-) -> Node | None:
+def _fused_activation(graph: Graph, node: Node) -> Node | None:
     """Return the activation function that hardware applies to the node's output before anyone
     else reads it.
     """
@@ -315,11 +291,7 @@ def _weight_quantizer(layer: Layer) -> TensorQuantizer:
     return cast(TensorQuantizer, layer.quantizers["weights"])
 
 
-def _set_weight(
-    layer: Layer,
-    weight: Tensor,
-    scale: Tensor,
-) -> None:
+def _set_weight(layer: Layer, weight: Tensor, scale: Tensor) -> None:
     """Give a quantized layer a weight that is rounded to this scale."""
     set_parameter(layer, "weight", weight)
     _weight_quantizer(layer).scale = scale.to(layer.get_parameter("weight").device)

@@ -5,28 +5,17 @@ The division goes into the layer before, the group's `Fold`, or else becomes a l
 Which factors are good is decided elsewhere.
 """
 
-from collections.abc import (
-    Callable,
-    Sequence,
-)
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment, Remark
-from quantizer.graph.edits import (
-    Insertion,
-    channels_of,
-    input_weights,
-    rescale_weight,
-)
+from quantizer.graph.edits import Insertion, channels_of, input_weights, rescale_weight
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_names import unused_names
-from quantizer.graph.structure import (
-    Fold,
-    InputGroup,
-)
+from quantizer.graph.structure import Fold, InputGroup
 from quantizer.storage.deferred_tensor import deferred_like
 
 SCALE_OP = "input_scale"
@@ -34,10 +23,7 @@ _KEEPS_INPUTS = "no layer takes up factors of its inputs, so these are not resca
 
 
 def fold_factors(
-    graph: Graph,
-    group: InputGroup,
-    factors: Tensor,
-    adjustment: Adjustment,
+    graph: Graph, group: InputGroup, factors: Tensor, adjustment: Adjustment
 ) -> Adjustment:
     """Return the adjustment with the group's input divided by `factors`, and the columns of its
     layers' weights multiplied.
@@ -81,9 +67,7 @@ def factored_apart(graph: Graph, group: InputGroup) -> bool:
 
 
 def admissible(
-    graph: Graph,
-    group: InputGroup,
-    adjustment: Adjustment,
+    graph: Graph, group: InputGroup, adjustment: Adjustment
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that turns any factors into the nearest that can be folded.
 
@@ -144,12 +128,7 @@ def powers_of_two(factors: Tensor) -> Tensor:
     return torch.exp2(torch.log2(factors).round())
 
 
-def parameter(
-    graph: Graph,
-    adjustment: Adjustment,
-    layer: str,
-    key: str = "weight",
-) -> Tensor:
+def parameter(graph: Graph, adjustment: Adjustment, layer: str, key: str = "weight") -> Tensor:
     """Return a layer's parameter as the adjustment has it, or else the model."""
     value = adjustment.parameters.get(layer, {}).get(key)
     if value is None:
@@ -157,10 +136,7 @@ def parameter(
     return value
 
 
-def input_name(
-    group: InputGroup,
-    adjustment: Adjustment,
-) -> str:
+def input_name(group: InputGroup, adjustment: Adjustment) -> str:
     """Return the node whose value the group's layers read, after all insertions."""
     name = group.source
     for insertion in adjustment.insertions:
@@ -218,8 +194,7 @@ def shared_folds(
 
 
 def without_insertions(
-    groups: Sequence[InputGroup],
-    adjustment: Adjustment,
+    groups: Sequence[InputGroup], adjustment: Adjustment
 ) -> tuple[list[InputGroup], list[Remark]]:
     """Return the groups, where those whose factors fold into no layer are fixed.
 
@@ -238,10 +213,7 @@ def without_insertions(
     return changed, remarks
 
 
-def _fold(
-    group: InputGroup,
-    adjustment: Adjustment,
-) -> Fold | None:
+def _fold(group: InputGroup, adjustment: Adjustment) -> Fold | None:
     """Return the group's fold, unless a layer was inserted behind it."""
     for insertion in adjustment.insertions:
         if group.layers[0] in insertion.readers:
@@ -249,29 +221,19 @@ def _fold(
     return group.fold
 
 
-def _multiplied(
-    group: InputGroup,
-    fold: Fold | None,
-) -> tuple[str, ...]:
+def _multiplied(group: InputGroup, fold: Fold | None) -> tuple[str, ...]:
     """Return the layers whose columns are multiplied."""
     return group.layers if fold is None else (*group.layers, *fold.extra)
 
 
-def _divided_parameters(
-    graph: Graph,
-    fold: Fold,
-    adjustment: Adjustment,
-) -> dict[str, Tensor]:
+def _divided_parameters(graph: Graph, fold: Fold, adjustment: Adjustment) -> dict[str, Tensor]:
     params = graph.by_name[fold.node].params
     keys = [key for key in ("weight", "bias") if key in params]
     return {key: parameter(graph, adjustment, fold.node, key) for key in keys}
 
 
 def _divided_in_fold(
-    graph: Graph,
-    fold: Fold,
-    factors: Tensor,
-    adjustment: Adjustment,
+    graph: Graph, fold: Fold, factors: Tensor, adjustment: Adjustment
 ) -> Adjustment:
     """Divide the output channels of the layer before."""
     node = graph.by_name[fold.node]
@@ -287,11 +249,7 @@ def _divided_in_fold(
     return adjustment.with_parameters(fold.node, **values)
 
 
-def _by_origin(
-    fold: Fold,
-    factors: Tensor,
-    channels: int,
-) -> Tensor:
+def _by_origin(fold: Fold, factors: Tensor, channels: int) -> Tensor:
     """Return a factor for each output channel of the fold's node, or of each of its experts; 1
     for channels that are not read.
     """
@@ -300,21 +258,12 @@ def _by_origin(
     origin = torch.tensor(fold.channels, device=factors.device)
     rows = factors.view(-1, len(origin))
     ones = torch.ones(len(rows), channels, device=factors.device)
-    largest = ones.scatter_reduce(
-        1,
-        origin.expand_as(rows),
-        rows,
-        "amax",
-        include_self=False,
-    )
+    largest = ones.scatter_reduce(1, origin.expand_as(rows), rows, "amax", include_self=False)
     return largest.flatten()
 
 
 def _divided_by_layer(
-    graph: Graph,
-    group: InputGroup,
-    factors: Tensor,
-    adjustment: Adjustment,
+    graph: Graph, group: InputGroup, factors: Tensor, adjustment: Adjustment
 ) -> Adjustment:
     """Divide by an inserted layer, which may be there from an earlier step."""
     source = input_name(group, adjustment)
@@ -330,14 +279,7 @@ def _divided_by_layer(
     taken = {insertion.name for insertion in insertions} | graph.by_name.keys()
     [name] = unused_names([f"{scope}{slash}{SCALE_OP}{dot}{number}"], taken)
     axis = {"axis": group.axis}
-    insertion = Insertion(
-        name,
-        SCALE_OP,
-        source,
-        group.layers,
-        1 / factors,
-        axis,
-    )
+    insertion = Insertion(name, SCALE_OP, source, group.layers, 1 / factors, axis)
     return replace(adjustment, insertions=(*insertions, insertion))
 
 

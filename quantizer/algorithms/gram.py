@@ -4,38 +4,22 @@ Sees the inputs of layers only; solves nothing.
 """
 
 import math
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from quantizer.algorithms.adjustment import Task
-from quantizer.algorithms.patches import (
-    by_input,
-    is_linear,
-    matrix_shape,
-    windows,
-)
+from quantizer.algorithms.patches import by_input, is_linear, matrix_shape, windows
 from quantizer.config.wording import first_names
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
 from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
-from quantizer.observers import (
-    NonFiniteError,
-    ObservationError,
-)
+from quantizer.observers import NonFiniteError, ObservationError
 
 # Tiles along each side. Nothing is computed below the diagonal: 66 of 144 products
 _TILES = 12
@@ -187,11 +171,7 @@ class Drift:
         for (_, difference), (_, part) in zip(differences, inputs, strict=True):
             self.matrix.baddbmm_(difference.mT, part.float())
 
-    def merge(
-        self,
-        ranks: Ranks,
-        to: int | None = None,
-    ) -> None:
+    def merge(self, ranks: Ranks, to: int | None = None) -> None:
         """Take in the sums of the other ranks, as `Gram.merge` does."""
         self.matrix = ranks.sum(self.matrix, "a drift", to)
 
@@ -201,11 +181,7 @@ class GroupSums:
     same patches of it.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        layers: Sequence[str],
-    ) -> None:
+    def __init__(self, network: Network, layers: Sequence[str]) -> None:
         self.layers = layers
         self._geometry = {name: geometry(network.layers[name]) for name in layers}
         # The first layer of each geometry; the geometry of the last layer comes first
@@ -271,12 +247,7 @@ class GroupSums:
                 texts += unrouted(gram.by_group)
         return texts
 
-    def channel_size(
-        self,
-        channels: int,
-        *,
-        by_expert: bool = False,
-    ) -> Tensor:
+    def channel_size(self, channels: int, *, by_expert: bool = False) -> Tensor:
         """Return the root mean square of each channel of the value, or of each channel in the
         tokens of each expert. It is 0 for an expert without any.
         """
@@ -313,12 +284,7 @@ class GroupSums:
 def _zeros(layer: nn.Module) -> Tensor:
     weight = layer.get_parameter("weight")
     groups, _, depth = matrix_shape(layer)
-    return torch.zeros(
-        groups,
-        depth,
-        depth,
-        device=weight.device,
-    )
+    return torch.zeros(groups, depth, depth, device=weight.device)
 
 
 def _without_tiny(matrix: Tensor) -> Tensor:
@@ -330,10 +296,7 @@ def _without_tiny(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def quantized_layers(
-    task: Task,
-    group: InputGroup,
-) -> list[str]:
+def quantized_layers(task: Task, group: InputGroup) -> list[str]:
     """Return the group's layers whose weights are rounded. Those with super-blocks keep the
     scales of a search of their own.
     """
@@ -414,9 +377,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _parts(
-    layer: nn.Module,
-    x: Tensor,
-    routing: Mapping[str, Tensor] | None = None,
+    layer: nn.Module, x: Tensor, routing: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yield what the layer multiplies its weight with, in parts: groups, and for these [groups,
     positions, depth].

@@ -49,11 +49,7 @@ _SHARED = (
 )
 
 
-def imatrix(
-    task: Task,
-    settings: IMatrixConfig,
-    adjustment: Adjustment,
-) -> Adjustment:
+def imatrix(task: Task, settings: IMatrixConfig, adjustment: Adjustment) -> Adjustment:
     """Find the scales of weights in groups, and round the weights to nearest with them.
 
     Layers whose scales cannot be searched are left out. Those that no token reached keep the
@@ -126,11 +122,7 @@ class _Search:
         return adjustment.with_rounded({name: rounded.stored_like(layer.weight)})
 
 
-def _searched_layer(
-    task: Task,
-    network: Network,
-    name: str,
-) -> _SearchedLayer | None:
+def _searched_layer(task: Task, network: Network, name: str) -> _SearchedLayer | None:
     """Return a linear layer whose groups run along its inputs."""
     spec = task.specs.get((name, "weights"))
     layer = network.layers[name]
@@ -184,9 +176,7 @@ class InputSquares:
 
 
 def _observed_squares(
-    task: Task,
-    network: Network,
-    sources: Mapping[str, str],
+    task: Task, network: Network, sources: Mapping[str, str]
 ) -> dict[str, InputSquares]:
     """Return the squares of values of the network, over all batches of all ranks.
 
@@ -241,11 +231,7 @@ def _rounded(layer: _SearchedLayer, mean_squares: Tensor) -> RoundedWeight:
     return RoundedWeight(rounded, on_cpu, before, after)
 
 
-def _searched_qparams(
-    layer: _SearchedLayer,
-    weight: Tensor,
-    importance: Tensor,
-) -> QParams:
+def _searched_qparams(layer: _SearchedLayer, weight: Tensor, importance: Tensor) -> QParams:
     """Return the scales that are searched with the mean squares of inputs, some rows at a
     time.
     """
@@ -255,9 +241,7 @@ def _searched_qparams(
     minima: list[Tensor] = []
     for part in torch.split(weight, height):
         scale, minimum = searched_scales(
-            to_rows(part, cut),
-            to_rows(importance.expand_as(part), cut),
-            layer.format,
+            to_rows(part, cut), to_rows(importance.expand_as(part), cut), layer.format
         )
         scales.append(scale)
         minima.append(minimum)
@@ -268,11 +252,7 @@ def _searched_qparams(
     return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
 
 
-def _relative_error(
-    weight: Tensor,
-    rounded: Tensor,
-    importance: Tensor,
-) -> float:
+def _relative_error(weight: Tensor, rounded: Tensor, importance: Tensor) -> float:
     """Return the weighted squared error as a share of the weighted squares."""
     difference = (weight.float() - rounded.float()).square_()
     error = (difference.sum(0, dtype=torch.float64) * importance).sum()

@@ -13,10 +13,7 @@ is not read.
 """
 
 
-def output_error(
-    gram: Tensor,
-    difference: Tensor,
-) -> float:
+def output_error(gram: Tensor, difference: Tensor) -> float:
     """Return tr(d H d^T), the squared error of a layer's outputs summed over the inputs.
 
     Args:
@@ -35,21 +32,13 @@ def output_error(
         columns = gram[..., start:stop]
         products = tile @ columns[:, start:stop]
         # Twice what is below the diagonal tile, as H is symmetric
-        products.baddbmm_(
-            difference[..., stop:],
-            columns[:, stop:],
-            alpha=2,
-        )
+        products.baddbmm_(difference[..., stop:], columns[:, stop:], alpha=2)
         errors = products.mul_(tile).sum(-1)
         total += float(errors.sum(dtype=dtype))
     return total
 
 
-def estimated_error(
-    gram: Tensor,
-    difference: Tensor,
-    stride: int,
-) -> float:
+def estimated_error(gram: Tensor, difference: Tensor, stride: int) -> float:
     """Estimate `output_error` from every `stride`-th row, and from what all rows do to the
     inputs' largest direction.
 
@@ -73,17 +62,11 @@ def estimated_error(
     along_u = (difference @ h).double().square() / u_h.clamp(min=1e-300)
     sample = difference[:, ::stride]
     sampled_along_u = float(along_u[:, ::stride].sum())
-    remainder = max(
-        output_error(gram, sample) - sampled_along_u,
-        0.0,
-    )
+    remainder = max(output_error(gram, sample) - sampled_along_u, 0.0)
     return float(along_u.sum()) + remainder * difference.shape[1] / sample.shape[1]
 
 
-def leading(
-    gram: Tensor,
-    steps: int,
-) -> Tensor:
+def leading(gram: Tensor, steps: int) -> Tensor:
     """Estimate the leading eigenvector of each symmetric matrix [..., depth, depth] by the
     power method, as a column times its eigenvalue.
 

@@ -85,10 +85,7 @@ def predicted_noise(
 
 @contextlib.contextmanager
 def _adding_products(
-    network: Network,
-    candidates: Sequence[Candidate],
-    widths: Sequence[Width],
-    products: Tensor,
+    network: Network, candidates: Sequence[Candidate], widths: Sequence[Width], products: Tensor
 ) -> Iterator[None]:
     """Make backward passes add the products of gradients with what rounding changes to
     `products`, for a while.

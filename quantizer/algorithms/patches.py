@@ -7,19 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantizer.nn import ExpertLinear
 
 
-def weight_matrix(
-    layer: nn.Module,
-    weight: Tensor,
-) -> Tensor:
+def weight_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
     """Return the layer's weight as [groups, outputs of a group, inputs of a group times kernel
     positions].
 
@@ -29,17 +23,9 @@ def weight_matrix(
     """
     groups = _groups(layer)
     if not getattr(layer, "transposed", False):
-        return weight.reshape(
-            groups,
-            len(weight) // groups,
-            -1,
-        )
+        return weight.reshape(groups, len(weight) // groups, -1)
     kernel_dims = list(range(3, weight.dim() + 1))
-    by_group = weight.reshape(
-        groups,
-        -1,
-        *weight.shape[1:],
-    )
+    by_group = weight.reshape(groups, -1, *weight.shape[1:])
     return by_group.transpose(1, 2).flip(kernel_dims).flatten(2)
 
 
@@ -48,21 +34,14 @@ def matrix_shape(layer: nn.Module) -> torch.Size:
     return weight_matrix(layer, layer.get_parameter("weight").to("meta")).shape
 
 
-def matrix_weight(
-    layer: nn.Module,
-    matrix: Tensor,
-) -> Tensor:
+def matrix_weight(layer: nn.Module, matrix: Tensor) -> Tensor:
     """Return the weight that the layer stores for a matrix of `weight_matrix`, as a copy."""
     shape = layer.get_parameter("weight").shape
     if not getattr(layer, "transposed", False):
         return matrix.reshape(shape).clone()
     groups = _groups(layer)
     kernel_dims = list(range(3, len(shape) + 1))
-    by_group = matrix.reshape(
-        *matrix.shape[:2],
-        shape[0] // groups,
-        *shape[2:],
-    )
+    by_group = matrix.reshape(*matrix.shape[:2], shape[0] // groups, *shape[2:])
     return by_group.flip(kernel_dims).transpose(1, 2).reshape(shape).clone()
 
 
@@ -71,11 +50,7 @@ def is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, (nn.Linear, ExpertLinear))
 
 
-def by_input(
-    values: Tensor,
-    groups: int,
-    depth: int,
-) -> Tensor:
+def by_input(values: Tensor, groups: int, depth: int) -> Tensor:
     """Spread a value for each channel of a layer's input over the columns of its weight matrix:
     [groups, depth].
 
@@ -86,10 +61,7 @@ def by_input(
     return values.view(groups, -1).repeat_interleave(columns_per_channel, 1)
 
 
-def channel_rows(
-    layer: nn.Module,
-    output: Tensor,
-) -> Tensor:
+def channel_rows(layer: nn.Module, output: Tensor) -> Tensor:
     """Return an output of the layer as [positions, channels]. A position is one place of one
     sample.
 
@@ -102,11 +74,7 @@ def channel_rows(
     return output.movedim(channels_axis, -1).flatten(0, -2)
 
 
-def patches(
-    layer: nn.Module,
-    x: Tensor,
-    positions: Tensor,
-) -> Tensor:
+def patches(layer: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
     """Return what the layer multiplies its weight with at some positions of its output, as
     [groups, positions, depth]; for experts [1, positions, depth].
 
@@ -126,11 +94,7 @@ def patches(
     view = _windows(layer, x)
     places_shape = view.shape[: _kernel_dims(layer) + 1]
     places = torch.unravel_index(positions, places_shape)
-    by_position = view[places].reshape(
-        len(positions),
-        _groups(layer),
-        -1,
-    )
+    by_position = view[places].reshape(len(positions), _groups(layer), -1)
     return by_position.transpose(0, 1).contiguous()
 
 
@@ -145,11 +109,7 @@ def position_count(layer: nn.Module, x: Tensor) -> int:
     return math.prod(_windows(layer, x).shape[: _kernel_dims(layer) + 1])
 
 
-def windows(
-    layer: nn.Module,
-    x: Tensor,
-    values: int,
-) -> Iterator[Tensor]:
+def windows(layer: nn.Module, x: Tensor, values: int) -> Iterator[Tensor]:
     """Yield all patches of a convolution in parts [groups, positions, depth] of about so many
     values, sample by sample.
 
@@ -174,10 +134,7 @@ def _groups(layer: nn.Module) -> int:
     return groups
 
 
-def _windows(
-    layer: nn.Module,
-    x: Tensor,
-) -> Tensor:
+def _windows(layer: nn.Module, x: Tensor) -> Tensor:
     """Return what a convolution sees at each place of its output, as a view [samples, *places,
     channels, *kernel].
     """

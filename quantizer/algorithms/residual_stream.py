@@ -7,32 +7,14 @@ no names and no table of architectures.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import (
-    dataclass,
-    field,
-)
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import (
-    ALIKE,
-    JOINED,
-    PRODUCT,
-    QUOTIENT,
-    REDUCED,
-    Commutes,
-)
-from quantizer.graph.channel_labels import (
-    ChannelLabels,
-    passes_shifts,
-    paths,
-)
-from quantizer.graph.ir import (
-    Graph,
-    Node,
-    Ref,
-)
+from quantizer.graph.axis_rules import ALIKE, JOINED, PRODUCT, QUOTIENT, REDUCED, Commutes
+from quantizer.graph.channel_labels import ChannelLabels, passes_shifts, paths
+from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.targets import call
 
 _NORMS = ("layer_norm", "rms_norm")
@@ -123,11 +105,7 @@ def _leaf(graph: Graph, node: Node) -> Node | None:
     return node if has_one_axis else None
 
 
-def _chain_value(
-    graph: Graph,
-    node: Node,
-    start: Tensor,
-) -> Tensor:
+def _chain_value(graph: Graph, node: Node, start: Tensor) -> Tensor:
     """Return the value of the last node of such a chain if `start` were its first tensor."""
     if node.op in _LEAVES:
         return start
@@ -178,11 +156,7 @@ class _Search:
             self.norm_of[node.name] = self.take_operands(node, axis)
             self.queue.append(node.name)
 
-    def take_operands(
-        self,
-        node: Node,
-        axis: int,
-    ) -> str | None:
+    def take_operands(self, node: Node, axis: int) -> str | None:
         """Account for how the value is made. Return the norm whose factors it has."""
         axes = node.row.axes
         rotates = Commutes.ROTATIONS in node.row.commutes
@@ -208,11 +182,7 @@ class _Search:
             raise _ObstacleError(node)
         return None
 
-    def take_moved(
-        self,
-        node: Node,
-        axis: int,
-    ) -> str | None:
+    def take_moved(self, node: Node, axis: int) -> str | None:
         """Take in one value that is moved, or averaged or summed over others of its axes."""
         source = self.graph.source(node)
         axis_before = self.labels.moved_back(node, axis)
@@ -223,11 +193,7 @@ class _Search:
             return self.norm_of[source.name]
         return self.norm_without_shift(source)
 
-    def take_joined(
-        self,
-        node: Node,
-        axis: int,
-    ) -> None:
+    def take_joined(self, node: Node, axis: int) -> None:
         """Take in rotated values side by side, in another dimension."""
         dim = int(node.attrs.get("dim", 0)) % node.rank
         if dim == axis:
@@ -239,11 +205,7 @@ class _Search:
                 axis_of_part -= 1
             self.take_without_norm(part, axis_of_part)
 
-    def take_sum(
-        self,
-        node: Node,
-        axis: int,
-    ) -> str | None:
+    def take_sum(self, node: Node, axis: int) -> str | None:
         """Take in two rotated values, or one and a number for each token. The sum with a
         parameter after a norm is the norm's bias.
         """
@@ -262,11 +224,7 @@ class _Search:
         self.residual.keeps_mean |= len(parts) == 1
         return None
 
-    def take_product(
-        self,
-        node: Node,
-        axis: int,
-    ) -> str | None:
+    def take_product(self, node: Node, axis: int) -> str | None:
         """Take in a rotated value times a number for each token, or a normalized value times a
         parameter, whose values are the factors of the norm.
         """
@@ -284,11 +242,7 @@ class _Search:
                     return self.add_norm_factor(node, factor)
         raise _ObstacleError(node)
 
-    def take_normalized(
-        self,
-        node: Node,
-        axis: int,
-    ) -> str | None:
+    def take_normalized(self, node: Node, axis: int) -> str | None:
         """Take in what a norm that is one operator reads."""
         channels = self.residual.channels
         source = self.graph.source(node)
@@ -305,11 +259,7 @@ class _Search:
         self.residual.norms[node.name] = norm
         return node.name
 
-    def add_norm_factor(
-        self,
-        node: Node,
-        factor: Node,
-    ) -> str | None:
+    def add_norm_factor(self, node: Node, factor: Node) -> str | None:
         """Note the product of a normalized value with a parameter, or with an expression of one
         (1 + weight).
         """
@@ -327,12 +277,7 @@ class _Search:
                 return node.name
         raise _ObstacleError(node)
 
-    def add_norm_shift(
-        self,
-        node: Node,
-        norm: str,
-        bias: Node,
-    ) -> str | None:
+    def add_norm_shift(self, node: Node, norm: str, bias: Node) -> str | None:
         """Note a norm's bias that is added by an operator of its own."""
         before = self.residual.norms[norm]
         if before.shift is not None or _leaf(self.graph, bias) is not bias:
@@ -343,11 +288,7 @@ class _Search:
         self.residual.norms[node.name] = shifted
         return node.name
 
-    def passes_reader(
-        self,
-        node: Node,
-        member: Node,
-    ) -> bool:
+    def passes_reader(self, node: Node, member: Node) -> bool:
         """Account for one reader of a member. Return False if no rotation passes it."""
         axis = self.residual.members[member.name]
         norm = self.norm_of[member.name]
@@ -385,11 +326,7 @@ class _Search:
             raise _ObstacleError(node)
         return norm
 
-    def take_without_norm(
-        self,
-        node: Node,
-        axis: int,
-    ) -> None:
+    def take_without_norm(self, node: Node, axis: int) -> None:
         """Take in a value whose channels have no factors of a norm."""
         self.take(node, axis)
         if self.norm_of[node.name] is not None:
@@ -399,23 +336,14 @@ class _Search:
         """Return the nodes that a node reads."""
         return [self.graph.by_name[name] for name in node.refs()]
 
-    def has_channels(
-        self,
-        part: Node,
-        node: Node,
-        axis: int,
-    ) -> bool:
+    def has_channels(self, part: Node, node: Node, axis: int) -> bool:
         """Check whether an operand has the channels, rather than one value for all of them."""
         shape = part.shape or ()
         axis_of_part = axis - node.rank + len(shape)
         return axis_of_part >= 0 and shape[axis_of_part] != 1
 
 
-def _axis_of_combination(
-    node: Node,
-    member: Node,
-    axis: int,
-) -> int | None:
+def _axis_of_combination(node: Node, member: Node, axis: int) -> int | None:
     """Return the member's axis in the output of an operator that joins or combines values;
     None for other operators.
     """
@@ -427,11 +355,7 @@ def _axis_of_combination(
     return axis + new_axes if combines and node.shape else None
 
 
-def _is_mean(
-    node: Node,
-    member: Node,
-    axis: int,
-) -> bool:
+def _is_mean(node: Node, member: Node, axis: int) -> bool:
     """Check whether the node is the mean or the sum over the member's channels alone."""
     dims = node.attrs.get("dim")
     if node.row.axes is not REDUCED or not isinstance(dims, list):

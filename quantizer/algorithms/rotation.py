@@ -9,50 +9,23 @@ Source: Ashkboos et al. 2024, "QuaRot" (arXiv 2404.00456); R1, R2 and R4 as in L
 "SpinQuant" (arXiv 2405.16406).
 """
 
-from collections.abc import (
-    Callable,
-    Iterable,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import (
-    Adjustment,
-    Remark,
-    Task,
-    apply_adjustment,
-)
+from quantizer.algorithms.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.algorithms.fold import parameter
-from quantizer.algorithms.residual_stream import (
-    Residual,
-    residuals,
-)
+from quantizer.algorithms.residual_stream import Residual, residuals
 from quantizer.config.algorithms import RotationConfig
 from quantizer.config.roles import base_role
-from quantizer.graph.axis_rules import (
-    ATTENTION,
-    MATRIX_PRODUCT,
-    PLAIN_MATRIX_PRODUCT,
-    PRODUCT,
-)
+from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, PRODUCT
 from quantizer.graph.edits import Insertion
-from quantizer.graph.ir import (
-    Graph,
-    Node,
-    Ref,
-)
+from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.output_names import unused_names
 from quantizer.graph.structure import InputGroup
-from quantizer.numerics.hadamard import (
-    factors,
-    rotate_rows,
-)
+from quantizer.numerics.hadamard import factors, rotate_rows
 from quantizer.storage.deferred_tensor import deferred_like
 
 Rotation = Callable[[Tensor], Tensor]
@@ -61,11 +34,7 @@ _ATTENTIONS = (ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT)
 """Rules of operators that end an attention: the last argument that they name has the values."""
 
 
-def rotation(
-    task: Task,
-    settings: RotationConfig,
-    adjustment: Adjustment,
-) -> Adjustment:
+def rotation(task: Task, settings: RotationConfig, adjustment: Adjustment) -> Adjustment:
     """Return the network with its channels rotated.
 
     Needs no data. Rounded weights of layers that change are dropped.
@@ -90,13 +59,7 @@ def rotation(
 class _RotatedNetwork:
     """Holds the network as it is rotated so far."""
 
-    def __init__(
-        self,
-        task: Task,
-        adjustment: Adjustment,
-        *,
-        seed: int,
-    ) -> None:
+    def __init__(self, task: Task, adjustment: Adjustment, *, seed: int) -> None:
         self.task = task
         self.adjustment = adjustment
         self.graph = apply_adjustment(task.graph, adjustment)
@@ -118,12 +81,7 @@ class _RotatedNetwork:
             return None
         return parameter(self.graph, self.adjustment, layer, "bias").double()
 
-    def set_parameter(
-        self,
-        layer: str,
-        key: str,
-        value: Tensor,
-    ) -> None:
+    def set_parameter(self, layer: str, key: str, value: Tensor) -> None:
         """Replace a parameter, in its dtype. A new bias has the dtype of the weight."""
         params = self.graph.by_name[layer].params
         path = params.get(key, params.get("weight", ""))
@@ -219,12 +177,7 @@ def _rotate_residual(work: _RotatedNetwork, residual: Residual) -> None:
             work.set_parameter(layer, key, value)
 
 
-def _rotate_writer(
-    work: _RotatedNetwork,
-    node: Node,
-    axis: int,
-    rotate: Rotation,
-) -> None:
+def _rotate_writer(work: _RotatedNetwork, node: Node, axis: int, rotate: Rotation) -> None:
     """Rotate the channels that a layer writes."""
     weight = work.weight(node.name)
     if node.is_multiplying:
@@ -291,10 +244,7 @@ def _before_moves(graph: Graph, node: Node | None) -> Node | None:
     return node
 
 
-def _rotate_heads(
-    work: _RotatedNetwork,
-    group: InputGroup,
-) -> tuple[str, ...]:
+def _rotate_heads(work: _RotatedNetwork, group: InputGroup) -> tuple[str, ...]:
     """Apply R2: one rotation for all heads of a layer. Return the layers that read them."""
     heads = _heads(work.graph, group)
     if heads is None or not work.is_quantized((*group.layers, heads.maker)):
@@ -304,13 +254,7 @@ def _rotate_heads(
         weight = work.weight(layer)
         by_head = weight.reshape(len(weight), -1, heads.width)
         work.set_parameter(layer, "weight", rotate(by_head).flatten(1))
-    _rotate_rows(
-        work,
-        heads,
-        "weight",
-        work.weight(heads.maker),
-        rotate=rotate,
-    )
+    _rotate_rows(work, heads, "weight", work.weight(heads.maker), rotate=rotate)
     bias = work.bias(heads.maker)
     if bias is not None:
         _rotate_rows(work, heads, "bias", bias, rotate=rotate)
@@ -318,12 +262,7 @@ def _rotate_heads(
 
 
 def _rotate_rows(
-    work: _RotatedNetwork,
-    heads: _Heads,
-    key: str,
-    values: Tensor,
-    *,
-    rotate: Rotation,
+    work: _RotatedNetwork, heads: _Heads, key: str, values: Tensor, *, rotate: Rotation
 ) -> None:
     """Rotate a parameter of the layer that makes the heads' values."""
     values = values.clone()
@@ -359,13 +298,7 @@ def _rotate_online(work: _RotatedNetwork, layers: Sequence[str]) -> None:
     taken = {insertion.name for insertion in work.adjustment.insertions}
     scope = source.name.rpartition("/")[0]
     [name] = unused_names([f"{scope}/rotation"], taken | work.graph.by_name.keys())
-    insertion = Insertion(
-        name,
-        "rotation",
-        source.name,
-        tuple(readers),
-        signs.to(source.dtype),
-    )
+    insertion = Insertion(name, "rotation", source.name, tuple(readers), signs.to(source.dtype))
     insertions = (*work.adjustment.insertions, insertion)
     work.adjustment = replace(work.adjustment, insertions=insertions)
 

@@ -14,9 +14,7 @@ _SEARCHED_ROWS = 512
 
 
 def nearest_qparams(
-    spec: QuantizationSpec,
-    weight: Tensor,
-    shared_step: float | None = None,
+    spec: QuantizationSpec, weight: Tensor, shared_step: float | None = None
 ) -> QParams:
     """Return the scale and zero point of the weight's range, as calibration finds them, on the
     weight's device.
@@ -36,10 +34,7 @@ def nearest_qparams(
 
 
 def layer_qparams(
-    layer: str,
-    spec: QuantizationSpec,
-    weight: Tensor,
-    shared_step: float | None = None,
+    layer: str, spec: QuantizationSpec, weight: Tensor, shared_step: float | None = None
 ) -> QParams:
     """Return the same for the weight of a named layer.
 
@@ -60,10 +55,7 @@ def nearest(weight: Tensor, spec: QuantizationSpec, qparams: QParams) -> Tensor:
 
 
 def sampled_rows(
-    weight: Tensor,
-    spec: QuantizationSpec,
-    node: Node,
-    rows: int,
+    weight: Tensor, spec: QuantizationSpec, node: Node, rows: int
 ) -> tuple[Tensor, float]:
     """Return evenly strided rows of a weight, and how many rows each of them stands for.
 

@@ -118,13 +118,7 @@ def adaround(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
     low, high = problem.bounds(problem.scale)
     low = torch.minimum(low, problem.nearest)
     high = torch.maximum(high, problem.nearest)
-    integers = _descend(
-        problem,
-        problem.nearest,
-        problem.scale,
-        low=low,
-        high=high,
-    )
+    integers = _descend(problem, problem.nearest, problem.scale, low=low, high=high)
     return integers, problem.scale
 
 
@@ -148,12 +142,7 @@ def adaquant(problem: RoundingProblem) -> tuple[Tensor, Tensor]:
 
 
 def _descend(
-    problem: RoundingProblem,
-    integers: Tensor,
-    scale: Tensor,
-    *,
-    low: Tensor,
-    high: Tensor,
+    problem: RoundingProblem, integers: Tensor, scale: Tensor, *, low: Tensor, high: Tensor
 ) -> Tensor:
     """Give each integer in turn its best value within the bounds while the others stay, until
     a sweep changes none.

@@ -4,13 +4,7 @@ of the network's outputs. Decides nothing.
 
 import contextlib
 import math
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,11 +14,7 @@ from quantizer.algorithms.gram import GroupSums
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix
 from quantizer.algorithms.round_to_nearest import nearest_qparams
-from quantizer.algorithms.sequential_runner import (
-    SequentialRunner,
-    no_batches,
-    watching,
-)
+from quantizer.algorithms.sequential_runner import SequentialRunner, no_batches, watching
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
@@ -83,9 +73,7 @@ def with_width(spec: QuantizationSpec, width: Width) -> QuantizationSpec:
 
 
 def weight_quantizers(
-    network: Network,
-    candidate: Candidate,
-    width: Width,
+    network: Network, candidate: Candidate, width: Width
 ) -> dict[str, TensorQuantizer]:
     """Return what rounds the weight of each of the candidate's layers to nearest."""
     quantizers = {}
@@ -98,11 +86,7 @@ def weight_quantizers(
     return quantizers
 
 
-def rounded_weights(
-    network: Network,
-    candidate: Candidate,
-    width: Width,
-) -> dict[str, Tensor]:
+def rounded_weights(network: Network, candidate: Candidate, width: Width) -> dict[str, Tensor]:
     """Return the weight of each of the candidate's layers, rounded to nearest."""
     weights = {}
     for name, quantizer in weight_quantizers(network, candidate, width).items():

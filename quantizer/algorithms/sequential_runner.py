@@ -8,12 +8,7 @@ it runs batch by batch, as a plain pass does.
 from __future__ import annotations
 
 import copy
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,12 +20,7 @@ from quantizer.algorithms.activation_store import ActivationStore, half_of_what_
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
-from quantizer.nn.execution import (
-    NO_WATCHERS,
-    Execution,
-    Watchers,
-    layer_arguments,
-)
+from quantizer.nn.execution import NO_WATCHERS, Execution, Watchers, layer_arguments
 from quantizer.nn.network import Network
 from quantizer.sources.batches import (
     Batch,
@@ -231,12 +221,7 @@ class SequentialRunner:
         return keep_loaded(weights)
 
     @contextmanager
-    def _naming(
-        self,
-        run: _Run,
-        stop: int,
-        watch: Watchers = NO_WATCHERS,
-    ) -> Iterator[None]:
+    def _naming(self, run: _Run, stop: int, watch: Watchers = NO_WATCHERS) -> Iterator[None]:
         """Begin a DataError from within with the batch. If several run as one, run each again
         to find the first that has the error alone.
         """
@@ -267,10 +252,7 @@ def no_batches(purpose: str = "calibration") -> DataError:
     return DataError(text, help="check --data and --subset_len")
 
 
-def _joinable(
-    batches: Iterable[_NumberedInputs],
-    most: int,
-) -> Iterator[list[_NumberedInputs]]:
+def _joinable(batches: Iterable[_NumberedInputs], most: int) -> Iterator[list[_NumberedInputs]]:
     """Yield consecutive batches of one length, of up to `most` ids together."""
     parts: list[_NumberedInputs] = []
     room = 0
@@ -310,11 +292,7 @@ def _joined(parts: Sequence[_NumberedInputs]) -> list[Any]:
     return [torch.cat(values) for values in zip(*all_inputs, strict=True)]
 
 
-def watching(
-    network: Network,
-    layer: str,
-    take: Callable[..., None],
-) -> tuple[str, Watchers]:
+def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[str, Watchers]:
     """Return the node up to which a network has to run for the inputs of a layer, and watchers
     that call `take` with these inputs once for each batch.
     """

@@ -12,23 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import (
-    Callable,
-    Sequence,
-)
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import (
-    Adjustment,
-    Remark,
-    Task,
-    apply_adjustment,
-)
+from quantizer.algorithms.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.algorithms.fold import (
     admissible,
     fold_factors,
@@ -37,43 +26,19 @@ from quantizer.algorithms.fold import (
     shared_folds,
     without_insertions,
 )
-from quantizer.algorithms.gram import (
-    geometry,
-    not_finite_input,
-)
-from quantizer.algorithms.patches import (
-    by_input,
-    patches,
-    position_count,
-    weight_matrix,
-)
-from quantizer.algorithms.round_to_nearest import (
-    nearest,
-    nearest_qparams,
-    sampled_rows,
-)
+from quantizer.algorithms.gram import geometry, not_finite_input
+from quantizer.algorithms.patches import by_input, patches, position_count, weight_matrix
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
 from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.config.algorithms import SmoothQuantConfig
-from quantizer.config.model import (
-    CAST_ONLY,
-    QuantizationSpec,
-)
-from quantizer.distributed import (
-    ALONE,
-    Ranks,
-)
-from quantizer.graph.edits import (
-    by_channel,
-    rescale_weight,
-)
+from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.distributed import ALONE, Ranks
+from quantizer.graph.edits import by_channel, rescale_weight
 from quantizer.graph.structure import InputGroup
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams, qparams_from_range
-from quantizer.observers import (
-    NonFiniteError,
-    code_range_of,
-)
+from quantizer.observers import NonFiniteError, code_range_of
 from quantizer.sources.batches import prefix_batch_errors
 
 _SAMPLED_INPUTS = 512
@@ -83,11 +48,7 @@ _AUTO_ALPHAS = [step / 10 for step in range(11)]
 _NOT_RESCALED = "no token of the calibration data reached it; its inputs are not rescaled"
 
 
-def smoothquant(
-    task: Task,
-    settings: SmoothQuantConfig,
-    adjustment: Adjustment,
-) -> Adjustment:
+def smoothquant(task: Task, settings: SmoothQuantConfig, adjustment: Adjustment) -> Adjustment:
     """Rescale the input channels of all groups with quantized weights or inputs, after one pass
     over the data.
 
@@ -151,11 +112,7 @@ def _is_smoothed(task: Task, group: InputGroup) -> bool:
 
 
 def _observed(
-    task: Task,
-    adjustment: Adjustment,
-    groups: Sequence[InputGroup],
-    *,
-    with_sample: bool,
+    task: Task, adjustment: Adjustment, groups: Sequence[InputGroup], *, with_sample: bool
 ) -> list[tuple[InputGroup, ChannelRanges]]:
     """Return each group with the ranges of what it reads, over all batches."""
     network = Network(apply_adjustment(task.graph, adjustment))
@@ -188,11 +145,7 @@ def _adding(readers: Sequence[ChannelRanges]) -> Callable[[Tensor], None]:
     return add
 
 
-def _max_weights(
-    task: Task,
-    group: InputGroup,
-    adjustment: Adjustment,
-) -> Tensor:
+def _max_weights(task: Task, group: InputGroup, adjustment: Adjustment) -> Tensor:
     """Return max|W_j| of each input channel j, over all layers that read the value."""
     layers = [*group.layers]
     if group.fold is not None:
@@ -207,12 +160,7 @@ def _max_weights(
     return torch.stack(maxima).amax(0)
 
 
-def _factors(
-    max_x: Tensor,
-    max_w: Tensor,
-    alpha: float,
-    least: float,
-) -> Tensor:
+def _factors(max_x: Tensor, max_w: Tensor, alpha: float, least: float) -> Tensor:
     """Return s of equation 4.
 
     >>> _factors(torch.tensor([16.0, 0.0]), torch.tensor([4.0, 4.0]), 0.5, 1e-3).tolist()
@@ -276,10 +224,7 @@ def smoothing_loss(
 
 
 def _quantized_input(
-    x: Tensor,
-    spec: QuantizationSpec | None,
-    ranges: ChannelRanges,
-    factors: Tensor,
+    x: Tensor, spec: QuantizationSpec | None, ranges: ChannelRanges, factors: Tensor
 ) -> Tensor:
     """Quantize rows of inputs [groups, samples, depth] with the scale that calibration would
     find, or with that of each row.
@@ -307,11 +252,7 @@ def _quantized_input(
         quantized = nearest(rows, by_column, QParams(scale, zero_point))
         return quantized.view(samples, groups, -1).transpose(0, 1)
     whole = dataclasses.replace(spec, qscheme="per_tensor", ch_axis=None, group_size=None)
-    return nearest(
-        x,
-        whole,
-        qparams_from_range(low.amin(), high.amax(), code_range_of(whole)),
-    )
+    return nearest(x, whole, qparams_from_range(low.amin(), high.amax(), code_range_of(whole)))
 
 
 class ChannelRanges:
@@ -323,13 +264,7 @@ class ChannelRanges:
         tokens: how many there were.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        group: InputGroup,
-        *,
-        with_sample: bool,
-    ) -> None:
+    def __init__(self, network: Network, group: InputGroup, *, with_sample: bool) -> None:
         self._group = group
         self.tokens = 0
         self.layers = {name: network.layers[name] for name in group.layers}
@@ -362,11 +297,7 @@ class ChannelRanges:
             return
         low, high = _extremes(x, self._group.axis)
         if not math.isfinite(low.sum()) or not math.isfinite(high.sum()):
-            error = NonFiniteError(
-                int(x.isnan().sum()),
-                int(x.isinf().sum()),
-                x.numel(),
-            )
+            error = NonFiniteError(int(x.isnan().sum()), int(x.isinf().sum()), x.numel())
             raise not_finite_input(self._group.layers[0], error)
         self.low = torch.minimum(self.low, low.float())
         self.high = torch.maximum(self.high, high.float())

@@ -165,11 +165,7 @@ class CalibrationSettings:
     @property
     def facts(self) -> dict[str, Any]:
         """Return the settings that results record."""
-        return {
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "subset_len": self.subset_len,
-        }
+        return {"seed": self.seed, "batch_size": self.batch_size, "subset_len": self.subset_len}
 
 
 def calibrate_batches(

@@ -91,11 +91,7 @@ def html_table(listing: Listing) -> Markup:
     return element("table", head, element("tbody", rows))
 
 
-def _row(
-    tag: str,
-    values: tuple[str, ...],
-    listing: Listing,
-) -> Markup:
+def _row(tag: str, values: tuple[str, ...], listing: Listing) -> Markup:
     cells = []
     for text, title in zip(values, listing.widest, strict=True):
         side = "right" if title in listing.numbers else "left"

@@ -24,11 +24,7 @@ from quantizer.api.python_words import called_from_python, in_python
 from quantizer.api.quantized import Quantized
 from quantizer.api.result import Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
-from quantizer.calibration.held_back import (
-    MIN_SAMPLES,
-    may_need_data,
-    samples_to_calibrate,
-)
+from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import load_preset

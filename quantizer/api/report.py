@@ -41,11 +41,7 @@ class Report:
 
     @called_from_python()
     def save_plots(
-        self,
-        folder: str | os.PathLike[str],
-        kind: str = "svg",
-        *,
-        overwrite: bool = False,
+        self, folder: str | os.PathLike[str], kind: str = "svg", *, overwrite: bool = False
     ) -> list[Path]:
         """Write each drawing as a file, and return the paths.
 

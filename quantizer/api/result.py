@@ -151,10 +151,7 @@ class Result:
                 explained=True,
             )
         return Comparison(
-            scores,
-            self._calibrated,
-            batches.stamp,
-            calibration_stamp=self._calibration_stamp,
+            scores, self._calibrated, batches.stamp, calibration_stamp=self._calibration_stamp
         )
 
     @called_from_python()

@@ -140,10 +140,7 @@ def _rounded_db(signal: float, error: float) -> float | None:
 
 
 def _add(
-    energies: _Energies,
-    absorption: Absorption,
-    execution: Execution,
-    coarse: Network,
+    energies: _Energies, absorption: Absorption, execution: Execution, coarse: Network
 ) -> None:
     """Add one batch to the energies of a pair.
 

@@ -76,7 +76,6 @@ def compare_with_model(
     if has_open_batch(graph):
         sizes = COMPARED_SAMPLES
     differences: dict[int | None, float] = {}
-    unstable = 0.0
     user_code = user_exits("running the model on the first batch again", ModelError)
     with torch.no_grad(), preserve_module_state(module) as state, evaluating(module), user_code:
         for samples in sizes:
@@ -95,29 +94,18 @@ def compare_with_model(
                 _report_change(module, graph, call, state, first=first)
                 return ()
             difference = output_distance(first, _output_of_trace(graph, call))
-            if _is_near(difference, first):
-                difference = 0.0
-            elif difference <= _MOST_OF_ROUNDING * _effect_of_rounding(module, call, first):
-                unstable = max(unstable, difference)
+            if _is_of_rounding(difference, module, call, first):
                 difference = 0.0
             differences[samples] = difference
-        if unstable and twice:
-            logger.warning(_UNSTABLE, type(module).__name__, unstable)
-        far: list[int | None] = []
-        for samples, difference in differences.items():
-            if difference:
-                far.append(samples)
+        far = [samples for samples, difference in differences.items() if difference]
         if twice and far and len(far) == len(differences):
             state.restore()
             call = _small(graph, batch, sizes[0])
             _report_difference(module, graph, call, max(differences.values()))
-    some: list[int] = []
-    if len(far) < len(differences):
-        for size in far:
-            # A fixed batch is compared once, so it is not among some of several
-            assert size is not None
-            some.append(size)
-    return tuple(some)
+    if len(far) == len(differences):
+        return ()
+    # A fixed batch is compared once, so it is not among some of several
+    return tuple(size for size in far if size is not None)
 
 
 def _report_difference(module: nn.Module, graph: Graph, call: Call, difference: float) -> None:
@@ -169,11 +157,7 @@ def _copied(call: Call) -> Call:
     return copied
 
 
-def _output(
-    model: nn.Module,
-    call: Call,
-    seed: int,
-) -> list[Tensor]:
+def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
     """Return copies of the tensors that a model returns for copies of the arguments."""
     seed_everything(seed)
     args, kwargs = _copied(call)
@@ -183,10 +167,7 @@ def _output(
     return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _output_of_trace(
-    graph: Graph,
-    call: Call,
-) -> list[Tensor]:
+def _output_of_trace(graph: Graph, call: Call) -> list[Tensor]:
     """Return what a trace computes; nothing if it cannot run on so many samples."""
     network = Network(graph)
     try:
@@ -196,8 +177,14 @@ def _output_of_trace(
         return []
 
 
-def _effect_of_rounding(module: nn.Module, call: Call, first: Sequence[Tensor]) -> float:
-    """Return how far the module's output is from `first` for inputs with rounding errors."""
+def _is_of_rounding(
+    difference: float, module: nn.Module, call: Call, first: Sequence[Tensor]
+) -> bool:
+    """Return whether rounding makes a difference from a module's output `first`, and warn if it
+    is not a small one.
+    """
+    if _is_near(difference, first):
+        return True
     draw = torch.Generator().manual_seed(0)
 
     def rounded(value: Tensor) -> Tensor:
@@ -207,7 +194,11 @@ def _effect_of_rounding(module: nn.Module, call: Call, first: Sequence[Tensor]) 
         return value + value * errors
 
     changed: Call = pytree.tree_map_only(Tensor, rounded, call)
-    return output_distance(first, _output(module, changed, seed=1))
+    effect = output_distance(first, _output(module, changed, seed=1))
+    if difference > _MOST_OF_ROUNDING * effect:
+        return False
+    logger.warning(_UNSTABLE, type(module).__name__, difference)
+    return True
 
 
 class _FirstOfEqual(TorchFunctionMode):
@@ -293,12 +284,7 @@ def _is_near(difference: float, output: Sequence[Tensor]) -> bool:
 
 
 def _report_change(
-    module: nn.Module,
-    graph: Graph,
-    call: Call,
-    state: ModuleState,
-    *,
-    first: Sequence[Tensor],
+    module: nn.Module, graph: Graph, call: Call, state: ModuleState, *, first: Sequence[Tensor]
 ) -> None:
     """Warn of random numbers, with which a model can be quantized.
 

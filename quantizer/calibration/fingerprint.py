@@ -43,13 +43,7 @@ def layer_digests(graph: Graph) -> dict[str, str]:
         for key, value in node.attrs.items():
             if not isinstance(value, torch.device):
                 attrs[key] = value
-        parts = [
-            node.op,
-            node.target,
-            repr(node.inputs),
-            repr(attrs),
-            dict(node.params),
-        ]
+        parts = [node.op, node.target, repr(node.inputs), repr(attrs), dict(node.params)]
         digests[node.name] = value_digest(parts)
     return digests
 
@@ -104,10 +98,7 @@ def plan_digest(plan: Plan) -> str:
     return settings_digest(settings, specs)
 
 
-def settings_digest(
-    settings: Mapping[str, Any],
-    specs: TensorSpecs,
-) -> str:
+def settings_digest(settings: Mapping[str, Any], specs: TensorSpecs) -> str:
     """Return the digest `plan_digest` of settings and specs."""
     rows = []
     for key in sorted(specs):
@@ -115,10 +106,7 @@ def settings_digest(
     return value_digest([settings, rows])
 
 
-def first_difference(
-    stored: Mapping[str, str],
-    current: Mapping[str, str],
-) -> str | None:
+def first_difference(stored: Mapping[str, str], current: Mapping[str, str]) -> str | None:
     """Return the first name, in the current order, whose digest is new or changed.
 
     If there is none, it is a stored name that is gone.

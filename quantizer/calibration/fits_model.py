@@ -31,11 +31,7 @@ from quantizer.storage.files import damaged
 _Parameters = Mapping[str, Mapping[str, Tensor]]
 
 
-def check_absorption(
-    absorption: Mapping[str, Any],
-    original: Graph,
-    path: Path | str,
-) -> None:
+def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path | str) -> None:
     """Refuse decisions on the absorption of biases for layers of another model.
 
     Raises:
@@ -80,9 +76,7 @@ def _are_exponents(exponents: Any, channels: int) -> bool:
 
 
 def check_insertions(
-    insertions: Sequence[Insertion],
-    original: Graph,
-    path: Path | str,
+    insertions: Sequence[Insertion], original: Graph, path: Path | str
 ) -> None:
     """Refuse layers that cannot be inserted into a graph.
 
@@ -115,10 +109,7 @@ def _insertion_fault(
 
 
 def check_solution(
-    solution: Solution,
-    entries: Mapping[str, Any],
-    graph: Graph,
-    path: Path,
+    solution: Solution, entries: Mapping[str, Any], graph: Graph, path: Path
 ) -> None:
     """Refuse values that do not fit their layers.
 
@@ -145,12 +136,7 @@ def check_solution(
             raise damaged(file, layer, "it is not a correction of a layer's bias")
 
 
-def _tensor_fault(
-    graph: Graph,
-    layer: str,
-    role: str,
-    tensor: QuantizedTensor,
-) -> str | None:
+def _tensor_fault(graph: Graph, layer: str, role: str, tensor: QuantizedTensor) -> str | None:
     """Return why a tensor cannot be one of this layer."""
     node = graph.by_name.get(layer)
     if node is None:
@@ -192,9 +178,7 @@ def _codes_fault(tensor: QuantizedTensor, parameter: Tensor) -> str | None:
 
 
 def qparams_fault(
-    spec: QuantizationSpec,
-    shape: tuple[int, ...],
-    qparams: QParams,
+    spec: QuantizationSpec, shape: tuple[int, ...], qparams: QParams
 ) -> str | None:
     """Return why a tensor of this shape cannot have these scales and zero points."""
     if not spec.has_stored_scale:
@@ -210,9 +194,7 @@ def qparams_fault(
 
 
 def scales_fault(
-    spec: QuantizationSpec,
-    expected: tuple[int, ...],
-    qparams: QParams,
+    spec: QuantizationSpec, expected: tuple[int, ...], qparams: QParams
 ) -> str | None:
     """Return why these cannot be the scales and zero points of a static tensor whose scales
     have the `expected` shape.
@@ -295,10 +277,7 @@ def _parameter_fault(graph: Graph, layer: str, key: str, value: Tensor) -> str |
 
 
 def check_adjustment(
-    adjustment: Adjustment,
-    graph: Graph,
-    specs: TensorSpecs,
-    what: str,
+    adjustment: Adjustment, graph: Graph, specs: TensorSpecs, what: str
 ) -> None:
     """Refuse what algorithms have found, as a checkpoint has it, if it does not fit the model.
 

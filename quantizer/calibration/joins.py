@@ -65,9 +65,7 @@ def join_decisions(calibration: Calibration) -> dict[str, JoinDecision]:
 
 
 def _scale_parts(
-    request: CalibrationRequest,
-    state: CalibrationState,
-    decisions: Mapping[str, JoinDecision],
+    request: CalibrationRequest, state: CalibrationState, decisions: Mapping[str, JoinDecision]
 ) -> tuple[CalibrationState, list[str]]:
     """Scale the parts of joins that lose too much, as far as that is possible.
 
@@ -101,9 +99,7 @@ def _scale_parts(
 
 
 def _possible(
-    request: CalibrationRequest,
-    state: CalibrationState,
-    wanted: Sequence[Scaling],
+    request: CalibrationRequest, state: CalibrationState, wanted: Sequence[Scaling]
 ) -> Sequence[Scaling]:
     """Return the scalings after which calibration has observed every quantized tensor.
 
@@ -123,9 +119,7 @@ def _possible(
 
 
 def _is_seen(
-    request: CalibrationRequest,
-    state: CalibrationState,
-    scalings: Sequence[Scaling],
+    request: CalibrationRequest, state: CalibrationState, scalings: Sequence[Scaling]
 ) -> bool:
     """Return whether calibration has observed every tensor that is quantized after these
     scalings.
@@ -198,8 +192,7 @@ def _widths(join: JoinPlan, observers: Mapping[Key, Observer]) -> dict[Key, floa
 
 
 def decide_joins_again(
-    stored: Mapping[str, JoinDecision],
-    widths: Mapping[Key, float],
+    stored: Mapping[str, JoinDecision], widths: Mapping[Key, float]
 ) -> dict[str, JoinDecision]:
     """Return how joins are quantized with new ranges, if weights must stay as they are.
 

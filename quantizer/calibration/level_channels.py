@@ -161,12 +161,7 @@ def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
         second = pair.second.name
         columns = _column_sizes(weights[second], pair)
         count, _ = channels_of(first, graph.weight(first))
-        levels = _exponents(
-            ranges[second],
-            columns,
-            pair,
-            count,
-        )
+        levels = _exponents(ranges[second], columns, pair, count)
         if not any(levels):
             continue
         exponents[first.name] = levels
@@ -178,9 +173,7 @@ def decide_levels(plan: Plan, batches: Iterable[Batch]) -> dict[str, list[int]]:
 
 
 def _channel_ranges(
-    graph: Graph,
-    pairs: Iterable[LayerPair],
-    batches: Iterable[Batch],
+    graph: Graph, pairs: Iterable[LayerPair], batches: Iterable[Batch]
 ) -> dict[str, Tensor]:
     """Return the largest magnitude of each input channel of second layers, on the CPU."""
     ranges: dict[str, Tensor] = {}
@@ -212,12 +205,7 @@ def _channel_ranges(
     return ranges
 
 
-def _exponents(
-    ranges: Tensor,
-    columns: Tensor,
-    pair: LayerPair,
-    count: int,
-) -> list[int]:
+def _exponents(ranges: Tensor, columns: Tensor, pair: LayerPair, count: int) -> list[int]:
     """Return the exponent of each output channel of the first layer.
 
     Args:
@@ -284,12 +272,7 @@ def level_adjustment(graph: Graph, exponents: Exponents) -> Adjustment:
     return changes
 
 
-def _parameter(
-    graph: Graph,
-    changes: Adjustment,
-    node: Node,
-    key: str,
-) -> Tensor:
+def _parameter(graph: Graph, changes: Adjustment, node: Node, key: str) -> Tensor:
     """Return a layer's parameter with the changes so far."""
     changed = changes.parameters.get(node.name, {})
     if key in changed:

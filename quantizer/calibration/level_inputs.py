@@ -130,11 +130,7 @@ def far_channels(request: CalibrationRequest, plan: Plan) -> Exponents:
     """
     can_scale = plan.settings.target_device != "DPU"
     early = _early_batches(request)
-    of_inputs = decide_input_levels(
-        plan,
-        early,
-        can_scale=can_scale,
-    )
+    of_inputs = decide_input_levels(plan, early, can_scale=can_scale)
     for level, text in of_inputs.remarks:
         request.events.message(level, text)
     if not can_scale:
@@ -309,10 +305,7 @@ def _few(batches: Iterable[Batch], readers: Sequence[InputReaders]) -> Iterator[
 
 
 def _add_batch(
-    measured: Iterable[_Channels],
-    networks: tuple[Network, Network],
-    batch: Batch,
-    stop: int,
+    measured: Iterable[_Channels], networks: tuple[Network, Network], batch: Batch, stop: int
 ) -> None:
     """Add the channels of one batch.
 

@@ -76,11 +76,7 @@ class BatchSizes:
 
 
 def calibration_bytes(
-    plan: Plan,
-    config: Config,
-    data: BatchSizes,
-    *,
-    finetuned: bool = False,
+    plan: Plan, config: Config, data: BatchSizes, *, finetuned: bool = False
 ) -> int:
     """Return what calibration adds to a process that has the model, its graph and its plan.
 
@@ -106,12 +102,7 @@ def calibration_bytes(
     return peak + _parameter_count(graph, layers) * (1 + 4 * copies)
 
 
-def comparison_bytes(
-    graph: Graph,
-    specs: TensorSpecs,
-    size: int,
-    batches: int = 1,
-) -> int:
+def comparison_bytes(graph: Graph, specs: TensorSpecs, size: int, batches: int = 1) -> int:
     """Return what test mode adds to a process that has the model and its graph.
 
     It runs two networks in step, on batches of `size` samples. If weights are in files, several
@@ -278,10 +269,7 @@ def _pass_bytes(graph: Graph, size: int, stop: int | None = None) -> int:
 
 
 def _algorithm_bytes(
-    graph: Graph,
-    layers: Collection[str],
-    settings: Algorithm,
-    data: BatchSizes,
+    graph: Graph, layers: Collection[str], settings: Algorithm, data: BatchSizes
 ) -> int:
     """Return the bytes for an algorithm with Gram matrices: the values of all batches that it
     stores, and the matrices and weights of a group of layers with one input.

@@ -72,13 +72,7 @@ class TracedModules:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        plan: Plan,
-        first: Batch,
-        *,
-        reason: str,
-        remedy: str,
+        cls, model: nn.Module, plan: Plan, first: Batch, *, reason: str, remedy: str
     ) -> TracedModules:
         """Trace a model on the first batch, for a `reason` that the error names.
 
@@ -123,10 +117,7 @@ class TracedModules:
                     module = node.scope
                     attribute = local
                 homes[node.name, key] = Home(
-                    module,
-                    attribute,
-                    is_transposed=TRANSPOSED[1:] in changes,
-                    experts=experts,
+                    module, attribute, is_transposed=TRANSPOSED[1:] in changes, experts=experts
                 )
         return homes
 
@@ -288,9 +279,7 @@ class TracedModules:
 
 
 def write_rounded(
-    model: nn.Module,
-    graph: Graph,
-    weights: Mapping[str, Mapping[str, Tensor]],
+    model: nn.Module, graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Write weights, by layer and key, into the layers of a module graph."""
     for name, parameters in weights.items():

@@ -27,11 +27,7 @@ _Use = tuple[nn.Module, str, QuantizedTensor]
 """A layer, a role, and how its tensor in that role is to be quantized."""
 
 
-def attach_solution(
-    model: nn.Module,
-    graph: Graph,
-    solution: Solution,
-) -> None:
+def attach_solution(model: nn.Module, graph: Graph, solution: Solution) -> None:
     """Give the layers of `model` their quantizers, and quantize its parameters.
 
     A tied parameter stays tied if all layers that share it quantize it alike. Else each layer
@@ -62,12 +58,7 @@ def role_in_module(node: Node, role: str) -> str:
     return parameter_role(key)
 
 
-def put(
-    module: nn.Module,
-    path: str,
-    role: str,
-    tensor: QuantizedTensor,
-) -> None:
+def put(module: nn.Module, path: str, role: str, tensor: QuantizedTensor) -> None:
     """Give the module at `path` a quantizer in a role.
 
     The quantizer of a parameter only records how it was quantized.

@@ -16,12 +16,7 @@ from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
 from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.algorithms.shared_steps import shared_steps
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.watches import (
-    Watch,
-    require_finite,
-    watch_channels,
-    watch_useful,
-)
+from quantizer.calibration.watches import Watch, require_finite, watch_channels, watch_useful
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
@@ -31,12 +26,7 @@ from quantizer.nn.inplace import ModuleTree
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
-from quantizer.observers import (
-    NegativeValuesError,
-    ObservationError,
-    Observer,
-    find_ranges,
-)
+from quantizer.observers import NegativeValuesError, ObservationError, Observer, find_ranges
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.plan.saturation import useful_magnitude
 from quantizer.plan.tied_scales import tied_layers
@@ -309,9 +299,7 @@ def _warn_of_zeros(observers: Mapping[Key, Observer]) -> None:
 
 
 def observe_batches(
-    calibration: Calibration,
-    network: Observable,
-    batches: Iterable[Batch],
+    calibration: Calibration, network: Observable, batches: Iterable[Batch]
 ) -> None:
     """Observe every batch.
 
@@ -384,9 +372,7 @@ def watchers(calibration: Calibration) -> Watchers:
 
 
 def _show(
-    watches: list[tuple[TensorPlan, Watch]],
-    mean: ChannelMean | None,
-    value: Tensor,
+    watches: list[tuple[TensorPlan, Watch]], mean: ChannelMean | None, value: Tensor
 ) -> None:
     """Show a node's value to all who watch it, and to the mean of its channels."""
     for tensor, watch in watches:

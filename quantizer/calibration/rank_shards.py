@@ -22,10 +22,7 @@ _MAX_EXCHANGE_BATCHES = 64
 
 
 def observe_share(
-    calibration: Calibration,
-    network: Observable,
-    batches: Iterable[Batch],
-    ranks: Ranks,
+    calibration: Calibration, network: Observable, batches: Iterable[Batch], ranks: Ranks
 ) -> None:
     """Observe each batch on its rank, and merge the statistics of all ranks.
 

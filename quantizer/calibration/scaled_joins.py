@@ -66,9 +66,7 @@ class Scaling:
 
 
 def scalings(
-    calibration: Calibration,
-    joins: Iterable[JoinPlan],
-    fixed: Collection[str],
+    calibration: Calibration, joins: Iterable[JoinPlan], fixed: Collection[str]
 ) -> list[Scaling]:
     """Return the factors for joins that lose too many bits on one scale.
 
@@ -173,10 +171,7 @@ def _divided(node: Node, weight: Tensor, factors: Tensor) -> Tensor:
 
 
 def is_seen(
-    before: Calibration,
-    plan: Plan,
-    scalings: Iterable[Scaling],
-    inserted: Iterable[Insertion],
+    before: Calibration, plan: Plan, scalings: Iterable[Scaling], inserted: Iterable[Insertion]
 ) -> bool:
     """Return whether a calibration has the statistics of all tensors of a later plan.
 
@@ -221,10 +216,7 @@ def _parts_by_insertion(
 
 
 def taken_over(
-    before: Calibration,
-    plan: Plan,
-    scalings: Iterable[Scaling],
-    inserted: Iterable[Insertion],
+    before: Calibration, plan: Plan, scalings: Iterable[Scaling], inserted: Iterable[Insertion]
 ) -> Calibration:
     """Return a calibration of a later plan, with the statistics of the calibration before.
 

@@ -116,10 +116,7 @@ class Solution:
                 values[name] = tensor.parameter()
         return parameters
 
-    def with_weights(
-        self,
-        layers: _Parameters,
-    ) -> Solution:
+    def with_weights(self, layers: _Parameters) -> Solution:
         """Return the solution with more parameters replaced."""
         weights = dict(self.weights)
         for layer, values in layers.items():
@@ -127,10 +124,7 @@ class Solution:
             weights[layer] = {**before, **values}
         return replace(self, weights=weights)
 
-    def with_qparams(
-        self,
-        qparams: Mapping[str, QParams],
-    ) -> Solution:
+    def with_qparams(self, qparams: Mapping[str, QParams]) -> Solution:
         """Return the solution with other scales and zero points of layers' weights."""
         tensors = dict(self.tensors)
         for layer, values in qparams.items():
@@ -138,10 +132,7 @@ class Solution:
             tensors[key] = tensors[key].with_qparams(values)
         return replace(self, tensors=tensors)
 
-    def with_rounded(
-        self,
-        layers: Mapping[str, RoundedWeight],
-    ) -> Solution:
+    def with_rounded(self, layers: Mapping[str, RoundedWeight]) -> Solution:
         """Return the solution with rounded weights, and their scales."""
         qparams = {}
         weights = {}
@@ -152,10 +143,7 @@ class Solution:
         return solution.with_weights(weights)
 
 
-def quantized_network(
-    graph: Graph,
-    solution: Solution,
-) -> Network:
+def quantized_network(graph: Graph, solution: Solution) -> Network:
     """Return a network with the quantizers, weights and bias corrections of a solution.
 
     Parameters that have codes are decoded, others are quantized at once.
@@ -172,10 +160,7 @@ def quantized_network(
     return network
 
 
-def encode_parameters(
-    graph: Graph,
-    solution: Solution,
-) -> Solution:
+def encode_parameters(graph: Graph, solution: Solution) -> Solution:
     """Return the solution with the codes of all quantized parameters that codes represent bit
     for bit.
 
@@ -206,11 +191,7 @@ def encode_parameters(
     return replace(solution, tensors=tensors, weights=weights)
 
 
-def writes_inplace(
-    graph: Graph,
-    name: str,
-    role: str,
-) -> bool:
+def writes_inplace(graph: Graph, name: str, role: str) -> bool:
     """Return whether a quantizer may overwrite its input: the output of a layer that computes
     into fresh memory.
     """

@@ -16,12 +16,7 @@ from quantizer.algorithms import bias_correction
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.calibration import (
-    absorption,
-    level_inputs,
-    observing,
-    rank_shards,
-)
+from quantizer.calibration import absorption, level_inputs, observing, rank_shards
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
@@ -397,24 +392,15 @@ STEPS: tuple[Step, ...] = (
         ),
     ),
     Step(level_far_channels, when=lambda request, state: state.target.is_traced),
-    Step(
-        run_algorithms,
-        when=lambda request, state: bool(request.config.algorithms),
-    ),
+    Step(run_algorithms, when=lambda request, state: bool(request.config.algorithms)),
     Step(start_observers),
     Step(load_statistics, when=lambda request, state: bool(request.statistics)),
     Step(observe, when=_observes_data),
     Step(find_scales),
-    Step(
-        name_far_samples,
-        when=lambda request, state: request.ranks.is_first,
-    ),
+    Step(name_far_samples, when=lambda request, state: request.ranks.is_first),
     Step(align_to_dpu, when=_is_for_dpu),
     Step(run_finetuning, when=lambda request, state: bool(request.fast_finetune)),
-    Step(
-        run_bias_correction,
-        when=lambda request, state: bool(state.calibration.means),
-    ),
+    Step(run_bias_correction, when=lambda request, state: bool(state.calibration.means)),
     Step(finish),
 )
 

@@ -42,10 +42,7 @@ class _Samples:
     magnitudes: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
-    def sentence(
-        self,
-        chosen: _Range,
-    ) -> str | None:
+    def sentence(self, chosen: _Range) -> str | None:
         """Return a sentence about samples that stretch a range; None if there are none."""
         magnitudes = torch.cat(self.magnitudes)
         count = len(magnitudes)
@@ -76,10 +73,7 @@ class InputMagnitudes:
     def __init__(self) -> None:
         self._inputs: dict[str, _Samples] = {}
 
-    def add(
-        self,
-        batch: Batch,
-    ) -> None:
+    def add(self, batch: Batch) -> None:
         """Add a batch with its number. Inputs without an axis of samples are left out."""
         count = batch.size
         numbers: Sequence[int] = batch.rows or range(count)
@@ -97,11 +91,7 @@ class InputMagnitudes:
             samples.magnitudes.append(magnitudes)
             samples.names += names
 
-    def sentences(
-        self,
-        plan: Plan,
-        solution: Solution,
-    ) -> Iterator[str]:
+    def sentences(self, plan: Plan, solution: Solution) -> Iterator[str]:
         """Yield a sentence for each input whose range a few samples stretch.
 
         Args:
@@ -119,10 +109,7 @@ class InputMagnitudes:
                 yield text
 
 
-def _ranges(
-    plan: Plan,
-    solution: Solution,
-) -> Mapping[str, _Range]:
+def _ranges(plan: Plan, solution: Solution) -> Mapping[str, _Range]:
     """Return the range of each quantized input, by its name in a batch."""
     graph = plan.graph
     names: dict[str, str] = {}
@@ -143,9 +130,7 @@ def _ranges(
     return ranges
 
 
-def _name_in_batch(
-    path: tuple[Any, ...],
-) -> str:
+def _name_in_batch(path: tuple[Any, ...]) -> str:
     """Return what `Batch.tensors` calls an input.
 
     >>> _name_in_batch((0, 0)), _name_in_batch((1, "pixels"))

@@ -53,11 +53,7 @@ class Target(Protocol):
     original: Graph
     is_traced: bool
 
-    def prepared(
-        self,
-        config: Config,
-        refused: Collection[str] = (),
-    ) -> Target:
+    def prepared(self, config: Config, refused: Collection[str] = ()) -> Target:
         """Return the target with its graph in the form that is planned.
 
         Args:
@@ -158,11 +154,7 @@ class TracedTarget(Target):
         solution = solution.with_qparams(adjustment.qparams)
         solution = solution.with_weights(rescaled)
         solution = solution.with_rounded(adjustment.rounded)
-        return replace(
-            solution,
-            insertions=adjustment.insertions,
-            rescaled=rescaled,
-        )
+        return replace(solution, insertions=adjustment.insertions, rescaled=rescaled)
 
     def finished(self, solution: Solution) -> Solution:
         return encode_parameters(self.graph, solution)

@@ -25,20 +25,12 @@ def require_finite(value: Tensor) -> None:
         raise NonFiniteError(nan, inf, value.numel())
 
 
-def watch_channels(
-    watch: Watch,
-    channels: tuple[int, int, int],
-    value: Tensor,
-) -> None:
+def watch_channels(watch: Watch, channels: tuple[int, int, int], value: Tensor) -> None:
     """Show a watcher the channels (axis, first, length) of a value."""
     watch(value.narrow(*channels))
 
 
-def watch_useful(
-    watch: Watch,
-    most: float,
-    value: Tensor,
-) -> None:
+def watch_useful(watch: Watch, most: float, value: Tensor) -> None:
     """Show a watcher a value whose readers do the same for all magnitudes beyond `most`.
 
     Raises:

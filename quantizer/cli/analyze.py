@@ -66,9 +66,7 @@ class AnalyzeOptions(Options):
         metavar="SHARE",
     )
     max_mb: float | None = option(
-        "Limit of the size of all weights with scales, in 10^6 bytes.",
-        type=float,
-        metavar="MB",
+        "Limit of the size of all weights with scales, in 10^6 bytes.", type=float, metavar="MB"
     )
     choices: str = option(
         "Bit widths to choose from, also float16 and bfloat16.",
@@ -318,10 +316,7 @@ def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
 
 
 def _analyze_widths(
-    options: AnalyzeOptions,
-    subject: Subject,
-    widths: tuple[Width, ...],
-    budget: Budget | None,
+    options: AnalyzeOptions, subject: Subject, widths: tuple[Width, ...], budget: Budget | None
 ) -> AnalysisResult:
     """Measure all widths, and with a budget choose the best."""
     read = subject.read

@@ -69,10 +69,7 @@ class Subject:
     original: Graph
 
     def calibrated(
-        self,
-        config: Config,
-        events: Events | None = None,
-        fast_finetune: str | None = None,
+        self, config: Config, events: Events | None = None, fast_finetune: str | None = None
     ) -> tuple[Calibrated, Plan]:
         """Return the model calibrated with a config, in memory, and the plan.
 

@@ -13,11 +13,7 @@ from quantizer.sources.data import Batches
 from quantizer.sources.padding import without_padding
 
 
-def on_device(
-    options: Options,
-    batches: Batches,
-    graph: Graph,
-) -> Iterator[Batch]:
+def on_device(options: Options, batches: Batches, graph: Graph) -> Iterator[Batch]:
     """Yield batches without padding, on the device of `--device`.
 
     Args:
@@ -30,11 +26,7 @@ def on_device(
         yield batch.to(device)
 
 
-def watched_data(
-    options: Options,
-    batches: Batches,
-    graph: Graph,
-) -> WatchedData:
+def watched_data(options: Options, batches: Batches, graph: Graph) -> WatchedData:
     """Return the data of an analysis, whose progress is shown."""
     start = partial(on_device, options, batches, graph)
     return WatchedData(start, batches.total, progress(quiet=options.json))

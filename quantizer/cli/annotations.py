@@ -12,11 +12,7 @@ from quantizer.printable import one_line
 from quantizer.report.page.rows import most_damaged, tensor_name
 
 
-def annotate(
-    options: Options,
-    not_met: Sequence[str],
-    values: dict[str, Any],
-) -> None:
+def annotate(options: Options, not_met: Sequence[str], values: dict[str, Any]) -> None:
     """Print a workflow command about gates that do not hold.
 
     Args:
@@ -63,9 +59,7 @@ def _is_in_actions() -> bool:
 
 
 def _place(
-    options: Options,
-    values: Mapping[str, Any],
-    row: Mapping[str, Any],
+    options: Options, values: Mapping[str, Any], row: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return file and line of the config that decide most about a tensor, if there is one."""
     if row["line"] is None:

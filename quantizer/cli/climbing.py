@@ -37,12 +37,7 @@ def minutes_option(text: str) -> Any:
 def results_folder_option(text: str) -> Any:
     """Return the field of `--output_dir`, also `-o`, whose help is this text."""
     return option(
-        text,
-        "-o",
-        default="quantize_result",
-        type=PathType(),
-        metavar="DIR",
-        group="Output",
+        text, "-o", default="quantize_result", type=PathType(), metavar="DIR", group="Output"
     )
 
 

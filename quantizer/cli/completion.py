@@ -11,14 +11,7 @@ from quantizer.storage.opened_files import FileSetKind, open_files
 
 _PLAN = FileSetKind("plan.json", changed="", missing="", again="")
 """The file with the names of layers; a shell needs no other file of a calibration."""
-_DAMAGE = (
-    AttributeError,
-    KeyError,
-    OSError,
-    ResultError,
-    TypeError,
-    ValueError,
-)
+_DAMAGE = (AttributeError, KeyError, OSError, ResultError, TypeError, ValueError)
 
 
 def layers_of_results(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:

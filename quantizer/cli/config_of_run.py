@@ -16,12 +16,7 @@ from quantizer.plan.fitted_config import fitted_text
 
 
 def config_of_run(
-    options: Options,
-    made_for: MadeFor,
-    graph: Graph,
-    opened: OpenedRun,
-    *,
-    target: str,
+    options: Options, made_for: MadeFor, graph: Graph, opened: OpenedRun, *, target: str
 ) -> str:
     """Return the path of the run's config, and print what was fitted if it is a new one."""
     preset = made_for.preset

@@ -34,8 +34,7 @@ def demo(folder: str) -> None:
         elif not path.is_file() or path.read_bytes() != content:
             # A demo that was stopped has left complete files only
             raise UsageError(
-                f"{path} already exists",
-                help="give another folder: `quantizer demo FOLDER`",
+                f"{path} already exists", help="give another folder: `quantizer demo FOLDER`"
             )
     try:
         place.mkdir(parents=True, exist_ok=True)

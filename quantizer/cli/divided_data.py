@@ -4,11 +4,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantizer.calibration.held_back import (
-    MIN_SAMPLES,
-    may_need_data,
-    samples_to_calibrate,
-)
+from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.cli import session
 from quantizer.cli.options import Options
 from quantizer.cli.session import OpenedRun
@@ -53,11 +49,7 @@ class DividedData:
     def testing(self, **changes: Any) -> Options:
         """Return the options of test mode, with others by name."""
         return replace(
-            self.test_options,
-            quant_mode="test",
-            fast_finetune=None,
-            overwrite=False,
-            **changes,
+            self.test_options, quant_mode="test", fast_finetune=None, overwrite=False, **changes
         )
 
 

@@ -15,13 +15,7 @@ from quantizer.cli.table_view import table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.evaluation.exact import ExactComparison, compare_exact
-from quantizer.export import (
-    EXPORTERS,
-    FOLDER,
-    checked_target,
-    export,
-    require_expressible,
-)
+from quantizer.export import EXPORTERS, FOLDER, checked_target, export, require_expressible
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.summary import export_summary

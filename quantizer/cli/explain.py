@@ -24,11 +24,7 @@ _LINK = re.compile(r"\[([^][]+)\]\([^()]+\)")
 """A link in Markdown, of which a terminal shows only the text."""
 
 
-def _completed(
-    ctx: click.Context,
-    parameter: click.Parameter,
-    incomplete: str,
-) -> list[str]:
+def _completed(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Return completions for a shell: layers with --model, otherwise codes and keys."""
     if ctx.params.get("model"):
         return layers_of_results(ctx, parameter, incomplete)

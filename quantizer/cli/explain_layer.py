@@ -77,11 +77,7 @@ def _lines(plan: Plan, layer: str, document: Document, form: str) -> Iterator[st
         yield f"  {_word('activation', form)}: {why_float(plan.floats[layer])}"
 
 
-def _values(
-    tensor: TensorPlan,
-    document: Document,
-    form: str,
-) -> dict[str, tuple[Any, str]]:
+def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tuple[Any, str]]:
     """Return for each key that has an effect its value, and its place in the file or
     "default".
     """
@@ -117,11 +113,7 @@ def _values(
     return values
 
 
-def _defaults(
-    spec: QuantizationSpec,
-    fields: Collection[str],
-    form: str,
-) -> dict[str, Any]:
+def _defaults(spec: QuantizationSpec, fields: Collection[str], form: str) -> dict[str, Any]:
     """Return the keys that would set these fields of a spec, with their values."""
     if form == "hierarchical":
         values = specification(spec)

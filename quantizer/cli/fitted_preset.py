@@ -5,11 +5,7 @@ from quantizer.cli.traced_model import traced_model
 from quantizer.plan.fitted_config import fitted_text
 
 
-def fitted_preset(
-    text: str,
-    name: str,
-    options: Options,
-) -> tuple[str, tuple[str, ...]]:
+def fitted_preset(text: str, name: str, options: Options) -> tuple[str, tuple[str, ...]]:
     """Return the text of a preset as it fits the model, and a sentence for each change.
 
     Raises:

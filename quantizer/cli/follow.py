@@ -77,12 +77,7 @@ class Messages(Events):
         self._sources = sources
         self._quiet = quiet
 
-    def message(
-        self,
-        level: int,
-        text: str,
-        finding: Diagnostic | None = None,
-    ) -> None:
+    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
         """Print or log a message."""
         if finding is None:
             _logger.log(level, "%s", text)
@@ -131,11 +126,7 @@ class Durations(Events):
         """Start the clock of a stage."""
         self._started[id(stage)] = time.monotonic()
 
-    def stopped(
-        self,
-        stage: RunStage,
-        error: BaseException | None,
-    ) -> None:
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
         """Log the units of a stage and its time."""
         seconds = time.monotonic() - self._started.pop(id(stage))
         _logger.debug("%s: %d %s in %.2f s", stage.name, stage.done, stage.unit, seconds)

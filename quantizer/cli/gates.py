@@ -222,10 +222,7 @@ def _figures_of_files(targets: Iterable[str]) -> set[str]:
     return figures
 
 
-def require_products(
-    gates: Iterable[Gate],
-    graph: Graph,
-) -> None:
+def require_products(gates: Iterable[Gate], graph: Graph) -> None:
     """Raise `UsageError` for the first gate about a share in int8 if nothing multiplies."""
     for node in graph.nodes:
         if node.row.kind == "mac" and not node.row.scales_channels:

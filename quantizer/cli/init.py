@@ -64,10 +64,7 @@ _STRATEGIES = {
     ),
 )
 @click.option(
-    "--preset",
-    type=click.Choice(presets()),
-    metavar="NAME",
-    help="Write a preset of --list.",
+    "--preset", type=click.Choice(presets()), metavar="NAME", help="Write a preset of --list."
 )
 @click.option("--list", "list", is_flag=True, help="List all presets and when to use them.")
 @output_option(

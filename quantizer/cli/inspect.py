@@ -177,10 +177,7 @@ def _counts(graph: Graph, verdict_of: dict[str, Verdict]) -> dict[str, int]:
 
 
 def _show_support(
-    graph: Graph,
-    verdict_of: dict[str, Verdict],
-    reference: Graph,
-    view: TableView,
+    graph: Graph, verdict_of: dict[str, Verdict], reference: Graph, view: TableView
 ) -> None:
     """Print the table, the approximations, the sources of limits, and the counts."""
     console = session.console(exact=view.is_exact)

@@ -227,7 +227,7 @@ class Options:
     )
     deploy: tuple[str, ...] = _targets(
         "In test mode, also write the network for another runtime, to DIR/export. May be "
-        f"repeated. One of {', '.join(EXPORTERS)}.",
+        f"repeated. One of {', '.join(EXPORTERS)}."
     )
     pt2_activations: str = _of_target("pt2_activations")
     executorch_batch: str | None = _of_target("executorch_batch")

@@ -153,10 +153,7 @@ def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView
 
 
 def _show(
-    plan: Plan,
-    view: TableView,
-    content: dict[str, Any],
-    algorithms: Sequence[Algorithm],
+    plan: Plan, view: TableView, content: dict[str, Any], algorithms: Sequence[Algorithm]
 ) -> None:
     """Print the tables, and sizes below them."""
     console = session.console(exact=view.is_exact)

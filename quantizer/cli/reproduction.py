@@ -95,9 +95,7 @@ def words_of_merge(options: Options, places: Sequence[Path]) -> list[str]:
 
 
 def _option_words(
-    options: Options,
-    names: Collection[str],
-    path_text: Callable[[str], str] = without_folders,
+    options: Options, names: Collection[str], path_text: Callable[[str], str] = without_folders
 ) -> list[str]:
     """Return the options of these names that differ from their defaults."""
     words = []
@@ -116,10 +114,7 @@ def _option_words(
 
 
 def remember(
-    opened: OpenedResults,
-    mode: str,
-    words: Sequence[str],
-    place: Path | None = None,
+    opened: OpenedResults, mode: str, words: Sequence[str], place: Path | None = None
 ) -> dict[str, list[str]]:
     """Add a command to those of a result folder, and write all into run.json.
 

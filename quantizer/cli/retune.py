@@ -161,8 +161,7 @@ def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
             remedy = "`quantizer plan` shows all layers"
             remedy = did_you_mean(word, path_of.values(), remedy)
             raise UsageError(
-                f"--layer {word!r} matches no activation with a scale",
-                help=remedy,
+                f"--layer {word!r} matches no activation with a scale", help=remedy
             )
         layers |= matching
     return frozenset(layers)

@@ -38,11 +38,7 @@ def view_of(options: Options, paths: Mapping[str, str]) -> TableView:
     return TableView(paths, rows)
 
 
-def filtered_view(
-    options: Options,
-    graph: Graph,
-    original: Graph,
-) -> TableView:
+def filtered_view(options: Options, graph: Graph, original: Graph) -> TableView:
     """Return the view of a graph's layers, only those of `--filter` if it is given.
 
     Raises:

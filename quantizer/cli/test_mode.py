@@ -168,12 +168,7 @@ class _TestRun:
             return replace(outcome, error=GateError(scores.fault, help=_FAULT_HELP))
         if options.exact:
             outcome = run_exact(
-                options,
-                outcome,
-                graph,
-                self.info,
-                batches=self.batches,
-                place=self.place,
+                options, outcome, graph, self.info, batches=self.batches, place=self.place
             )
         if not options.deploy or failed_gates(self.gates, outcome.metrics):
             return self._with_late_figures(outcome)

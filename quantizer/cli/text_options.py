@@ -15,10 +15,7 @@ _OF_TEXTS = ("tokenizer", "stride", "seq_len", "shuffle")
 
 
 def read_windows(
-    options: Options,
-    loaded: LoadedModel,
-    data: str | None,
-    calibrated: int | None = None,
+    options: Options, loaded: LoadedModel, data: str | None, calibrated: int | None = None
 ) -> Windows:
     """Return how texts are split into samples.
 

@@ -26,9 +26,7 @@ from quantizer.errors import UsageError
     help="How findings are printed.",
 )
 @click.option(
-    "--fix",
-    is_flag=True,
-    help="Fix the errors that have a unique fix, in the files.",
+    "--fix", is_flag=True, help="Fix the errors that have a unique fix, in the files."
 )
 @click.option("--diff", is_flag=True, help="Show what --fix would change, without writing.")
 @click.option("--strict", is_flag=True, help="Count warnings as errors.")

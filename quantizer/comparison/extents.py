@@ -167,16 +167,7 @@ class ChannelExtents:
             narrow = Moments.of(expected, axes)
             moments.mean[channels] = narrow.mean
             moments.squares[channels] = narrow.squares
-        return cls(
-            axis,
-            count,
-            low,
-            high,
-            other_low,
-            other_high,
-            error,
-            moments,
-        )
+        return cls(axis, count, low, high, other_low, other_high, error, moments)
 
     @property
     def whole(self) -> tuple[Extent, Extent]:
@@ -245,10 +236,7 @@ def _indices(is_true: Tensor) -> list[int]:
     return places
 
 
-def ends_along(
-    values: Tensor,
-    axis: int,
-) -> tuple[Tensor, Tensor]:
+def ends_along(values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Return the least and the greatest value at each index of an axis."""
     axes = other_axes(values, axis)
     if not axes:

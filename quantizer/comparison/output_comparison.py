@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from quantizer.comparison.extents import ChannelExtents
-from quantizer.comparison.output_figures import (
-    OutputFigures,
-    PartFigures,
-    RowCounts,
-)
+from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowCounts
 from quantizer.comparison.part_places import PartPlaces
 from quantizer.comparison.row_matching import (
     MatchedRows,
@@ -135,11 +131,7 @@ class OutputComparison:
             samples = rows[number] if rows else None
             if included is not None and self._has_positions(output, x.value, included):
                 of_output = _of_tokens(
-                    output,
-                    x.value,
-                    y.value,
-                    included=included,
-                    rows=samples,
+                    output, x.value, y.value, included=included, rows=samples
                 )
             else:
                 of_output = self._of_output(output, x, y, samples)
@@ -159,10 +151,7 @@ class OutputComparison:
         return x.dim() > included.dim()
 
     def pieces(
-        self,
-        output: Output,
-        x: Tensor,
-        recorder: Recorder,
+        self, output: Output, x: Tensor, recorder: Recorder
     ) -> list[tuple[OutputPart, Tensor]]:
         """Return the values of each part of an output.
 
@@ -207,13 +196,7 @@ class OutputComparison:
         if split is not None and split.is_unwritten:
             figures.whole.channels = None
         if split is None:
-            self._add_whole(
-                figures,
-                x,
-                y,
-                matched=matched,
-                rows=rows,
-            )
+            self._add_whole(figures, x, y, matched=matched, rows=rows)
             for part in figures.parts:
                 part.samples.is_known = False
             return figures
@@ -289,10 +272,7 @@ class ComparedNetworks:
     """
 
     def __init__(
-        self,
-        reference: Network,
-        user: Network | None,
-        outputs: Sequence[Output] | None,
+        self, reference: Network, user: Network | None, outputs: Sequence[Output] | None
     ) -> None:
         self._user = user
         expected = reference if user is None else user
@@ -373,12 +353,7 @@ def _outputs_of(network: Network, batch: Batch) -> list[Tensor]:
 
 
 def _of_tokens(
-    output: Output,
-    x: Tensor,
-    y: Tensor,
-    *,
-    included: Tensor,
-    rows: SampleRows | None,
+    output: Output, x: Tensor, y: Tensor, *, included: Tensor, rows: SampleRows | None
 ) -> OutputFigures:
     """Return the figures of an output of one part, without padding.
 

@@ -33,11 +33,7 @@ class OutputMeasure:
         only: the name of the one part that counts; None for all.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Output],
-        only: str | None = None,
-    ) -> None:
+    def __init__(self, outputs: Sequence[Output], only: str | None = None) -> None:
         self._only = only
         self._comparison = OutputComparison(outputs)
         self._recorder = Recorder(outputs)
@@ -71,12 +67,7 @@ class OutputMeasure:
             self._signals[name] += signal
         return self._weighted(signals)
 
-    def noise(
-        self,
-        execution: Execution,
-        *,
-        is_counted: bool = False,
-    ) -> float:
+    def noise(self, execution: Execution, *, is_counted: bool = False) -> float:
         """Run another network on that batch; return the energy of the difference.
 
         Args:
@@ -157,11 +148,7 @@ class OutputNoises:
         self._floats = [output for output in outputs if output.is_float]
         self.noises: dict[str, Noise] = {}
 
-    def add(
-        self,
-        targets: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-    ) -> None:
+    def add(self, targets: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Add the floating-point outputs of one batch."""
         if len(targets) != len(self._floats):
             self._floats = []
@@ -212,12 +199,7 @@ class AlikeOutputs:
     of their output. The only output of a network is not scaled.
     """
 
-    def __init__(
-        self,
-        outputs: Sequence[Output],
-        network: Network,
-        batch: Batch,
-    ) -> None:
+    def __init__(self, outputs: Sequence[Output], network: Network, batch: Batch) -> None:
         self._factors: list[Tensor | None] = [None] * len(outputs)
         if sum(len(output.parts) for output in outputs) < 2:
             return
@@ -273,11 +255,7 @@ def _pieces(output: Output, value: Tensor) -> dict[str, Tensor]:
     return pieces
 
 
-def _factor(
-    output: Output,
-    value: Tensor,
-    weights: Mapping[str, float],
-) -> Tensor:
+def _factor(output: Output, value: Tensor, weights: Mapping[str, float]) -> Tensor:
     """Return the factor by which an output is multiplied, so that its energy has the weights.
 
     It is one number, or one for each index of the axis that the parts divide.

@@ -19,11 +19,7 @@ class PartPlaces:
         parts: how many parts there are.
     """
 
-    def __init__(
-        self,
-        labels: Tensor,
-        parts: int,
-    ) -> None:
+    def __init__(self, labels: Tensor, parts: int) -> None:
         flat = labels.reshape(-1)
         sizes = torch.bincount(flat + 1, minlength=parts + 1)
         unwritten, *counts = sizes.tolist()
@@ -41,10 +37,7 @@ class PartPlaces:
         return torch.split(values, self._counts)
 
     def rows(
-        self,
-        rows: SampleRows,
-        shape: torch.Size,
-        matched: MatchedRows | None,
+        self, rows: SampleRows, shape: torch.Size, matched: MatchedRows | None
     ) -> list[SampleRows]:
         """Return where the samples of each part are.
 
@@ -64,10 +57,7 @@ class PartPlaces:
         return rows_of_parts
 
     def matched(
-        self,
-        x: Tensor,
-        y: Tensor,
-        matched: MatchedRows,
+        self, x: Tensor, y: Tensor, matched: MatchedRows
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return the values of each part that are in rows of both networks."""
         x_values = x.reshape(-1)
@@ -80,10 +70,7 @@ class PartPlaces:
             y_pieces.append(y_values[others.to(y.device)])
         return x_pieces, y_pieces
 
-    def _places(
-        self,
-        matched: MatchedRows | None,
-    ) -> Iterator[Tensor]:
+    def _places(self, matched: MatchedRows | None) -> Iterator[Tensor]:
         """Yield the places of each part, without rows that are not in both networks."""
         for places in torch.split(self._order, self._counts):
             if matched is None:

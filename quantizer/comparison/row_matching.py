@@ -53,9 +53,7 @@ class MatchedRows:
 
 
 def match_rows(
-    order: RowOrder,
-    reference: SeenOutput,
-    quantized: SeenOutput,
+    order: RowOrder, reference: SeenOutput, quantized: SeenOutput
 ) -> MatchedRows | None:
     """Match the rows of both networks that had the same origin before they were ordered.
 

@@ -49,9 +49,7 @@ class SampleFigures:
         return replace(self, median_db=median_db, worst_db=worst_db)
 
 
-def sample_json(
-    figures: SampleFigures | None,
-) -> dict[str, Any]:
+def sample_json(figures: SampleFigures | None) -> dict[str, Any]:
     """Return the figures as report.json has them, each None if there are none."""
     if figures is None:
         return {"sqnr_db_median": None, "sqnr_db_worst": None, "samples": None}
@@ -80,20 +78,14 @@ class SampleNoise:
     batches: list[Tensor] = field(default_factory=list)
     is_known: bool = True
 
-    def add(
-        self,
-        energies: Tensor | None,
-    ) -> None:
+    def add(self, energies: Tensor | None) -> None:
         """Add the samples of one batch; None if they are not known."""
         if energies is None:
             self.is_known = False
         else:
             self.batches.append(energies)
 
-    def merge(
-        self,
-        other: SampleNoise,
-    ) -> None:
+    def merge(self, other: SampleNoise) -> None:
         """Add later batches."""
         self.batches += other.batches
         self.is_known &= other.is_known
@@ -157,9 +149,7 @@ def worst_words(count: int) -> str:
     return f"the worst{share} of {count} samples"
 
 
-def together(
-    parts: Iterable[SampleNoise],
-) -> SampleNoise:
+def together(parts: Iterable[SampleNoise]) -> SampleNoise:
     """Return the samples of one batch of an output that has these parts. Parts without energies
     are constant.
     """

@@ -55,11 +55,7 @@ class SampleRows:
             sums.append(by_sample)
         return torch.stack(sums)
 
-    def of_places(
-        self,
-        places: Tensor,
-        shape: Sequence[int],
-    ) -> SampleRows:
+    def of_places(self, places: Tensor, shape: Sequence[int]) -> SampleRows:
         """Return where the samples are in a vector of some values of the tensor.
 
         Args:
@@ -78,10 +74,7 @@ class SampleRows:
             return SampleRows(self.count)
         return SampleRows(self.count, numbers=numbers)
 
-    def of_tokens(
-        self,
-        included: Tensor,
-    ) -> SampleRows:
+    def of_tokens(self, included: Tensor) -> SampleRows:
         """Return where the samples are in [1, tokens, ...], the tokens that a mask includes.
 
         Args:
@@ -101,20 +94,11 @@ class SampleFinder:
         run: returns the outputs of the float model for a batch.
     """
 
-    def __init__(
-        self,
-        run: Callable[[Batch], Sequence[Tensor]],
-    ) -> None:
+    def __init__(self, run: Callable[[Batch], Sequence[Tensor]]) -> None:
         self._run = run
         self._follows: dict[int, bool] = {}
 
-    def rows(
-        self,
-        number: int,
-        x: Tensor,
-        axis: int | None,
-        batch: Batch,
-    ) -> SampleRows | None:
+    def rows(self, number: int, x: Tensor, axis: int | None, batch: Batch) -> SampleRows | None:
         """Return where the samples of an output are; None if that is not known.
 
         Args:
@@ -138,12 +122,7 @@ class SampleFinder:
                 return None
         return SampleRows(count, axis)
 
-    def _gives(
-        self,
-        number: int,
-        batch: Batch,
-        expected: Tensor,
-    ) -> bool:
+    def _gives(self, number: int, batch: Batch, expected: Tensor) -> bool:
         """Return whether an output has these values for a batch."""
         try:
             outputs = self._run(batch)

@@ -87,7 +87,7 @@ def algorithm_schema(kind: type[AlgoConfig]) -> JsonMapping:
             "const": kind.name,
             "default": kind.name,
             "description": "Which algorithm.",
-        },
+        }
     }
     for key, setting in settings_of(kind).items():
         properties[key] = _entry(key, hints[key], defaults[key], setting)

@@ -22,14 +22,7 @@ from quantizer.config.algorithm_settings import (
 from quantizer.config.forms.form import Form
 from quantizer.config.typed_fields import type_checked
 
-__all__ = [
-    "ALGORITHMS",
-    "SWITCHES",
-    "AlgoConfig",
-    "PreQuantOptConfig",
-    "algorithm",
-    "setting",
-]
+__all__ = ["ALGORITHMS", "SWITCHES", "AlgoConfig", "PreQuantOptConfig", "algorithm", "setting"]
 """What a row in another file needs."""
 
 _IGNORED = "The weights' specification decides; another value only draws a warning."

@@ -87,9 +87,7 @@ class ConfigError(UsageError):
     """
 
     def __init__(
-        self,
-        diagnostics: Sequence[Diagnostic],
-        sources: Mapping[str, str] | None = None,
+        self, diagnostics: Sequence[Diagnostic], sources: Mapping[str, str] | None = None
     ) -> None:
         self.diagnostics = tuple(diagnostics)
         self.sources = dict(sources or {})

@@ -166,9 +166,7 @@ def _translate(document: Document) -> tuple[Config | None, _Findings]:
 
 
 def _check_meaning(
-    form: Form,
-    document: Document,
-    invalid: Collection[str],
+    form: Form, document: Document, invalid: Collection[str]
 ) -> tuple[Config, Iterable[Diagnostic]]:
     """Translate the valid values, and check them for conflicts."""
     if form == "layered":

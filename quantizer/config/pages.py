@@ -148,11 +148,7 @@ def _key_sections(key: str, form: Form) -> Iterator[str]:
     yield from _worked_example(_example_name(key, form))
 
 
-def _options(
-    key: str,
-    form: Form,
-    entry: JsonMapping,
-) -> Iterator[str]:
+def _options(key: str, form: Form, entry: JsonMapping) -> Iterator[str]:
     """Yield a line for each option of a key, with its description."""
     options = entry["enum"]
     descriptions = entry["enumDescriptions"]

@@ -16,10 +16,7 @@ def base_role(role: str) -> Role:
     return cast(Role, role.partition("_")[0])
 
 
-def channels_role(
-    first: int,
-    length: int,
-) -> str:
+def channels_role(first: int, length: int) -> str:
     """Return the role of some channels of a layer's output, which are observed by themselves.
 
     >>> channels_role(4, 3)

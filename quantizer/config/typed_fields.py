@@ -67,11 +67,7 @@ def check_field_types(instance: Any) -> None:
         raise UsageError(message, help=_help(value, hint))
 
 
-def _wrong_item(
-    label: str,
-    value: dict[Any, Any],
-    hint: Any,
-) -> tuple[str, Any, Any]:
+def _wrong_item(label: str, value: dict[Any, Any], hint: Any) -> tuple[str, Any, Any]:
     """Return the first key or value of a dict that is not of its type: its label, itself, and
     its type.
     """
@@ -84,12 +80,7 @@ def _wrong_item(
     raise AssertionError("all of it fits")
 
 
-def fits(
-    value: Any,
-    hint: Any,
-    *,
-    within: bool = False,
-) -> bool:
+def fits(value: Any, hint: Any, *, within: bool = False) -> bool:
     """Return whether a value is of an annotated type; `within` checks the fields of
     dataclasses, too.
 
@@ -129,12 +120,7 @@ def fits(
     return hint is Any or isinstance(value, origin or hint)
 
 
-def _all_fit(
-    values: Iterable[Any],
-    hint: Any,
-    *,
-    within: bool,
-) -> bool:
+def _all_fit(values: Iterable[Any], hint: Any, *, within: bool) -> bool:
     return all(fits(value, hint, within=within) for value in values)
 
 

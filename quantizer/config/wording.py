@@ -97,10 +97,7 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {plural or noun + ending}"
 
 
-def closest_word(
-    word: str,
-    known: Iterable[str],
-) -> str | None:
+def closest_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word nearest to a misspelt one, in any case; None if none is near.
 
     >>> closest_word("bit_widht", ["method", "bit_width"])
@@ -108,12 +105,7 @@ def closest_word(
     """
     by_lower = {name.lower(): name for name in known}
     start = word.lower()[:100]
-    matches = difflib.get_close_matches(
-        start,
-        by_lower,
-        n=1,
-        cutoff=0.6,
-    )
+    matches = difflib.get_close_matches(start, by_lower, n=1, cutoff=0.6)
     if not matches:
         return None
     return by_lower[matches[0]]

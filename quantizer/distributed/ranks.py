@@ -90,10 +90,7 @@ class Ranks:
         """
         load = [0.0] * self.world_size
         owners = [0] * len(costs)
-        pieces = sorted(
-            range(len(costs)),
-            key=lambda piece: -costs[piece],
-        )
+        pieces = sorted(range(len(costs)), key=lambda piece: -costs[piece])
         for piece in pieces:
             owner = min(range(self.world_size), key=load.__getitem__)
             owners[piece] = owner

@@ -36,8 +36,7 @@ class _Pickler(pickle.Pickler):
     """
 
     def persistent_id(
-        self,
-        value: Any,
+        self, value: Any
     ) -> tuple[torch.dtype, tuple[int, ...], bytes, bool] | None:
         """Return what is pickled instead of a tensor, or None for other objects."""
         if type(value) not in (Tensor, nn.Parameter):

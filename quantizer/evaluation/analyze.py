@@ -171,11 +171,7 @@ def analyze_weights(
     if passes == "fast":
         find_noise = partial(predicted_noise, after_projection=after_layer)
     noises, energy = find_noise(
-        network,
-        candidates,
-        measured_widths,
-        few(batches),
-        outputs_of=outputs_of,
+        network, candidates, measured_widths, few(batches), outputs_of=outputs_of
     )
     if passes == "network":
         noises = list(map(_scaled_noise, noises, errors))
@@ -233,10 +229,7 @@ class WatchedData:
 
 
 def measured_analysis(
-    plan: Plan,
-    widths: Sequence[Width],
-    data: WatchedData,
-    passes: str | None = None,
+    plan: Plan, widths: Sequence[Width], data: WatchedData, passes: str | None = None
 ) -> Analysis:
     """Measure what `analyze_weights` does as a stage of a run.
 
@@ -254,13 +247,7 @@ def measured_analysis(
         passes = "network" if count <= MAX_MEASURED else "fast"
     total, unit = units_of_work(passes, count, data.total)
     with RunStage(data.events, "analyze", total, unit) as stage:
-        return analyze_weights(
-            plan,
-            widths,
-            data.batches,
-            passes,
-            after_layer=stage.advance,
-        )
+        return analyze_weights(plan, widths, data.batches, passes, after_layer=stage.advance)
 
 
 def units_of_work(passes: str, weights: int, batches: int | None) -> tuple[int, str]:
@@ -353,10 +340,7 @@ def _candidate(plan: Plan, layers: Sequence[str]) -> Candidate:
 
 
 def _row(
-    plan: Plan,
-    candidate: Candidate,
-    widths: Sequence[Width],
-    noise: Sequence[float],
+    plan: Plan, candidate: Candidate, widths: Sequence[Width], noise: Sequence[float]
 ) -> WeightRow:
     """Return the row of a candidate, whose noise at each width is known."""
     name = candidate.layers[0]
@@ -380,10 +364,7 @@ def _row(
 
 
 def measured_noise(
-    plan: Plan,
-    analysis: Analysis,
-    choice: WidthChoice,
-    batches: GetBatches,
+    plan: Plan, analysis: Analysis, choice: WidthChoice, batches: GetBatches
 ) -> float:
     """Return the energy of the output noise on a few batches when all weights have their chosen
     widths.

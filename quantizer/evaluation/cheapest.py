@@ -39,10 +39,7 @@ class FloatPart:
         return -per_byte, self.layers
 
 
-def float_parts(
-    plan: Plan,
-    ablation: Ablation,
-) -> list[FloatPart]:
+def float_parts(plan: Plan, ablation: Ablation) -> list[FloatPart]:
     """Return all parts that can stay in float, those with the most noise per byte first."""
     part_of = _parts_by_layer(plan)
     members: dict[str, list[str]] = {}
@@ -121,8 +118,7 @@ def most_trials(count: int) -> int:
 
 
 def cheapest_parts(
-    parts: Sequence[FloatPart],
-    holds: Callable[[Sequence[FloatPart]], bool],
+    parts: Sequence[FloatPart], holds: Callable[[Sequence[FloatPart]], bool]
 ) -> list[FloatPart] | None:
     """Return the fewest leading parts with which the metric holds, without those it does not
     need; None if it does not hold with all of them.
@@ -157,10 +153,7 @@ def cheapest_parts(
     return chosen
 
 
-def needed_layers(
-    layers: Sequence[str],
-    plan_of: Callable[[Sequence[str]], Plan],
-) -> list[str]:
+def needed_layers(layers: Sequence[str], plan_of: Callable[[Sequence[str]], Plan]) -> list[str]:
     """Return the layers that a config has to name so that all of `layers` stay in float.
 
     A layer whose tensors are quantized together with those of another one needs no entry.

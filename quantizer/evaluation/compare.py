@@ -28,10 +28,7 @@ _BATCHES_BETWEEN_EXCHANGES = 16
 """After so many batches of each rank, the ranks exchange their results."""
 
 
-def target_metrics(
-    model: Callable[..., Any],
-    batches: Iterable[Batch],
-) -> dict[str, float]:
+def target_metrics(model: Callable[..., Any], batches: Iterable[Batch]) -> dict[str, float]:
     """Return top-1 accuracy of one model on labelled batches, or perplexity on text; nothing if
     the data has no targets.
     """

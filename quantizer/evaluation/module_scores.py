@@ -99,11 +99,7 @@ class ModulePair:
         )
 
     def _add(
-        self,
-        comparison: NetworkComparison,
-        number: int,
-        batch: Batch,
-        samples: SampleFinder,
+        self, comparison: NetworkComparison, number: int, batch: Batch, samples: SampleFinder
     ) -> None:
         """Run both models on a batch, and add what it shows to the comparison."""
         with prefix_batch_errors(number, batch):

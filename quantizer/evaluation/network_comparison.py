@@ -48,10 +48,7 @@ class LayerNoise:
     is_bounded: bool = False
 
     def add(
-        self,
-        x: Tensor,
-        local: Approximation,
-        accumulated: Approximation | None = None,
+        self, x: Tensor, local: Approximation, accumulated: Approximation | None = None
     ) -> None:
         """Add one batch of float values and their two quantized versions."""
         approximations = [local]

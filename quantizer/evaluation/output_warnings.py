@@ -60,9 +60,7 @@ class OutputWarning:
 
 
 def output_warnings(
-    compared: NetworkComparison,
-    networks: Networks,
-    explained: Collection[str] = (),
+    compared: NetworkComparison, networks: Networks, explained: Collection[str] = ()
 ) -> list[OutputWarning]:
     """Return the warnings about single outputs and parts.
 
@@ -100,9 +98,7 @@ def output_warnings(
     return warnings
 
 
-def sample_warnings(
-    parts: Iterable[PartFigures],
-) -> Iterator[OutputWarning]:
+def sample_warnings(parts: Iterable[PartFigures]) -> Iterator[OutputWarning]:
     """Yield the warnings about parts whose SQNR hides that of samples, and those about silent
     samples.
     """
@@ -200,10 +196,7 @@ def _sqnr_of_others(part: PartFigures, outputs: Sequence[OutputFigures]) -> floa
 
 
 def _with_cause(
-    part: PartFigures,
-    output: Output,
-    compared: NetworkComparison,
-    networks: Networks,
+    part: PartFigures, output: Output, compared: NetworkComparison, networks: Networks
 ) -> OutputWarning:
     """Return the warning about a part that has lost, with the tensor that causes the loss."""
     loss = loss_of(part, compared.outputs)
@@ -231,10 +224,7 @@ def _with_cause(
 
 
 def _suspects(
-    part: PartFigures,
-    output: Output,
-    compared: NetworkComparison,
-    graph: Graph,
+    part: PartFigures, output: Output, compared: NetworkComparison, graph: Graph
 ) -> Iterator[Key]:
     """Yield the tensors that a part depends on, from the output backwards."""
     measured: dict[str, list[Key]] = {}

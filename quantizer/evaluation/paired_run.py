@@ -144,10 +144,7 @@ def _clipped(values: Tensor, most: float) -> Tensor:
 
 
 def _quantized(
-    quantizer: TensorQuantizer,
-    values: Tensor,
-    *,
-    is_measured: bool = True,
+    quantizer: TensorQuantizer, values: Tensor, *, is_measured: bool = True
 ) -> Approximation:
     """Return what a quantizer makes of some values."""
     if quantizer.is_elementwise:

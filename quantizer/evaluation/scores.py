@@ -211,12 +211,7 @@ def score(
     reference = Network(calibrated.float_graph)
     user = None if calibrated.user_graph is None else Network(calibrated.user_graph)
     networks = Networks(
-        reference,
-        quantized,
-        user,
-        batches,
-        calibrated.original.device,
-        calibrated.outputs,
+        reference, quantized, user, batches, calibrated.original.device, calibrated.outputs
     )
     test = _Test(calibrated, module, networks, events, ranks, before)
     if not ranks.is_first:

@@ -18,11 +18,7 @@ WidthChanges = Mapping[str, Mapping[Role, QuantizationSpec]]
 """For each layer with another width, the specs of its tensors."""
 
 
-def chosen_specs(
-    plan: Plan,
-    analysis: Analysis,
-    choice: WidthChoice,
-) -> WidthChanges:
+def chosen_specs(plan: Plan, analysis: Analysis, choice: WidthChoice) -> WidthChanges:
     """Return the specs of all tensors of each layer whose chosen width is not the config's."""
     changed: dict[str, dict[Role, QuantizationSpec]] = {}
     for row, index in zip(analysis.rows, choice, strict=True):
@@ -46,11 +42,7 @@ def _specs_of_layer(plan: Plan, name: str) -> dict[Role, QuantizationSpec]:
     return specs
 
 
-def unwanted_changes(
-    before: Plan,
-    after: Plan,
-    changed: WidthChanges,
-) -> list[str]:
+def unwanted_changes(before: Plan, after: Plan, changed: WidthChanges) -> list[str]:
     """Return the tensors, besides the weights of `changed`, whose spec differs in `after`."""
     differing = []
     for key in before.tensors.keys() | after.tensors.keys():
@@ -79,10 +71,7 @@ def _is_same(expected: QuantizationSpec | None, actual: QuantizationSpec | None)
 
 
 def require_exact(
-    plan: Plan,
-    original: Graph,
-    changes: WidthChanges,
-    config: dict[str, Any],
+    plan: Plan, original: Graph, changes: WidthChanges, config: dict[str, Any]
 ) -> None:
     """Check that a changed config gives each weight the chosen width and changes nothing else.
 

@@ -4,10 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantizer.algorithms.budget import (
-    Option,
-    choose,
-)
+from quantizer.algorithms.budget import Option, choose
 from quantizer.errors import GateError
 from quantizer.evaluation.analyze import Analysis, GetBatches, measured_noise
 from quantizer.plan.model import Plan
@@ -47,11 +44,7 @@ class MeasuredChoice:
     noise: float
 
 
-def choice_line(
-    label: str,
-    analysis: Analysis,
-    choice: MeasuredChoice,
-) -> str:
+def choice_line(label: str, analysis: Analysis, choice: MeasuredChoice) -> str:
     """Return a line about a choice. It begins with `label`."""
     widths = choice.widths
     megabytes = analysis.bytes(widths) / 1e6
@@ -65,10 +58,7 @@ def choice_line(
 
 
 def measured_choices(
-    plan: Plan,
-    analysis: Analysis,
-    budget: Budget,
-    batches: GetBatches,
+    plan: Plan, analysis: Analysis, budget: Budget, batches: GetBatches
 ) -> dict[str, MeasuredChoice]:
     """Return the best mixed widths, by "mixed", and the largest uniform width, by "uniform".
 

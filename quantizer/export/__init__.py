@@ -139,10 +139,7 @@ def require_operators(checked: CheckedTarget, graph: Graph) -> None:
 
 
 def require_expressible(
-    checked: CheckedTarget,
-    graph: Graph,
-    specs: TensorSpecs,
-    opset: int,
+    checked: CheckedTarget, graph: Graph, specs: TensorSpecs, opset: int
 ) -> None:
     """Check that a target can express a network.
 
@@ -153,10 +150,7 @@ def require_expressible(
 
 
 def _refusals(
-    checked: CheckedTarget,
-    graph: Graph,
-    specs: TensorSpecs,
-    opset: int,
+    checked: CheckedTarget, graph: Graph, specs: TensorSpecs, opset: int
 ) -> Iterator[Refusal]:
     """Yield what a target cannot hold: random numbers if the file has operators, negative
     scales, and the refusals of its exporter.

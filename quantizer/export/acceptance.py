@@ -139,9 +139,7 @@ def _part_text(part: PartAgreement) -> str:
 
 @torch.no_grad()
 def with_float_figures(
-    verification: Verification,
-    outputs: Outputs,
-    deployment: Deployment,
+    verification: Verification, outputs: Outputs, deployment: Deployment
 ) -> Verification:
     """Return the figures with those against the float network, if there is one.
 

@@ -15,9 +15,7 @@ for _target in EXPORTERS.values():
 
 
 def checked_choices(
-    options: Mapping[str, Any],
-    target: str,
-    function: Callable[..., Any],
+    options: Mapping[str, Any], target: str, function: Callable[..., Any]
 ) -> dict[str, str]:
     """Return the options of a target, which are texts or paths, as texts.
 

@@ -124,10 +124,7 @@ class Deployment:
             return self
         return replace(self, graph=self.graph.in_memory(), solution=self.solution.in_memory())
 
-    def followed(
-        self,
-        stage: RunStage,
-    ) -> Deployment:
+    def followed(self, stage: RunStage) -> Deployment:
         """Return the same, with batches that a stage counts when they are first read."""
         if not self.batches:
             return self
@@ -221,10 +218,7 @@ class Deployment:
                     steps[part.name] = step
         return steps
 
-    def _step(
-        self,
-        name: str,
-    ) -> float | None:
+    def _step(self, name: str) -> float | None:
         node = self.graph.by_name[name]
         role = "input" if node.op == "input" else "activation"
         tensor = self.solution.tensors.get((name, role))

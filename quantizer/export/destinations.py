@@ -81,10 +81,7 @@ DESTINATIONS: dict[str, Destination] = {
         choices={"onnx_profile": "tensorrt"},
     ),
     "npu": Destination(
-        "int8 ONNX for NPUs",
-        preset="npu_int8",
-        target="onnx",
-        choices={"onnx_profile": "npu"},
+        "int8 ONNX for NPUs", preset="npu_int8", target="onnx", choices={"onnx_profile": "npu"}
     ),
     "w8": Destination(
         "int8 weights (vLLM: on GPUs only)",

@@ -68,12 +68,7 @@ class Exporter(ABC, Generic[Written]):
         """Return the value of one of the target's options."""
         return self.choices.get(name, CHOICES[name].default)
 
-    def refusals(
-        self,
-        graph: Graph,
-        specs: TensorSpecs,
-        opset: int,
-    ) -> Iterable[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterable[Refusal]:
         """Return what the target cannot hold.
 
         Only the graph and the specs are read, so that this is known before calibration.
@@ -83,11 +78,7 @@ class Exporter(ABC, Generic[Written]):
         """
         return ()
 
-    def value_layers(
-        self,
-        graph: Graph,
-        specs: TensorSpecs,
-    ) -> tuple[str, ...]:
+    def value_layers(self, graph: Graph, specs: TensorSpecs) -> tuple[str, ...]:
         """Return the layers whose rounded weights files have no codes for: rounding costs
         accuracy, and saves nothing.
         """

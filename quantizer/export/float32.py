@@ -50,13 +50,7 @@ def _widened_graph(graph: Graph) -> Graph:
     nodes: list[Node] = []
     for node in graph.nodes:
         attrs = to_float32(dict(node.attrs))
-        nodes.append(
-            replace(
-                node,
-                attrs=attrs,
-                dtype=_widened_leaf(node.dtype),
-            )
-        )
+        nodes.append(replace(node, attrs=attrs, dtype=_widened_leaf(node.dtype)))
     return graph.replaced(nodes=tuple(nodes), tensors=to_float32(dict(graph.tensors)))
 
 

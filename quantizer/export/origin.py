@@ -56,7 +56,5 @@ class Origin:
         return _compact(content)
 
 
-def _compact(
-    content: Mapping[str, object],
-) -> str:
+def _compact(content: Mapping[str, object]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

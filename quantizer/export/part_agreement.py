@@ -45,11 +45,7 @@ class PartAgreement:
     actual: Extent = field(default_factory=Extent)
     float_sqnr_db: float | None = None
 
-    def add(
-        self,
-        expected: Tensor,
-        actual: Tensor,
-    ) -> None:
+    def add(self, expected: Tensor, actual: Tensor) -> None:
         """Add one batch; NaN and infinity equal themselves."""
         self.is_float |= expected.is_floating_point()
         expected_chunks = torch.split(expected.reshape(-1), _CHUNK_VALUES)
@@ -57,11 +53,7 @@ class PartAgreement:
         for expected_chunk, actual_chunk in zip(expected_chunks, actual_chunks, strict=True):
             self._add_chunk(expected_chunk, actual_chunk)
 
-    def _add_chunk(
-        self,
-        expected: Tensor,
-        actual: Tensor,
-    ) -> None:
+    def _add_chunk(self, expected: Tensor, actual: Tensor) -> None:
         signal = expected.double()
         other = actual.double()
         is_same = (signal == other) | (signal.isnan() & other.isnan())

@@ -127,16 +127,11 @@ def _decoded(path: Path) -> dict[str, DeferredTensor]:
 
 
 def _described(
-    path: Path,
-    tensors: Mapping[str, DeferredTensor],
-    description: Any,
+    path: Path, tensors: Mapping[str, DeferredTensor], description: Any
 ) -> dict[str, DeferredTensor]:
     """Return the parameters that a description finds in a file's tensors."""
     if description.get("format") != _FORMAT:
-        raise ResultError(
-            f"{path} is not a deployed network of this version",
-            help=_REMEDY,
-        )
+        raise ResultError(f"{path} is not a deployed network of this version", help=_REMEDY)
     specs: dict[str, QuantizationSpec] = {}
     parameters = dict(tensors)
     coded: dict[str, Tensor] = dict(tensors)
@@ -168,10 +163,7 @@ def _described(
 
 
 def _decode_parameter(
-    tensors: Mapping[str, Tensor],
-    name: str,
-    spec: QuantizationSpec,
-    dtype: torch.dtype,
+    tensors: Mapping[str, Tensor], name: str, spec: QuantizationSpec, dtype: torch.dtype
 ) -> Tensor:
     scale = torch.ones(())
     scale_name = f"{name}.scale"

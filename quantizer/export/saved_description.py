@@ -167,10 +167,7 @@ class SavedModel:
             values[name] = value
         return values
 
-    def inserted(
-        self,
-        modules: _Modules,
-    ) -> Iterator[tuple[str, nn.Module]]:
+    def inserted(self, modules: _Modules) -> Iterator[tuple[str, nn.Module]]:
         """Yield the path of a module and a layer that algorithms inserted before it.
 
         Raises:
@@ -194,12 +191,7 @@ class SavedModel:
                 inserted.weight = nn.Parameter(weight, requires_grad=False)
                 yield path, inserted
 
-    def _damaged(
-        self,
-        where: str,
-        reason: str,
-        file: str = DESCRIPTION,
-    ) -> ResultError:
+    def _damaged(self, where: str, reason: str, file: str = DESCRIPTION) -> ResultError:
         """Return the error about a place in a file."""
         error = damaged(self.folder / file, where, reason)
         return ResultError(error.message, help=_AGAIN)
@@ -315,11 +307,7 @@ def _input_channels(module: nn.Module) -> int:
     return int(getattr(module, "in_channels", weight.shape[1]))
 
 
-def _fault(
-    module: nn.Module,
-    role: str,
-    tensor: QuantizedTensor,
-) -> str | None:
+def _fault(module: nn.Module, role: str, tensor: QuantizedTensor) -> str | None:
     """Return why a tensor of a layer cannot be quantized like this."""
     parameter = _planned(module, role)
     if parameter is None and role not in ("input", "activation"):
@@ -339,12 +327,7 @@ def _fault(
     return scales_fault(spec, expected, qparams)
 
 
-def _decoded(
-    module: nn.Module,
-    role: str,
-    tensor: QuantizedTensor,
-    stored: Tensor,
-) -> Tensor:
+def _decoded(module: nn.Module, role: str, tensor: QuantizedTensor, stored: Tensor) -> Tensor:
     """Return the values of a parameter whose codes a file stores, in the form of the module.
 
     Raises:
@@ -360,11 +343,7 @@ def _decoded(
     return as_stored(module, parameter_name(role), decoded).contiguous()
 
 
-def _value_fault(
-    value: Tensor,
-    before: Tensor,
-    is_parameter: bool,
-) -> str | None:
+def _value_fault(value: Tensor, before: Tensor, is_parameter: bool) -> str | None:
     """Return why a tensor cannot take the place of another one in a model."""
     is_float = before.is_floating_point()
     is_of_bytes = before.itemsize == 1

@@ -45,11 +45,7 @@ def input_names(model: nn.Module | None, graph: Graph) -> list[str]:
     return unused_names(names, ())
 
 
-def in_traced_order(
-    graph: Graph,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Call:
+def in_traced_order(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Return a call with the keys of its dicts in the order of the call that was traced, as
     exports take tensors by their numbers.
     """
@@ -122,9 +118,7 @@ def chosen_names(option: str, value: str, names: Sequence[str]) -> list[str]:
 
 
 def require_fitting_names(
-    choices: Mapping[str, str],
-    model: nn.Module | None,
-    graph: Graph,
+    choices: Mapping[str, str], model: nn.Module | None, graph: Graph
 ) -> None:
     """Check `--input_names` and `--output_names` against a traced model, before it is run.
 

@@ -18,10 +18,7 @@ def planned_values(checked: CheckedTarget, plan: Plan) -> tuple[str, ...]:
     return exporter.value_layers(plan.graph, plan.specs)
 
 
-def plan_remarks(
-    checked: CheckedTarget,
-    plan: Plan,
-) -> Iterator[str]:
+def plan_remarks(checked: CheckedTarget, plan: Plan) -> Iterator[str]:
     """Yield what users of a target's files have to know, and a sentence on the layers whose
     rounded weights it stores as floats.
     """

@@ -71,10 +71,7 @@ class AxisRule:
     runs: bool = True
 
 
-def changes(
-    labels: Tensor,
-    axis: int,
-) -> bool:
+def changes(labels: Tensor, axis: int) -> bool:
     """Return whether labels differ along an axis, after `labels.compress_labels`."""
     return labels.shape[axis] > 1 and labels.stride(axis) != 0
 
@@ -102,20 +99,12 @@ def over_last(dims: int | None = None) -> AxisRule:
     def rule(call: LabelledCall) -> Tensor | None:
         """Return the labels of the output, mixed over the last axes."""
         count = dims or len(call.shape) - 2
-        return _over(
-            call.first,
-            range(-count, 0),
-            call.shape,
-        )
+        return _over(call.first, range(-count, 0), call.shape)
 
     return AxisRule(rule, runs=False)
 
 
-def _over(
-    labels: Tensor | None,
-    axes: Iterable[int],
-    shape: torch.Size,
-) -> Tensor | None:
+def _over(labels: Tensor | None, axes: Iterable[int], shape: torch.Size) -> Tensor | None:
     """Return the labels of a value of another size along axes along which they do not
     change.
     """
@@ -128,10 +117,7 @@ def _over(
     return labels.expand(shape)
 
 
-def _run_beside(
-    call: LabelledCall,
-    axes: Iterable[int],
-) -> Any:
+def _run_beside(call: LabelledCall, axes: Iterable[int]) -> Any:
     """Run the operator unless labels change along axes on which values decide."""
     return None if any(changes(call.first, axis) for axis in axes) else call.run()
 
@@ -148,11 +134,7 @@ def _padded(call: LabelledCall) -> Any:
     dims = len(call.arguments["pad"]) // 2
     if not pads_zeros(call.arguments):
         return None
-    return _over(
-        call.first,
-        range(-dims, 0),
-        call.shape,
-    )
+    return _over(call.first, range(-dims, 0), call.shape)
 
 
 def _reduced(call: LabelledCall) -> Any:
@@ -205,15 +187,7 @@ def _matrix_product(call: LabelledCall) -> Any:
     right = call.labels.get(key)
     if left is None:
         return _over(right, [-2], call.shape)
-    return (
-        _over(
-            left,
-            [-1],
-            call.shape,
-        )
-        if right is None
-        else None
-    )
+    return _over(left, [-1], call.shape) if right is None else None
 
 
 def _einsum(call: LabelledCall) -> Any:
@@ -222,11 +196,7 @@ def _einsum(call: LabelledCall) -> Any:
     They repeat along each index of the result that the labelled factor lacks.
     """
     terms, result = call.arguments["equation"].replace(" ", "").split("->")
-    factors = zip(
-        terms.split(","),
-        call.labels["tensors"],
-        strict=True,
-    )
+    factors = zip(terms.split(","), call.labels["tensors"], strict=True)
     labelled = [(term, labels) for term, labels in factors if labels is not None]
     if len(labelled) != 1 or "." in terms:
         return None

@@ -59,10 +59,7 @@ def choices_of_axes(call: Call) -> list[BatchAxes]:
 
 
 def _choices(
-    shapes: Sequence[tuple[int, ...]],
-    first: int,
-    axis_of_first: int,
-    may_be_shared: bool,
+    shapes: Sequence[tuple[int, ...]], first: int, axis_of_first: int, may_be_shared: bool
 ) -> list[BatchAxes]:
     """Return the likeliest choices where the tensor `first` has its samples in `axis_of_first`.
 
@@ -82,10 +79,7 @@ def _choices(
             axes.append(None)
         of_leaves.append(axes)
     products = itertools.product(*of_leaves)
-    choices = sorted(
-        itertools.islice(products, _MOST_PRODUCTS),
-        key=_unlikeliness,
-    )
+    choices = sorted(itertools.islice(products, _MOST_PRODUCTS), key=_unlikeliness)
     return choices[:_MOST_CHOICES]
 
 
@@ -127,10 +121,7 @@ def fixed_batch(graph: Graph) -> int | None:
     return None
 
 
-def samples_in(
-    call: Call,
-    axes: BatchAxes,
-) -> int:
+def samples_in(call: Call, axes: BatchAxes) -> int:
     """Return how many samples a call has, 1 if no leaf counts them."""
     leaves = pytree.tree_leaves(call)
     for leaf, axis in zip(leaves, axes, strict=True):
@@ -139,11 +130,7 @@ def samples_in(
     return 1
 
 
-def with_samples(
-    call: Call,
-    axes: BatchAxes,
-    count: int,
-) -> Call:
+def with_samples(call: Call, axes: BatchAxes, count: int) -> Call:
     """Return the call with its samples cut or repeated to `count`."""
     leaves, structure = pytree.tree_flatten(call)
     for index, axis in enumerate(axes):

@@ -39,11 +39,7 @@ class ChannelLabels:
         self.graph = graph
         self.values = meta_values(graph)
 
-    def carried(
-        self,
-        node: Node,
-        labels: Mapping[str, Any],
-    ) -> Any:
+    def carried(self, node: Node, labels: Mapping[str, Any]) -> Any:
         """Return the labels of what a node makes, of each of several results; None if they are
         not known.
 
@@ -80,11 +76,7 @@ class ChannelLabels:
         first = compress_labels(results)
         return first if is_one else [first, *[None] * (len(value) - 1)]
 
-    def moved(
-        self,
-        node: Node,
-        axis: int,
-    ) -> int | None:
+    def moved(self, node: Node, axis: int) -> int | None:
         """Return the output's axis that holds an axis of the first input, whole and in order.
 
         It is None without such an axis, or if a rotation does not commute with the operator.
@@ -110,11 +102,7 @@ class ChannelLabels:
                 return before
         return None
 
-    def _run(
-        self,
-        node: Node,
-        labels: Mapping[str, Any],
-    ) -> Any:
+    def _run(self, node: Node, labels: Mapping[str, Any]) -> Any:
         """Run the operator on labels, with `NONE` for values without labels."""
 
         def stand_in(name: str) -> Any:
@@ -153,11 +141,7 @@ def meta_values(graph: Graph) -> dict[str, Any]:
     return values
 
 
-def _meta_value(
-    node: Node,
-    values: dict[str, Any],
-    tensors: dict[str, Tensor],
-) -> Any:
+def _meta_value(node: Node, values: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     if node.op == "input":
         shape = example_shape(node)
         if shape is None:
@@ -181,10 +165,7 @@ def _meta_value(
     return call(node.target, arguments)
 
 
-def paths(
-    node: Node,
-    how: Commutes = Commutes.SCALING,
-) -> tuple[str, ...]:
+def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
     """Return the nodes whose channels go through a node that commutes with a change of them."""
     if how not in node.row.commutes:
         return ()

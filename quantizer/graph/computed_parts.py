@@ -46,10 +46,7 @@ class Runs:
         return spans
 
 
-def computed_parts(
-    graph: Graph,
-    origins: Mapping[str, Origins],
-) -> dict[str, Runs]:
+def computed_parts(graph: Graph, origins: Mapping[str, Origins]) -> dict[str, Runs]:
     """Return where the parts of joins are in values that are computed from them, by the node
     that makes such a value.
 
@@ -94,11 +91,7 @@ class _PartNumbers:
         self.labels = ChannelLabels(graph)
         self.known: dict[str, Any] = {}
 
-    def start(
-        self,
-        node: Node,
-        origins: Origins,
-    ) -> None:
+    def start(self, node: Node, origins: Origins) -> None:
         """Number the parts of a join, or of what is moved out of one."""
         value = self.labels.values.get(node.name)
         if origins.axis is None or len(origins.parts) < 2 or not isinstance(value, Tensor):

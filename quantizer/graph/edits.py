@@ -36,10 +36,7 @@ class Insertion:
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def with_weights(
-    graph: Graph,
-    weights: Mapping[str, Mapping[str, Tensor]],
-) -> Graph:
+def with_weights(graph: Graph, weights: Mapping[str, Mapping[str, Tensor]]) -> Graph:
     """Return the graph with some layers' parameters replaced.
 
     Other layers that shared them keep the old values. A layer without a bias may be given one.
@@ -59,11 +56,7 @@ def with_weights(
     return graph.replaced(nodes=tuple(nodes), tensors=tensors)
 
 
-def _path(
-    node: Node,
-    key: str,
-    uses: Mapping[str, int],
-) -> str:
+def _path(node: Node, key: str, uses: Mapping[str, int]) -> str:
     """Return a path for a parameter that only this layer uses.
 
     It is the present path if no other layer uses that one.
@@ -78,20 +71,14 @@ def _path(
     return path if is_own else f"{path}@{node.name}"
 
 
-def with_insertions(
-    graph: Graph,
-    insertions: Iterable[Insertion],
-) -> Graph:
+def with_insertions(graph: Graph, insertions: Iterable[Insertion]) -> Graph:
     """Return the graph with these layers, each right after the node it reads."""
     for insertion in insertions:
         graph = _inserted(graph, insertion)
     return graph
 
 
-def _inserted(
-    graph: Graph,
-    insertion: Insertion,
-) -> Graph:
+def _inserted(graph: Graph, insertion: Insertion) -> Graph:
     source = graph.by_name[insertion.source]
     layer = replace(
         source,
@@ -129,10 +116,7 @@ def by_channel(node: Node, weight: Tensor) -> Tensor:
     return table.transpose(1, 2) if node.row.transposed else table
 
 
-def channels_of(
-    node: Node,
-    weight: Tensor,
-) -> tuple[int, int]:
+def channels_of(node: Node, weight: Tensor) -> tuple[int, int]:
     """Return how many output and input channels a linear or convolution layer has."""
     without_values = weight.to("meta")
     table = by_channel(node, without_values)

@@ -65,11 +65,7 @@ class Converter:
         sizes: the values of torch's symbolic sizes in the example call.
     """
 
-    def __init__(
-        self,
-        program: ExportedProgram,
-        module: nn.Module,
-    ) -> None:
+    def __init__(self, program: ExportedProgram, module: nn.Module) -> None:
         self.program = program
         self.module = module
         self.namer = Namer(module)
@@ -157,11 +153,7 @@ class Converter:
             self.values[node] = constant
         self.nodes.append(Node(name, "input", "input", attrs=attrs, **self._kind(value)))
 
-    def _tensor(
-        self,
-        node: fx.Node,
-        target: str,
-    ) -> str:
+    def _tensor(self, node: fx.Node, target: str) -> str:
         """Add a tensor of the program and return its path."""
         tensor = self.program.state_dict.get(target)
         if tensor is None:
@@ -233,10 +225,7 @@ class Converter:
                 if value == before:
                     self.values[key] = self.values[node]
 
-    def _returns_first(
-        self,
-        node: fx.Node,
-    ) -> bool:
+    def _returns_first(self, node: fx.Node) -> bool:
         """Return whether a call only passes on its first argument."""
         target = targets.target_name(node)
         if target == "operator.getitem":
@@ -247,10 +236,7 @@ class Converter:
             return False
         return targets.is_noise(target) or takes_whole_length(node, self.sizes)
 
-    def _stub(
-        self,
-        node: fx.Node,
-    ) -> str | None:
+    def _stub(self, node: fx.Node) -> str | None:
         """Return the operator of the stub in which a `MARK` ran; None if it ran elsewhere."""
         scope = self.namer.canonical(module_path(node))
         return STUB_OPERATORS.get(self.namer.class_name(scope))
@@ -309,12 +295,7 @@ class Converter:
         self.nodes.append(node)
         return Ref(node.name)
 
-    def _product_with_vector(
-        self,
-        scope: str,
-        arguments: dict[str, Any],
-        value: Any,
-    ) -> Ref:
+    def _product_with_vector(self, scope: str, arguments: dict[str, Any], value: Any) -> Ref:
         """Add a matmul, and an add if there is a bias, for `F.linear` with a vector as weight.
 
         Such a product has no output channels, so it is not a linear layer.
@@ -326,11 +307,7 @@ class Converter:
             return product
         return self._add(scope, "aten.add.Tensor", {"input": product, "other": bias}, value)
 
-    def _copied(
-        self,
-        node: fx.Node,
-        scope: str,
-    ) -> Any:
+    def _copied(self, node: fx.Node, scope: str) -> Any:
         """Add the nodes for `copy`, `fill` or `zero`, and return the result.
 
         The result is the second argument, a number or a tensor, with the dtype and the shape of
@@ -360,11 +337,7 @@ class Converter:
             return self._add(scope, "aten.clone.default", {"input": copied}, result)
         return copied
 
-    def _sizes(
-        self,
-        node: fx.Node,
-        scope: str,
-    ) -> list[Any]:
+    def _sizes(self, node: fx.Node, scope: str) -> list[Any]:
         """Return the sizes of a node's output.
 
         Dynamic sizes are read from an input of the network that has them, or else from the
@@ -389,11 +362,7 @@ class Converter:
                     return node, axis
         return None
 
-    def _split(
-        self,
-        op: str,
-        arguments: Mapping[str, Any],
-    ) -> _Arguments:
+    def _split(self, op: str, arguments: Mapping[str, Any]) -> _Arguments:
         """Split arguments into outputs of other nodes, constants, and tensors of the layer."""
         split = _Arguments()
         owns_tensors = op in OPS and (OPS[op].weight or OPS[op].owns)
@@ -434,10 +403,7 @@ class Converter:
         return {"shape": tuple(shape), "dtype": value.dtype, "open_axes": tuple(open_axes)}
 
 
-def _alive(
-    nodes: Sequence[Node],
-    output: Any,
-) -> tuple[Node, ...]:
+def _alive(nodes: Sequence[Node], output: Any) -> tuple[Node, ...]:
     """Return the nodes that something reads, and all inputs: calls pass those that nothing
     reads, too.
     """

@@ -59,19 +59,12 @@ def _input_groups(graph: Graph) -> tuple[InputGroup, ...]:
     return _in_order(graph, groups.values())
 
 
-def _in_order(
-    graph: Graph,
-    groups: Iterable[InputGroup],
-) -> tuple[InputGroup, ...]:
+def _in_order(graph: Graph, groups: Iterable[InputGroup]) -> tuple[InputGroup, ...]:
     """Return groups in the order in which their values are made."""
     return tuple(sorted(groups, key=lambda group: graph.index[group.source]))
 
 
-def _completed(
-    folds: Folds,
-    blocks: Sequence[ModuleBlock],
-    group: InputGroup,
-) -> InputGroup:
+def _completed(folds: Folds, blocks: Sequence[ModuleBlock], group: InputGroup) -> InputGroup:
     """Return a group with its fold, the layers that share its weights, and the block that
     contains all its layers.
     """
@@ -88,10 +81,7 @@ def _completed(
     return folds.folded(replace(group, tied=tuple(tied), block=home))
 
 
-def _block_at(
-    blocks: Sequence[ModuleBlock],
-    index: int,
-) -> int | None:
+def _block_at(blocks: Sequence[ModuleBlock], index: int) -> int | None:
     """Return the number of the block that contains a node, None outside blocks."""
     for number, block in enumerate(blocks):
         if block.start <= index < block.stop:
@@ -107,12 +97,7 @@ class _NameResolver:
         place: of the names that are being resolved.
     """
 
-    def __init__(
-        self,
-        folds: Folds,
-        shown: Structure,
-        names: StructureNames,
-    ) -> None:
+    def __init__(self, folds: Folds, shown: Structure, names: StructureNames) -> None:
         self.folds = folds
         self.graph = folds.graph
         self.shown = shown
@@ -247,11 +232,7 @@ class _NameResolver:
             taken.update(layers)
         return _in_order(self.graph, groups)
 
-    def _check_names(
-        self,
-        entry: ScalingLayer,
-        blocks: Sequence[BlockNames],
-    ) -> None:
+    def _check_names(self, entry: ScalingLayer, blocks: Sequence[BlockNames]) -> None:
         """Report names that are in no block."""
         for name in entry.layers:
             if not any(block.layers(name) for block in blocks):
@@ -261,11 +242,7 @@ class _NameResolver:
                 known = _relative(blocks, modules=True)
                 self._report_unknown(name, known, "a block has")
 
-    def _groups(
-        self,
-        entry: ScalingLayer,
-        blocks: Sequence[BlockNames],
-    ) -> list[InputGroup]:
+    def _groups(self, entry: ScalingLayer, blocks: Sequence[BlockNames]) -> list[InputGroup]:
         """Return the entry's groups. Experts that read one value are in one group."""
         by_value: dict[tuple[str, int], dict[str, None]] = {}
         for block in blocks:
@@ -317,11 +294,7 @@ class _NameResolver:
         self._report("QZ505", f"{makers[0]} does not make what {first} reads", remedy)
         return False
 
-    def _is_made_in(
-        self,
-        source: str,
-        modules: Iterable[str],
-    ) -> bool:
+    def _is_made_in(self, source: str, modules: Iterable[str]) -> bool:
         """Return whether a node on the way back from a value is in one of these modules."""
         beginnings = tuple(f"{path}." for path in modules)
         for name in self.folds.way_back(source):
@@ -329,12 +302,7 @@ class _NameResolver:
                 return True
         return False
 
-    def _report_unknown(
-        self,
-        name: str,
-        known: Iterable[str],
-        owner: str,
-    ) -> None:
+    def _report_unknown(self, name: str, known: Iterable[str], owner: str) -> None:
         known = sorted(path for path in known if path)
         shown = listed(known[:_MAX_SHOWN])
         if len(known) > _MAX_SHOWN:
@@ -342,30 +310,18 @@ class _NameResolver:
         remedy = did_you_mean(name, known, f"{owner} {shown}")
         self._report("QZ501", f"there is no module {name!r}", remedy)
 
-    def _report(
-        self,
-        code: str,
-        message: str,
-        remedy: str,
-    ) -> None:
+    def _report(self, code: str, message: str, remedy: str) -> None:
         self.problems.append(Diagnostic(code, message, self.place, help=remedy))
 
 
-def _layers_called(
-    blocks: Sequence[BlockNames],
-    name: str,
-) -> Iterator[str]:
+def _layers_called(blocks: Sequence[BlockNames], name: str) -> Iterator[str]:
     """Yield the layers of all blocks that have a name."""
     for block in blocks:
         for layers in block.layers(name).values():
             yield from layers
 
 
-def _relative(
-    blocks: Sequence[BlockNames],
-    *,
-    modules: bool = False,
-) -> list[str]:
+def _relative(blocks: Sequence[BlockNames], *, modules: bool = False) -> list[str]:
     """Return the relative paths of the layers, or modules, of all blocks, each once."""
     names: dict[str, None] = {}
     for block in blocks:

@@ -139,11 +139,7 @@ class Folds:
             return None
         return Source("norm", node)
 
-    def _factor(
-        self,
-        node: Node,
-        name: str,
-    ) -> Source | None:
+    def _factor(self, node: Node, name: str) -> Source | None:
         """Return what a decomposed normalization multiplies with: a tensor of the model, or
         the sum of one and a number.
         """
@@ -169,12 +165,7 @@ class Folds:
             return None
         return Source("norm", factor, offset, skipped)
 
-    def _fold(
-        self,
-        source: Source,
-        group: InputGroup,
-        before: Container[str],
-    ) -> Fold | str:
+    def _fold(self, source: Source, group: InputGroup, before: Container[str]) -> Fold | str:
         """Return the fold of a group in a source, or why its channels cannot be divided there.
 
         Args:
@@ -214,11 +205,7 @@ class Folds:
             channels = None
         return Fold(source.kind, name, channels, source.offset, tuple(extra))
 
-    def _other_user(
-        self,
-        path: str,
-        name: str,
-    ) -> str:
+    def _other_user(self, path: str, name: str) -> str:
         """Return the first node except `name` that uses a tensor."""
         users = (node for node in self.graph.nodes if path in node.params.values())
         return next(user.name for user in users if user.name != name)
@@ -267,13 +254,7 @@ class Folds:
                 labels[name] = moved
                 flow.between.append(name)
 
-    def _step(
-        self,
-        node: Node,
-        source: Source,
-        labels: Mapping[str, Any],
-        flow: Flow,
-    ) -> Any:
+    def _step(self, node: Node, source: Source, labels: Mapping[str, Any], flow: Flow) -> Any:
         """Return the labels of what a node makes.
 
         Where the way ends, return None and record the end in `flow`.

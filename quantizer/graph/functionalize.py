@@ -15,10 +15,7 @@ from quantizer.errors import ModelError
 from quantizer.graph.view_writes import ViewWrites
 
 
-def functionalize(
-    program: ExportedProgram,
-    model: str,
-) -> ExportedProgram:
+def functionalize(program: ExportedProgram, model: str) -> ExportedProgram:
     """Return the program without writes to memory that a view shares, and without subprograms
     that only switch a mode.
 

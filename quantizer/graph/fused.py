@@ -3,18 +3,10 @@ the two factors of a gated product.
 """
 
 import itertools
-from collections.abc import (
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from quantizer.graph.axis_rules import PRODUCT
-from quantizer.graph.ir import (
-    Graph,
-    Node,
-)
+from quantizer.graph.ir import Graph, Node
 
 _NO_LAYERS: frozenset[str] = frozenset()
 _ENTRY = "module_input"
@@ -80,10 +72,7 @@ def _parent(node: Node) -> str:
     return node.scope.rpartition(".")[0]
 
 
-def _named_alike(
-    graph: Graph,
-    linears: Sequence[Node],
-) -> tuple[tuple[str, ...], ...]:
+def _named_alike(graph: Graph, linears: Sequence[Node]) -> tuple[tuple[str, ...], ...]:
     """Return groups of layers by their names in one module, with equal numbers of inputs."""
     by_path: dict[str, Node] = {}
     for node in linears:
@@ -105,9 +94,7 @@ def _named_alike(
 
 
 def _meeting_groups(
-    graph: Graph,
-    module: str,
-    candidates: Iterable[Sequence[Node]],
+    graph: Graph, module: str, candidates: Iterable[Sequence[Node]]
 ) -> list[tuple[str, ...]]:
     """Return the parts of the candidates of one module whose outputs meet in it."""
     group_of: dict[str, set[str]] = {}
@@ -139,10 +126,7 @@ def _meeting_groups(
     return groups
 
 
-def _nodes_within(
-    graph: Graph,
-    module: str,
-) -> Iterator[Node]:
+def _nodes_within(graph: Graph, module: str) -> Iterator[Node]:
     """Yield the nodes of a module and of those inside it."""
     prefix = f"{module}." if module else ""
     for node in graph.nodes:

@@ -204,10 +204,7 @@ class Graph:
     normal: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     changes: tuple[PassChange, ...] = ()
     deviations: tuple[str, ...] = ()
-    rebuild: Callable[[Any], Any] | None = field(
-        default=None,
-        compare=False,
-    )
+    rebuild: Callable[[Any], Any] | None = field(default=None, compare=False)
     output_names: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     code: str = ""
@@ -308,10 +305,7 @@ class Graph:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
 
-    def mapped(
-        self,
-        change: Callable[[Node], Node],
-    ) -> Graph:
+    def mapped(self, change: Callable[[Node], Node]) -> Graph:
         """Return a copy with each node as `change` returns it."""
         nodes = tuple(map(change, self.nodes))
         return self.replaced(nodes=nodes)
@@ -335,10 +329,7 @@ def references(value: Any) -> Iterator[str]:
             yield from references(item)
 
 
-def readers(
-    graph: Graph,
-    name: str,
-) -> Iterator[tuple[str, str]]:
+def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
     """Yield (reader, what it reads) of a node's values, directly or through moves; "" is the
     network's output.
     """
@@ -365,11 +356,7 @@ def map_refs(value: Any, change: _ChangeRef) -> Any:
     return value
 
 
-def rewire(
-    graph: Graph,
-    moved: Mapping[str, str],
-    absorbed: Mapping[str, str],
-) -> Graph:
+def rewire(graph: Graph, moved: Mapping[str, str], absorbed: Mapping[str, str]) -> Graph:
     """Return the graph without some nodes, whose readers read other nodes instead.
 
     Args:

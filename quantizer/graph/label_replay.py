@@ -147,11 +147,7 @@ class Replay:
                 pending += moved_operands(graph.by_name[name])
         return inside
 
-    def run(
-        self,
-        labels: Mapping[str, Any],
-        seen: Seen,
-    ) -> Any:
+    def run(self, labels: Mapping[str, Any], seen: Seen) -> Any:
         """Return the labels of the last node's value.
 
         Args:

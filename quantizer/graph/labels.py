@@ -20,10 +20,7 @@ _EXAMPLE_BATCH = 2
 _CPU = torch.device("cpu")
 
 
-def run_node(
-    node: Node,
-    value_of: Callable[[str], Any],
-) -> Any:
+def run_node(node: Node, value_of: Callable[[str], Any]) -> Any:
     """Run a node's operator on the CPU.
 
     Args:
@@ -45,19 +42,12 @@ def example_shape(node: Node) -> torch.Size | None:
     return torch.Size(sizes)
 
 
-def filled_labels(
-    shape: torch.Size,
-    label: float,
-) -> Tensor:
+def filled_labels(shape: torch.Size, label: float) -> Tensor:
     """Return one label for all values of a shape, without memory for each."""
     return torch.full((), float(label)).expand(shape)
 
 
-def along_axis(
-    vector: Tensor,
-    shape: torch.Size,
-    axis: int,
-) -> Tensor:
+def along_axis(vector: Tensor, shape: torch.Size, axis: int) -> Tensor:
     """Return labels of a shape that differ only along one axis.
 
     Args:
@@ -70,10 +60,7 @@ def along_axis(
     return vector.float().view(sizes).expand(shape)
 
 
-def numbered_labels(
-    shape: torch.Size,
-    axis: int,
-) -> Tensor:
+def numbered_labels(shape: torch.Size, axis: int) -> Tensor:
     """Return labels of a shape that count along one axis."""
     return along_axis(torch.arange(shape[axis]), shape, axis)
 
@@ -97,10 +84,7 @@ def changing_axes(labels: Tensor) -> list[int]:
     return [axis for axis in range(labels.dim()) if changes(labels, axis)]
 
 
-def channels_along(
-    labels: Tensor,
-    axis: int,
-) -> tuple[int, ...] | None:
+def channels_along(labels: Tensor, axis: int) -> tuple[int, ...] | None:
     """Return compressed labels along one axis, None if they change along another."""
     axis %= labels.dim()
     if set(changing_axes(labels)) - {axis}:
@@ -119,9 +103,5 @@ def distinct(labels: Any) -> frozenset[int]:
         return frozenset().union(*map(distinct, labels))
     for axis, stride in enumerate(labels.stride()):
         if not stride:
-            labels = labels.narrow(
-                axis,
-                0,
-                min(1, labels.shape[axis]),
-            )
+            labels = labels.narrow(axis, 0, min(1, labels.shape[axis]))
     return frozenset(int(label) for label in labels.unique().tolist() if label != NONE)

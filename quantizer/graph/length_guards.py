@@ -36,10 +36,7 @@ class LengthTrace(GuardedTrace):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        shapes: Sequence[Sequence[int]],
-        stops_if_fixed: bool = False,
+        self, module: nn.Module, shapes: Sequence[Sequence[int]], stops_if_fixed: bool = False
     ) -> None:
         super().__init__(module)
         self.remark = ""

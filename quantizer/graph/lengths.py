@@ -148,15 +148,7 @@ def shortened_lengths(call: Any) -> Any | None:
             size = leaves[index].shape[axis] - 1
             if size < _MIN_TRACED_LENGTH:
                 return None
-            leaves[index] = (
-                leaves[index]
-                .narrow(
-                    axis,
-                    0,
-                    size,
-                )
-                .clone()
-            )
+            leaves[index] = leaves[index].narrow(axis, 0, size).clone()
             is_shorter = True
     return pytree.tree_unflatten(leaves, structure) if is_shorter else None
 
@@ -170,13 +162,7 @@ def open_lengths(program: ExportedProgram) -> dict[Any, Length]:
         least, most = _range(program.range_constraints.get(symbol))
         # Otherwise the model reads each column on its own, as many as the example has
         if least < traced:
-            lengths[symbol] = Length(
-                name,
-                tuple(axes),
-                traced,
-                least,
-                most,
-            )
+            lengths[symbol] = Length(name, tuple(axes), traced, least, most)
     return lengths
 
 
@@ -214,10 +200,7 @@ def _excludes_one(guard: Any) -> bool:
     return all(generator.is_Symbol for generator in difference.gens)
 
 
-def symbol_sizes(
-    program: ExportedProgram,
-    shapes: Sequence[Sequence[int]],
-) -> dict[Any, int]:
+def symbol_sizes(program: ExportedProgram, shapes: Sequence[Sequence[int]]) -> dict[Any, int]:
     """Return the values of torch's symbols, without the batch's, in a call whose leaves have
     these shapes.
     """
@@ -259,10 +242,7 @@ def _is_symbol(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
 
 
-def _traced_size(
-    program: ExportedProgram,
-    place: tuple[int, int],
-) -> int:
+def _traced_size(program: ExportedProgram, place: tuple[int, int]) -> int:
     leaf, axis = place
     value = list(_inputs(program))[leaf]
     return int(value.shape[axis].node.hint)
@@ -295,10 +275,7 @@ def upper_bound(values: Any) -> int | None:
     return None
 
 
-def size_in_call(
-    size: Any,
-    lengths: Mapping[Any, int],
-) -> int | None:
+def size_in_call(size: Any, lengths: Mapping[Any, int]) -> int | None:
     """Return a size with these lengths inserted, None if it follows the batch."""
     if isinstance(size, int):
         return size
@@ -319,10 +296,7 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def same_shape(
-    one: Tensor,
-    other: Tensor,
-) -> bool:
+def same_shape(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of a trace have the same sizes, as expressions."""
     if one.dim() != other.dim():
         return False

@@ -88,10 +88,7 @@ def _weight(node: Node) -> str | None:
     return None
 
 
-def call_paths(
-    name: str,
-    path: str,
-) -> tuple[str, str]:
+def call_paths(name: str, path: str) -> tuple[str, str]:
     """Return a layer's name with its operator and without, both after its module's path.
 
     >>> call_paths("Net::Net/Sequential[layers]/ReLU[0]/relu.1", "layers.0")
@@ -115,11 +112,7 @@ class BlockNames:
     name stands for the same layer of all experts.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        path: str,
-    ) -> None:
+    def __init__(self, graph: Graph, path: str) -> None:
         self._path = path
         self._modules: list[str] = []
         self._layers: dict[str, list[str]] = {}
@@ -131,20 +124,13 @@ class BlockNames:
             if node.is_multiplying and f"{node.scope}.".startswith(beginning):
                 self._layers.setdefault(layer_path(node), []).append(node.name)
 
-    def known(
-        self,
-        *,
-        modules: bool = False,
-    ) -> list[str]:
+    def known(self, *, modules: bool = False) -> list[str]:
         """Return the relative paths of the layers, or of all modules."""
         paths = self._modules if modules else self._layers
         start = len(self._path) + 1
         return [path[start:] for path in paths]
 
-    def layers(
-        self,
-        name: str,
-    ) -> dict[str, list[str]]:
+    def layers(self, name: str) -> dict[str, list[str]]:
         """Return the layers called `name`, by the path of the module that `name` is relative
         to: the block, or an expert.
         """
@@ -158,10 +144,7 @@ class BlockNames:
                 layers[path.removesuffix(ending)] = nodes
         return layers
 
-    def sets(
-        self,
-        names: Sequence[str],
-    ) -> dict[str, list[str]]:
+    def sets(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Return the layers of several names together, by the same paths as `layers`."""
         by_prefix: dict[str, list[str]] = {}
         for name in names:
@@ -169,11 +152,7 @@ class BlockNames:
                 by_prefix.setdefault(prefix, []).extend(layers)
         return by_prefix
 
-    def modules(
-        self,
-        name: str,
-        prefix: str,
-    ) -> list[str]:
+    def modules(self, name: str, prefix: str) -> list[str]:
         """Return the paths of the modules called `name`.
 
         It is the module inside the expert at `prefix`. If there is none, it is the one inside

@@ -101,11 +101,7 @@ def module_graph(model: nn.Module) -> Graph:
     return Graph(namer.model, tuple(nodes), output, tensors)
 
 
-def _loaded_parameter(
-    path: str,
-    module: nn.Module,
-    attribute: str,
-) -> nn.Parameter:
+def _loaded_parameter(path: str, module: nn.Module, attribute: str) -> nn.Parameter:
     """Return a parameter.
 
     Raises:
@@ -138,10 +134,7 @@ def _expert_layers(
         )
 
 
-def key_in_module(
-    node: Node,
-    key: str,
-) -> str:
+def key_in_module(node: Node, key: str) -> str:
     """Return the key by which `parameters_of` the node's module lists a parameter.
 
     Each tensor of experts is a layer here, and has a key of its own there.
@@ -214,20 +207,13 @@ def is_of_experts(module: nn.Module) -> bool:
     return any(_is_stack(module, value) for value in module._parameters.values())
 
 
-def _is_stack(
-    module: Any,
-    value: Tensor | None,
-) -> bool:
+def _is_stack(module: Any, value: Tensor | None) -> bool:
     if value is None or is_lazy(value):
         return False
     return value.dim() == 3 and len(value) == module.num_experts
 
 
-def as_planned(
-    module: Any,
-    key: str,
-    value: Tensor,
-) -> Tensor:
+def as_planned(module: Any, key: str, value: Tensor) -> Tensor:
     """Return a parameter, or a tensor shaped like it, with its axes as in the plan."""
     if is_of_experts(module):
         stack = value.mT if module.is_transposed else value
@@ -235,28 +221,17 @@ def as_planned(
     return value.t() if key == "weight" and is_transposed(module) else value
 
 
-def as_stored(
-    module: Any,
-    key: str,
-    value: Tensor,
-) -> Tensor:
+def as_stored(module: Any, key: str, value: Tensor) -> Tensor:
     """Return a tensor of the plan with its axes as in the module, the inverse of
     `as_planned`.
     """
     if is_of_experts(module):
-        stack = value.reshape(
-            int(module.num_experts),
-            -1,
-            value.shape[1],
-        )
+        stack = value.reshape(int(module.num_experts), -1, value.shape[1])
         return stack.mT if module.is_transposed else stack
     return value.t() if key == "weight" and is_transposed(module) else value
 
 
-def _suffix(
-    module: Any,
-    key: str,
-) -> str:
+def _suffix(module: Any, key: str) -> str:
     """Return the end of the path of a parameter whose axes differ from the module's."""
     if is_of_experts(module):
         return TRANSPOSED + STACKED if module.is_transposed else STACKED
@@ -273,10 +248,7 @@ def is_called(module: nn.Module) -> bool:
     return not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def uncovered_modules(
-    model: nn.Module,
-    graph: Graph,
-) -> dict[str, str]:
+def uncovered_modules(model: nn.Module, graph: Graph) -> dict[str, str]:
     """Return the path and the class of each module with trained weights of two or more
     dimensions that no node covers.
     """

@@ -107,14 +107,7 @@ class SizedTrace:
             most = traced
             while most + step in accepted:
                 most += step
-            length = Length(
-                self._name(axes[0]),
-                tuple(axes),
-                traced,
-                least,
-                limit,
-                step,
-            )
+            length = Length(self._name(axes[0]), tuple(axes), traced, least, limit, step)
             is_unbounded = most + step >= end
             for size in far:
                 is_unbounded &= size not in length or size in accepted

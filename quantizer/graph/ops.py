@@ -202,12 +202,7 @@ _ROWS = (
         saturates=127 / 16,
     ),
     activation_op(
-        "tanh",
-        "nonlinear",
-        "torch.nn.Tanh",
-        "torch.tanh",
-        _F + "tanh",
-        saturates=127 / 32,
+        "tanh", "nonlinear", "torch.nn.Tanh", "torch.tanh", _F + "tanh", saturates=127 / 32
     ),
     activation_op("softplus", "nonlinear", "torch.nn.Softplus", _F + "softplus"),
     activation_op("hardswish", "nonlinear", "torch.nn.Hardswish", _F + "hardswish"),

@@ -64,10 +64,7 @@ def origins_of(graph: Graph) -> dict[str, Origins]:
     return walk.origins
 
 
-def maker(
-    graph: Graph,
-    name: str,
-) -> str:
+def maker(graph: Graph, name: str) -> str:
     """Return the node that made a moved value; of one of several results, the node that picks
     it out of them.
     """
@@ -102,10 +99,7 @@ class _OriginWalk:
         else:
             self.origins[node.name] = self._from_labels(labels)
 
-    def _from_labels(
-        self,
-        labels: list[Tensor],
-    ) -> Origins:
+    def _from_labels(self, labels: list[Tensor]) -> Origins:
         numbers: set[int] = set()
         for result in labels:
             numbers.update(int(number) for number in torch.unique(result))
@@ -118,28 +112,15 @@ class _OriginWalk:
         lines = labels[0].movedim(axis, 0).reshape(labels[0].shape[axis], -1)
         runs, lengths = torch.unique_consecutive(lines[:, 0], return_counts=True)
         parts: list[tuple[str, int]] = []
-        for number, length in zip(
-            runs.tolist(),
-            lengths.tolist(),
-            strict=True,
-        ):
+        for number, length in zip(runs.tolist(), lengths.tolist(), strict=True):
             parts.append((self._name(number), length))
-        return Origins(
-            sources,
-            constants,
-            axis,
-            tuple(parts),
-        )
+        return Origins(sources, constants, axis, tuple(parts))
 
     def _name(self, label: int) -> str:
         """Return the node that a label stands for, "" for constants."""
         return self.graph.nodes[label - 1].name if label > _ZERO else ""
 
-    def _without_labels(
-        self,
-        node: Node,
-        reads: tuple[str, ...],
-    ) -> Origins:
+    def _without_labels(self, node: Node, reads: tuple[str, ...]) -> Origins:
         """Return the origins of a node that may contain values of all that it reads."""
         labels: set[int] = set()
         for name in reads:
@@ -157,12 +138,7 @@ class _OriginWalk:
         source = self.graph.source(node)
         known = None if source is None else self.origins.get(source.name)
         if known is not None and (node.row.rectifies or node.row.axes is SAME):
-            return Origins(
-                names,
-                constants,
-                known.axis,
-                known.parts,
-            )
+            return Origins(names, constants, known.axis, known.parts)
         axis = self._joining_axis(node, reads)
         parts: list[tuple[str, int]] = []
         if axis is None:
@@ -179,11 +155,7 @@ class _OriginWalk:
                 return Origins(names, constants)
         return Origins(names, constants, axis, tuple(parts))
 
-    def _joining_axis(
-        self,
-        node: Node,
-        reads: tuple[str, ...],
-    ) -> int | None:
+    def _joining_axis(self, node: Node, reads: tuple[str, ...]) -> int | None:
         """Return the axis along which a join puts what it reads one after the other, None if
         there is no such axis.
         """
@@ -215,10 +187,7 @@ class _SourceLabels:
         self.values = meta_values(graph)
         self.known: dict[str, Any] = {}
 
-    def of(
-        self,
-        node: Node,
-    ) -> list[Tensor] | None:
+    def of(self, node: Node) -> list[Tensor] | None:
         """Return the labels of each result of a node, None if they are not known."""
         try:
             labels = self._moved(node)
@@ -260,11 +229,7 @@ class _SourceLabels:
             arguments["value"] = _CONSTANT
         return call(node.target, arguments | labels)
 
-    def _blended(
-        self,
-        node: Node,
-        labels: Tensor,
-    ) -> Any:
+    def _blended(self, node: Node, labels: Tensor) -> Any:
         """Return the labels after windows, resizing or padding with zeros; None if labels
         change along the axes that these are on.
         """
@@ -275,14 +240,7 @@ class _SourceLabels:
         is_one = isinstance(value, Tensor)
         shape = value.shape if is_one else value[0].shape
         arguments = {next(iter(node.inputs)): compress_labels(labels)}
-        blended = rule.labels(
-            LabelledCall(
-                arguments,
-                node.attrs,
-                shape,
-                lambda: None,
-            )
-        )
+        blended = rule.labels(LabelledCall(arguments, node.attrs, shape, lambda: None))
         if blended is None or blended.shape != shape:
             return None
         return blended if is_one else [blended]
@@ -293,11 +251,7 @@ class _SourceLabels:
         """
         if name not in self.known:
             label = _leaf_label(self.graph, name)
-            return torch.full(
-                (),
-                label,
-                dtype=torch.int16,
-            ).expand(self.values[name].shape)
+            return torch.full((), label, dtype=torch.int16).expand(self.values[name].shape)
         if self.known[name] is None:
             raise ValueError(f"the labels of {name} are not known")
         return self.known[name]
@@ -319,10 +273,7 @@ class _SourceLabels:
         return run_node(node, self._constant)
 
 
-def _leaf_label(
-    graph: Graph,
-    name: str,
-) -> int:
+def _leaf_label(graph: Graph, name: str) -> int:
     """Return the label of a value that no join made."""
     node = graph.by_name[maker(graph, name)]
     if node.row.kind != "structural" or node.op in _NO_CONSTANTS:

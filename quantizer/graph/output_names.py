@@ -18,10 +18,7 @@ OTHERS = "others"
 """The name of the parts of an output beyond those that have names."""
 
 
-def leaf_names(
-    value: Any,
-    prefix: str = "",
-) -> tuple[str, ...]:
+def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
     """Return a name for each leaf of a nested output: keys, fields, else numbers, joined by
     dots.
 
@@ -73,11 +70,7 @@ def _items(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return _named_items(value)
     if isinstance(value, (list, tuple)):
-        keys = getattr(
-            value,
-            "_fields",
-            range(len(value)),
-        )
+        keys = getattr(value, "_fields", range(len(value)))
         return list(zip(map(str, keys), value, strict=True))
     return None
 
@@ -150,10 +143,7 @@ def unique_names(makers: Sequence[Node | None]) -> list[str]:
             levels[choice] += 1
 
 
-def unused_names(
-    names: Sequence[str],
-    taken: Collection[str],
-) -> list[str]:
+def unused_names(names: Sequence[str], taken: Collection[str]) -> list[str]:
     """Return the names, with a number after each that is taken or repeated.
 
     >>> unused_names(["0.head", "0.head"], {"0"})
@@ -179,11 +169,7 @@ def output_leaves(graph: Graph) -> list[tuple[str, str]]:
     if len(names) != len(leaves):
         names = leaf_names(graph.output)
     tensors: list[tuple[str, str]] = []
-    for name, leaf in zip(
-        names,
-        leaves,
-        strict=True,
-    ):
+    for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, Ref) and graph.by_name[leaf.name].shape is not None:
             tensors.append((name, leaf.name))
     return tensors

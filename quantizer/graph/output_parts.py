@@ -198,11 +198,7 @@ class _Group:
     place: PartRange | None
 
 
-def _with_parts(
-    provenance: Provenance,
-    output: Output,
-    taken: set[str],
-) -> Output:
+def _with_parts(provenance: Provenance, output: Output, taken: set[str]) -> Output:
     """Return an output with its parts, itself if there is one part.
 
     If all parts are along one axis, that is its `channel_axis`.
@@ -243,10 +239,7 @@ def _with_parts(
     return replace(output, parts=parts, labels=part_labels, channel_axis=axis)
 
 
-def _in_order(
-    makers: Mapping[int, str],
-    places: Mapping[int, PartRange | None],
-) -> list[int]:
+def _in_order(makers: Mapping[int, str], places: Mapping[int, PartRange | None]) -> list[int]:
     """Return the labels that an output has by where they begin; those without a range keep
     their order behind the others.
     """
@@ -265,9 +258,7 @@ def _fills(node: Node) -> bool:
 
 
 def _pooled(
-    provenance: Provenance,
-    makers: Mapping[int, str],
-    places: Mapping[int, PartRange | None],
+    provenance: Provenance, makers: Mapping[int, str], places: Mapping[int, PartRange | None]
 ) -> list[_Group]:
     """Return a group for each label, or for each layer if there are more than `MAX_PARTS`
     labels. The last group contains all that are left.
@@ -353,10 +344,7 @@ def _places(
     return places
 
 
-def _shapes(
-    graph: Graph,
-    replay: Replay,
-) -> dict[str, torch.Size] | None:
+def _shapes(graph: Graph, replay: Replay) -> dict[str, torch.Size] | None:
     """Return the shapes that a replay needs and that of its end, None if the graph does not
     know one of them.
     """
@@ -369,10 +357,7 @@ def _shapes(
     return shapes
 
 
-def _range(
-    is_part: Tensor,
-    axes: Sequence[int],
-) -> PartRange | None:
+def _range(is_part: Tensor, axes: Sequence[int]) -> PartRange | None:
     """Return the range of one of these axes that is exactly where a mask is true."""
     for axis in axes:
         rows = is_part.movedim(axis, 0).reshape(is_part.shape[axis], -1)
@@ -428,10 +413,7 @@ def _channel_axis(provenance: Provenance, output: Output) -> tuple[int | None, b
     return axes[0], shapes[output.node][axes[0]] == shape[channels]
 
 
-def parts_named_as(
-    graph: Graph,
-    original: Graph,
-) -> tuple[Output, ...]:
+def parts_named_as(graph: Graph, original: Graph) -> tuple[Output, ...]:
     """Return the outputs of a graph that passes have made of `original`, with the names that
     this gives them.
 

@@ -18,10 +18,7 @@ LEAST_BYTES_OF_VIEW = 1 << 16
 """The bytes from which a matrix counts as large."""
 
 
-def replace_parameters(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-) -> None:
+def replace_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put tensors in the place of a module's parameters, also where these are shared."""
     replacements: dict[int, nn.Parameter] = {}
     for name, tensor in tensors.items():
@@ -33,11 +30,7 @@ def replace_parameters(
                 part._parameters[name] = replacements[id(parameter)]
 
 
-def set_parameter(
-    module: nn.Module,
-    name: str,
-    value: Tensor,
-) -> None:
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     """Give a module another parameter, on the device of the one before.
 
     A deferred tensor on that device stays deferred.
@@ -122,9 +115,4 @@ def _is_large_matrix(tensor: Tensor) -> bool:
 
 def _view(tensor: Tensor) -> DeferredTensor:
     """Return a deferred tensor that loads as this one."""
-    return DeferredTensor(
-        tensor.shape,
-        tensor.dtype,
-        lambda: tensor,
-        stride=tensor.stride(),
-    )
+    return DeferredTensor(tensor.shape, tensor.dtype, lambda: tensor, stride=tensor.stride())

@@ -36,10 +36,7 @@ def _leave_mark(_module: nn.Module, _args: Any, output: Any) -> Any:
     return torch.ops.aten.alias.default(output)
 
 
-def takes_whole_length(
-    node: fx.Node,
-    sizes: Mapping[Any, int],
-) -> bool:
+def takes_whole_length(node: fx.Node, sizes: Mapping[Any, int]) -> bool:
     """Return whether the node slices nothing off a length.
 
     Along a fixed size, torch drops such a slice.

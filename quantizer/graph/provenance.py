@@ -31,10 +31,7 @@ class Provenance:
         written = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
         return len(written) > 1 or len(moved_operands(node)) > 1
 
-    def carrier(
-        self,
-        node: Node,
-    ) -> str | None:
+    def carrier(self, node: Node) -> str | None:
         """Return the operand whose parts a pointwise operator keeps: the first that has some,
         else the first.
         """
@@ -52,10 +49,7 @@ class Provenance:
         operand = self.before(node)
         return operand is not None and self.joined[operand]
 
-    def before(
-        self,
-        node: Node,
-    ) -> str | None:
+    def before(self, node: Node) -> str | None:
         """Return the node whose values another one moves, or uses element by element."""
         carrier = self.carrier(node)
         if carrier is not None:
@@ -67,10 +61,7 @@ class Provenance:
             return None  # values decide what is moved
         return moved[0] if moved else None
 
-    def sources(
-        self,
-        end: str,
-    ) -> tuple[list[str], dict[str, str]]:
+    def sources(self, end: str) -> tuple[list[str], dict[str, str]]:
         """Return the nodes that make the parts of a value, and the operand that each pointwise
         operator keeps.
         """

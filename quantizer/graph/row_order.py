@@ -22,13 +22,7 @@ from quantizer.graph.axis_rules import (
     REDUCED,
 )
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.label_replay import (
-    UNWRITTEN,
-    Replay,
-    Seen,
-    is_pointwise,
-    moved_operands,
-)
+from quantizer.graph.label_replay import UNWRITTEN, Replay, Seen, is_pointwise, moved_operands
 from quantizer.graph.labels import filled_labels
 
 _PRODUCTS = (MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, ATTENTION)
@@ -73,11 +67,7 @@ class RowOrder:
         earlier = frozenset[str]() if self.before is None else self.before.watched
         return self.replay.shaped | self.kept | {self.operand} | earlier
 
-    def rows(
-        self,
-        seen: Seen,
-        shape: torch.Size,
-    ) -> Tensor:
+    def rows(self, seen: Seen, shape: torch.Size) -> Tensor:
         """Return for each value of the output the number of its row; -1 for values in no row.
 
         Rows have numbers in the order in which the operator's results are in memory. The nodes
@@ -112,10 +102,7 @@ class RowOrder:
         """
         return self._places(seen)[0]
 
-    def _places(
-        self,
-        seen: Seen,
-    ) -> tuple[Tensor, int]:
+    def _places(self, seen: Seen) -> tuple[Tensor, int]:
         """Return the numbers of `places`, and the first number above all that are possible.
 
         If another operator ordered the operand before, a value's number follows from its row
@@ -146,11 +133,7 @@ class RowOrder:
         return places, end + len(outside)
 
 
-def _unique_places(
-    indices: Tensor,
-    axis: int,
-    length: int,
-) -> Tensor:
+def _unique_places(indices: Tensor, axis: int, length: int) -> Tensor:
     """Return indices along an axis, plus `length` times the number of their line, so that they
     differ between lines. A line is all that differs in this axis only.
     """
@@ -160,10 +143,7 @@ def _unique_places(
     return indices + line_numbers * length
 
 
-def places_of_rows(
-    rows: Tensor,
-    count: int,
-) -> tuple[Tensor, Tensor] | None:
+def places_of_rows(rows: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
     """Return the places of each row's values, [rows, values], and those of values in no row.
 
     Return None if rows have different numbers of values.
@@ -183,19 +163,12 @@ def places_of_rows(
     return order[outside_count:].view(count, -1), order[:outside_count]
 
 
-def row_order(
-    graph: Graph,
-    end: str,
-) -> RowOrder | None:
+def row_order(graph: Graph, end: str) -> RowOrder | None:
     """Return the operator that orders the rows of a node's value; None if none does."""
     return _row_order(graph, end, _orders(graph))
 
 
-def _row_order(
-    graph: Graph,
-    end: str,
-    orders: _Orders,
-) -> RowOrder | None:
+def _row_order(graph: Graph, end: str, orders: _Orders) -> RowOrder | None:
     """Return the operator that orders the rows of the value of `end`.
 
     Walk from `end` back to that operator, along operands whose rows it has ordered as well.
@@ -232,13 +205,7 @@ def _row_order(
         node=operator_name,
         axis=axis,
         operand=operand,
-        replay=Replay(
-            graph,
-            end,
-            [operator_name, *unordered],
-            carriers,
-            spread=_spread,
-        ),
+        replay=Replay(graph, end, [operator_name, *unordered], carriers, spread=_spread),
         is_pair=operator.shape is None,
         unordered=tuple(unordered),
         before=_row_order(graph, operand, orders),
@@ -253,12 +220,7 @@ def _ordered_operand(operator: Node) -> str:
     return scores[0] if scores else next(iter(operator.refs()))
 
 
-def _carrier(
-    graph: Graph,
-    node: Node,
-    ordered: list[str],
-    reduced: Collection[str],
-) -> str:
+def _carrier(graph: Graph, node: Node, ordered: list[str], reduced: Collection[str]) -> str:
     """Return the operand whose rows a node keeps, preferably one that is neither reduced nor
     expanded.
     """
@@ -327,10 +289,7 @@ def _indices(node: Node) -> list[str]:
     return []
 
 
-def _row_operands(
-    graph: Graph,
-    node: Node,
-) -> Iterator[str]:
+def _row_operands(graph: Graph, node: Node) -> Iterator[str]:
     """Yield the operands whose rows are in the same order as those of the node's output."""
     if _indices(node):
         yield from _indices(node)
@@ -346,11 +305,7 @@ def _row_operands(
             yield source.name
 
 
-def _spread(
-    node: Node,
-    labels: Tensor,
-    shape: torch.Size,
-) -> Tensor:
+def _spread(node: Node, labels: Tensor, shape: torch.Size) -> Tensor:
     """Return the row numbers of a node's output.
 
     Args:
@@ -390,10 +345,7 @@ def _along_last(labels: Tensor) -> Tensor:
     return first
 
 
-def _reduced(
-    node: Node,
-    labels: Tensor,
-) -> Tensor:
+def _reduced(node: Node, labels: Tensor) -> Tensor:
     """Return the labels after a reduction.
 
     Raises:
@@ -420,11 +372,7 @@ def _leading(indices: Iterable[object]) -> int:
     return count
 
 
-def matched_rows(
-    reference: Tensor,
-    other: Tensor,
-    axis: int,
-) -> Tensor:
+def matched_rows(reference: Tensor, other: Tensor, axis: int) -> Tensor:
     """Return for each row of `reference` the number of the row of `other` that came from the
     same place; -1 if there is none.
 

@@ -17,11 +17,7 @@ from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.lengths import Length
 from quantizer.graph.output_names import leaf_names, plain_output
 
-_NAMED_IN_TORCH = (
-    torch.dtype,
-    torch.layout,
-    torch.memory_format,
-)
+_NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 _CPU = torch.device("cpu")
 
@@ -104,10 +100,7 @@ def as_floats(tensor: Tensor) -> Tensor:
     return torch.view_as_real(resolved).contiguous()
 
 
-def constants_of_code(
-    module: nn.Module,
-    tensors: Mapping[str, Tensor],
-) -> tuple[str, ...]:
+def constants_of_code(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the paths of tensors that only the code of the module holds."""
     paths: list[str] = []
     for path, tensor in tensors.items():
@@ -133,9 +126,7 @@ def with_output(graph: Graph, leaves: list[Any], structure: Any) -> Graph:
 
     returned = pytree.tree_unflatten(leaves, structure)
     return graph.replaced(
-        output=plain_output(returned),
-        output_names=leaf_names(returned),
-        rebuild=rebuild,
+        output=plain_output(returned), output_names=leaf_names(returned), rebuild=rebuild
     )
 
 
@@ -153,10 +144,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     """
     tensors: dict[str, Any] = {}
     for path, tensor in graph.tensors.items():
-        tensors[path] = {
-            "shape": list(tensor.shape),
-            "dtype": _name_in_torch(tensor.dtype),
-        }
+        tensors[path] = {"shape": list(tensor.shape), "dtype": _name_in_torch(tensor.dtype)}
     # A calibration on a GPU leaves the same file.
     graph = _moved(graph, _CPU)
     leaves = _leaves(graph.output)

@@ -134,11 +134,7 @@ def _containers(graph: Graph) -> list[str]:
     return sorted(sizes, key=sizes.__getitem__, reverse=True)
 
 
-def blocks_of(
-    graph: Graph,
-    container: str,
-    least: int = 1,
-) -> tuple[ModuleBlock, ...]:
+def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock, ...]:
     """Return the runs of nodes of a container's children in execution order.
 
     Args:
@@ -157,13 +153,7 @@ def blocks_of(
     blocks: list[ModuleBlock] = []
     for child, run in runs.items():
         if layers[child] >= least:
-            blocks.append(
-                ModuleBlock(
-                    prefix + child,
-                    run[0],
-                    run[-1] + 1,
-                )
-            )
+            blocks.append(ModuleBlock(prefix + child, run[0], run[-1] + 1))
     return tuple(blocks)
 
 

@@ -66,10 +66,7 @@ def takes_self(function: Callable[..., Any]) -> bool:
     return any(argument.name == "self" for argument in schema.arguments)
 
 
-def call(
-    target: str,
-    arguments: Mapping[str, Any],
-) -> Any:
+def call(target: str, arguments: Mapping[str, Any]) -> Any:
     """Run an operator on arguments by our names."""
     function = resolve_target(target)
     if not hasattr(function, "_schema"):
@@ -114,10 +111,7 @@ def functional(target: str) -> str:
     return f"aten.{twin}.{[*same, *names][0]}"
 
 
-def refine(
-    op: str,
-    arguments: Mapping[str, Any],
-) -> str:
+def refine(op: str, arguments: Mapping[str, Any]) -> str:
     """Return "relu6" for a hardtanh between 0 and 6, as torch traces ReLU6; else `op`."""
     if op == "hardtanh" and arguments.get("min_val") == 0 and arguments.get("max_val") == 6:
         return "relu6"
@@ -135,14 +129,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     if schema:
         names = [argument.name for argument in schema.arguments]
     arguments: dict[str, Any] = {}
-    for name, value in (
-        *zip(
-            names,
-            node.args,
-            strict=False,
-        ),
-        *node.kwargs.items(),
-    ):
+    for name, value in (*zip(names, node.args, strict=False), *node.kwargs.items()):
         arguments["input" if name == "self" else name] = value
     return arguments
 

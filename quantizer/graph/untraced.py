@@ -41,10 +41,7 @@ def untraced_part(model: nn.Module, graph: Graph) -> Untraced:
     return Untraced(size, reasons)
 
 
-def _traced_ids(
-    model: nn.Module,
-    graph: Graph,
-) -> set[int]:
+def _traced_ids(model: nn.Module, graph: Graph) -> set[int]:
     """Return the ids of the parameters that a node reads, by any of their paths."""
     traced_paths: set[str] = set()
     for node in graph.nodes:

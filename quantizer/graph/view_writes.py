@@ -60,11 +60,7 @@ class ViewWrites:
         is_known: whether `rewrite` can replace all writes.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        owned: Container[fx.Node],
-    ) -> None:
+    def __init__(self, graph: fx.Graph, owned: Container[fx.Node]) -> None:
         self.graph = graph
         self.written: set[fx.Node] = set()
         self.is_known = True
@@ -74,10 +70,7 @@ class ViewWrites:
         self._views: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
         self._find(owned)
 
-    def _find(
-        self,
-        owned: Container[fx.Node],
-    ) -> None:
+    def _find(self, owned: Container[fx.Node]) -> None:
         """Find the tensors that are written, and whether each write is known."""
         viewed: set[fx.Node] = set()
         copied: set[fx.Node] = set()
@@ -100,19 +93,13 @@ class ViewWrites:
                     copied.add(owner)
         self.is_known = self.written.isdisjoint(unknown)
 
-    def _owner(
-        self,
-        node: fx.Node,
-    ) -> fx.Node:
+    def _owner(self, node: fx.Node) -> fx.Node:
         """Return the tensor whose memory a view has."""
         while node in self._sources:
             node = self._sources[node]
         return node
 
-    def _is_known_write(
-        self,
-        node: fx.Node,
-    ) -> bool:
+    def _is_known_write(self, node: fx.Node) -> bool:
         """Return whether a write has a twin that computes the same dtype, and goes to a view
         whose values can be written back.
         """
@@ -151,20 +138,14 @@ class ViewWrites:
         for node in reversed(writes):
             self.graph.erase_node(node)
 
-    def _read_current(
-        self,
-        node: fx.Node,
-    ) -> None:
+    def _read_current(self, node: fx.Node) -> None:
         """Make a node read the values of this moment."""
         for source in node.all_input_nodes:
             current = self._current(source)
             if current is not source:
                 node.replace_input_with(source, current)
 
-    def _current(
-        self,
-        node: fx.Node,
-    ) -> fx.Node:
+    def _current(self, node: fx.Node) -> fx.Node:
         """Return the node that has now the value of a tensor or a view."""
         owner = self._owner(node)
         if owner not in self.written:
@@ -176,34 +157,19 @@ class ViewWrites:
         if node not in views:
             source = self._sources[node]
             views[node] = self._call(
-                node.target,
-                (self._current(source), *node.args[1:]),
-                node.kwargs,
-                node.meta,
+                node.target, (self._current(source), *node.args[1:]), node.kwargs, node.meta
             )
         return views[node]
 
-    def _without_writes(
-        self,
-        node: fx.Node,
-    ) -> fx.Node:
+    def _without_writes(self, node: fx.Node) -> fx.Node:
         """Return the tensor or the view that a write has returned."""
         while is_inplace(node):
             node = self._sources[node]
         return node
 
-    def _write(
-        self,
-        node: fx.Node,
-        owner: fx.Node,
-    ) -> None:
+    def _write(self, node: fx.Node, owner: fx.Node) -> None:
         """Insert what computes the new value of a tensor."""
-        value = self._call(
-            _twin(node),
-            node.args,
-            node.kwargs,
-            node.meta,
-        )
+        value = self._call(_twin(node), node.args, node.kwargs, node.meta)
         views: dict[fx.Node, fx.Node] = {}
         view = self._without_writes(node)
         while view is not owner:
@@ -227,11 +193,7 @@ class ViewWrites:
         meta: Mapping[str, Any],
     ) -> fx.Node:
         """Insert a call."""
-        node = self.graph.call_function(
-            target,
-            args,
-            dict(kwargs),
-        )
+        node = self.graph.call_function(target, args, dict(kwargs))
         node.meta = dict(meta)
         return node
 
@@ -315,9 +277,7 @@ def _has_twin(node: fx.Node) -> bool:
     if twin is None or targets.is_copy(name):
         return twin is not None
     args, kwargs = pytree.tree_map_only(
-        fx.Node,
-        lambda argument: argument.meta["val"],
-        (node.args, node.kwargs),
+        fx.Node, lambda argument: argument.meta["val"], (node.args, node.kwargs)
     )
     with torch.no_grad():
         result: Any = twin(*args, **kwargs)

@@ -28,9 +28,7 @@ processor's cache, and one call computes the scales of several blocks.
 
 
 def dynamic_qparams(
-    x: Tensor,
-    spec: QuantizationSpec,
-    tensor_scale: Tensor | None = None,
+    x: Tensor, spec: QuantizationSpec, tensor_scale: Tensor | None = None
 ) -> QParams:
     """Return scale and zero point for the least and greatest values of `x`.
 
@@ -81,10 +79,7 @@ def _qparams(low: Tensor, high: Tensor, code_range: CodeRange) -> QParams:
 
 
 def _local_qparams(
-    low: Tensor,
-    high: Tensor,
-    code_range: CodeRange,
-    tensor_scale: Tensor,
+    low: Tensor, high: Tensor, code_range: CodeRange, tensor_scale: Tensor
 ) -> QParams:
     """Return scale and zero point of groups whose tensor has a calibrated scale.
 
@@ -138,12 +133,7 @@ def quantize_each_row(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) ->
         # Without a conversion, the values go straight to the output
         target = wide if inplace or out.dtype != work else out_part
         fill(
-            target,
-            wide,
-            kernel,
-            scale=qparams.scale,
-            zero_point=qparams.zero_point,
-            ch_axis=0,
+            target, wide, kernel, scale=qparams.scale, zero_point=qparams.zero_point, ch_axis=0
         )
         if out.dtype != work:
             out_part.copy_(wide)
@@ -151,11 +141,7 @@ def quantize_each_row(rows: Tensor, spec: QuantizationSpec, *, inplace: bool) ->
     return out
 
 
-def quantize_once(
-    x: Tensor,
-    spec: QuantizationSpec,
-    quantize: Callable[[], Tensor],
-) -> Tensor:
+def quantize_once(x: Tensor, spec: QuantizationSpec, quantize: Callable[[], Tensor]) -> Tensor:
     """Return the result of `quantize()`, the quantized `x`, from a cache if it is there.
 
     Modules that read one value with one spec, such as query, key and value projections, share

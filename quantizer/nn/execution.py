@@ -47,11 +47,7 @@ class Execution:
         inputs: its inputs for the batch, in order.
     """
 
-    def __init__(
-        self,
-        network: Runnable,
-        inputs: Sequence[Any],
-    ) -> None:
+    def __init__(self, network: Runnable, inputs: Sequence[Any]) -> None:
         names = [node.name for node in network.graph.nodes if node.op == "input"]
         self.network = network
         self.position = 0
@@ -66,10 +62,7 @@ class Execution:
                 other.values[name] = other.values[name].clone()
         return other
 
-    def step(
-        self,
-        watch: Watchers = NO_WATCHERS,
-    ) -> tuple[str, Any]:
+    def step(self, watch: Watchers = NO_WATCHERS) -> tuple[str, Any]:
         """Run the next node, show its value to its watcher, and return its name and value."""
         node = self.network.graph.nodes[self.position]
         value = self.network.run_node(node, self.values)
@@ -93,11 +86,7 @@ class Execution:
         while self.position < len(self.network.graph.nodes):
             yield self.step()
 
-    def advance(
-        self,
-        stop: int | None = None,
-        watch: Watchers = NO_WATCHERS,
-    ) -> Execution:
+    def advance(self, stop: int | None = None, watch: Watchers = NO_WATCHERS) -> Execution:
         """Run the nodes before index `stop`, by default all that remain, and return self."""
         if stop is None:
             stop = len(self.network.graph.nodes)
@@ -142,10 +131,7 @@ def float_leaves(output: Any) -> list[Tensor]:
     return tensors
 
 
-def layer_arguments(
-    node: Node,
-    values: Mapping[str, Any],
-) -> dict[str, Any]:
+def layer_arguments(node: Node, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a node's layer.
 
     Nothing may keep the dict, as it would keep the values alive.

@@ -104,11 +104,7 @@ class Function(Layer):
         if self._target == _TOPK:
             self._bind(resolve_target(_TOPK))
 
-    def forward(
-        self,
-        *args: Any,
-        **inputs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **inputs: Any) -> Any:
         """Call the operator with its constants and parameters, between quantizers."""
         if not self._any_layout:
             args = channels_first(args)
@@ -159,11 +155,7 @@ class Constant(Layer):
 
     weight: Tensor
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         value = torch.empty(tuple(shape), dtype=dtype)
         self.register_parameter("weight", nn.Parameter(value, requires_grad=False))

@@ -36,11 +36,7 @@ class InPlace(Layer):
     quantized_path = ""
     rectifies_output = False
 
-    def forward(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward between its quantizers.
 
         Raises:
@@ -205,9 +201,7 @@ def add_bias(module: nn.Module, value: Tensor) -> None:
 
 
 def on_first(
-    function: Callable[[Tensor], Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    function: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Call:
     """Apply `function` to the first argument of a call if that is a floating-point tensor or a
     packed sequence, and return all arguments.
@@ -258,10 +252,7 @@ class ModuleTree:
         self.reached: set[str] = set()
 
     def observe(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        watch: Mapping[str, Watcher],
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Mapping[str, Watcher]
     ) -> Any:
         """Run the model, show each watched node's value to its watcher, and return the output.
 

@@ -16,19 +16,11 @@ class Layer(nn.Module):
     Parameters are quantized once, by `attach`, and activations at every call, by `finish`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.quantizers = nn.ModuleDict()
 
-    def attach(
-        self,
-        role: str,
-        quantizer: TensorQuantizer,
-    ) -> None:
+    def attach(self, role: str, quantizer: TensorQuantizer) -> None:
         """Put a quantizer in a role. One of a parameter quantizes it at once."""
         self.quantizers[role] = quantizer
         if is_parameter(role):
@@ -62,11 +54,7 @@ class Layer(nn.Module):
             return value
         return self.quantizers["input"](value)
 
-    def quantize_inputs(
-        self,
-        args: tuple[Any, ...],
-        inputs: dict[str, Any],
-    ) -> Call:
+    def quantize_inputs(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> Call:
         """Return the inputs, those quantized that have a quantizer."""
         values = [*args, *inputs.values()]
         for index, value in enumerate(values):

@@ -130,9 +130,7 @@ def _channels_first(network: nn.Module, args: Any, output: Any) -> Any:
 
 
 def quantized_tensor(
-    entry: Mapping[str, Any],
-    role: str,
-    stored: Mapping[str, Tensor],
+    entry: Mapping[str, Any], role: str, stored: Mapping[str, Tensor]
 ) -> QuantizedTensor:
     """Return a tensor of quant_info.json. `stored` has the content of WEIGHTS and GROUP_SCALES:
     parameters or their codes, and scales of groups.
@@ -187,11 +185,7 @@ def unpacked_codes(stored: Tensor, spec: QuantizationSpec, shape: Sequence[int])
 
 
 def attach_quantizer(
-    layer: Layer,
-    role: str,
-    tensor: QuantizedTensor,
-    *,
-    inplace: bool,
+    layer: Layer, role: str, tensor: QuantizedTensor, *, inplace: bool
 ) -> None:
     """Give a layer the quantizer of a tensor. A parameter is quantized at once, unless its
     value already is that of its codes.

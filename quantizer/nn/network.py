@@ -54,11 +54,7 @@ class Network(nn.Module):
             self._next_weighted = dict(pairwise(weighted))
         self.eval()
 
-    def forward(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the traced model, in the type of its outputs."""
         if self.recorded is not None:
             inputs = self.inputs(args, kwargs)
@@ -66,20 +62,11 @@ class Network(nn.Module):
                 return output
         return self.observe(args, kwargs, {})
 
-    def observe(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        watch: Watchers,
-    ) -> Any:
+    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
         """Run, show each watched node's value to its watcher, and return the output."""
         return self.start(args, kwargs).advance(watch=watch).output()
 
-    def start(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Execution:
+    def start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Execution:
         """Return an execution of this call, before its first node.
 
         Raises:
@@ -87,11 +74,7 @@ class Network(nn.Module):
         """
         return Execution(self, self.inputs(args, kwargs))
 
-    def run_node(
-        self,
-        node: Node,
-        values: Mapping[str, Any],
-    ) -> Any:
+    def run_node(self, node: Node, values: Mapping[str, Any]) -> Any:
         """Run the node's layer on the values that it reads.
 
         Raises:
@@ -108,11 +91,7 @@ class Network(nn.Module):
                 help="check shapes, dtypes and values of the data",
             ) from error
 
-    def inputs(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> list[Any]:
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the network's inputs in a call.
 
         Raises:
@@ -141,11 +120,7 @@ def build_layer(graph: Graph, node: Node) -> Layer:
     return layer.eval()
 
 
-def inputs_of(
-    graph: Graph,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> list[Any]:
+def inputs_of(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the inputs of a graph in a call.
 
     Raises:
@@ -182,10 +157,7 @@ def inputs_of(
 
 
 def _argument(
-    node: Node,
-    path: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    node: Node, path: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the argument of a call for an input node.
 
@@ -222,11 +194,7 @@ def _names_of_lengths(graph: Graph) -> dict[int, dict[int, str]]:
     return names
 
 
-def _check_input(
-    node: Node,
-    value: Any,
-    lengths: Mapping[int, str],
-) -> None:
+def _check_input(node: Node, value: Any, lengths: Mapping[int, str]) -> None:
     """Raise `DataError` if shape and dtype are not as traced, except for the batch and
     `lengths` (names by axis). A number is part of the program, so it must be the traced one.
 

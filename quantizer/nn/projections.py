@@ -27,11 +27,5 @@ def spend_warning() -> None:
     # The weights are random, and the user's generator must not change
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         warnings.filterwarnings("ignore", message=_MESSAGE)
-        layer = nn.LSTM(
-            1,
-            2,
-            proj_size=1,
-            device="cpu",
-            dtype=torch.float32,
-        )
+        layer = nn.LSTM(1, 2, proj_size=1, device="cpu", dtype=torch.float32)
         layer(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))

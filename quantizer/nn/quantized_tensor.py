@@ -33,12 +33,7 @@ class QuantizedTensor:
     def with_qparams(self, qparams: QParams) -> QuantizedTensor:
         """Return the same spec with another scale and zero point, on the CPU, without codes."""
         scale = qparams.scale.cpu()
-        return replace(
-            self,
-            scale=scale,
-            zero_point=qparams.zero_point.cpu(),
-            codes=None,
-        )
+        return replace(self, scale=scale, zero_point=qparams.zero_point.cpu(), codes=None)
 
     def encoded(self, value: Tensor) -> QuantizedTensor:
         """Return it with the codes of a parameter that was quantized with this scale and zero
@@ -62,13 +57,7 @@ class QuantizedTensor:
         """
         if self.codes is None:
             raise ValueError("Only a parameter that was encoded has codes.")
-        return decode(
-            self.codes,
-            self.spec,
-            self.scale,
-            self.zero_point,
-            dtype=self.dtype,
-        )
+        return decode(self.codes, self.spec, self.scale, self.zero_point, dtype=self.dtype)
 
     def parameter(self) -> Tensor:
         """Return the values of the codes, deferred if the codes are.

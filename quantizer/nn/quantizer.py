@@ -54,12 +54,7 @@ class TensorQuantizer(nn.Module):
         self.register_buffer("zero_point", zero_point)
 
     @classmethod
-    def of(
-        cls,
-        tensor: QuantizedTensor,
-        *,
-        inplace: bool = False,
-    ) -> TensorQuantizer:
+    def of(cls, tensor: QuantizedTensor, *, inplace: bool = False) -> TensorQuantizer:
         """Return the quantizer of a tensor."""
         if not tensor.spec.has_stored_scale:
             return cls(tensor.spec, inplace=inplace)

@@ -30,11 +30,7 @@ class RecordedOutputs:
         self._outputs: dict[bytes, Any] = {}
         self._bytes_left = _MOST_BYTES
 
-    def record(
-        self,
-        digest: bytes | None,
-        output: Any,
-    ) -> None:
+    def record(self, digest: bytes | None, output: Any) -> None:
         """Keep an output, if there is room.
 
         Args:

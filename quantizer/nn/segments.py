@@ -75,10 +75,7 @@ def deferred_weights(networks: Sequence[Network]) -> list[DeferredTensor]:
     return weights
 
 
-def _deferred_weights(
-    networks: Sequence[Network],
-    node: Node,
-) -> list[DeferredTensor]:
+def _deferred_weights(networks: Sequence[Network], node: Node) -> list[DeferredTensor]:
     """Return the weights of a node's layers that are in files."""
     weights: list[DeferredTensor] = []
     for network in networks:
@@ -90,9 +87,7 @@ def _deferred_weights(
 
 
 def finish_together(
-    network: Network,
-    executions: list[Execution],
-    finished: Callable[[int, Execution], None],
+    network: Network, executions: list[Execution], finished: Callable[[int, Execution], None]
 ) -> None:
     """Run executions to the end, segment by segment.
 

@@ -123,9 +123,7 @@ class ExpertLinear(_Filled):
         return self.finish(output)
 
     def rows(
-        self,
-        ends: Tensor | None = None,
-        picks: Tensor | None = None,
+        self, ends: Tensor | None = None, picks: Tensor | None = None
     ) -> Sequence[slice | Tensor]:
         """Return the rows of the input that each expert multiplies.
 
@@ -220,11 +218,7 @@ class _Recurrent(_Filled, nn.RNNBase):
 class LSTM(_Recurrent, nn.LSTM):  # type: ignore[misc]  # torch's forward may go without a state
     """torch.nn.LSTM with quantizers."""
 
-    def __init__(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.proj_size:
             spend_warning()

@@ -33,9 +33,7 @@ SEARCHED = ("q4_k", "q5_k", "q6_k", "iq4_nl")
 
 
 def searched_scales(
-    rows: Tensor,
-    importance: Tensor | None,
-    searched: SearchedFormat,
+    rows: Tensor, importance: Tensor | None, searched: SearchedFormat
 ) -> tuple[Tensor, Tensor]:
     """Return the scales of groups and their minima, float32 [groups] each.
 
@@ -57,35 +55,19 @@ def searched_scales(
         importances = torch.split(importance, height)
     scales: list[Tensor] = []
     minima: list[Tensor] = []
-    for part, part_importance in zip(
-        parts,
-        importances,
-        strict=True,
-    ):
-        groups = _weighted(
-            part.float(),
-            part_importance,
-            searched,
-        )
+    for part, part_importance in zip(parts, importances, strict=True):
+        groups = _weighted(part.float(), part_importance, searched)
         best = _search_alone(groups)
         scale = rounded_factor(best.scale)
         if searched.layout is not None:
-            best = SuperBlockSearch(
-                groups,
-                best,
-                searched.layout,
-            ).searched()
+            best = SuperBlockSearch(groups, best, searched.layout).searched()
             scale = best.scale
         scales.append(scale.flatten())
         minima.append(best.minimum.flatten())
     return torch.cat(scales), torch.cat(minima)
 
 
-def _weighted(
-    x: Tensor,
-    importance: Tensor | None,
-    searched: SearchedFormat,
-) -> WeightedGroups:
+def _weighted(x: Tensor, importance: Tensor | None, searched: SearchedFormat) -> WeightedGroups:
     """Return groups with weights of about 1, which keeps float32 in its range.
 
     The error of a value counts by the root of its square plus the mean square of its group.

@@ -59,11 +59,7 @@ def flatten_memory(x: Tensor) -> Tensor:
     return x.reshape(-1) if flat is None else flat
 
 
-def along_axis(
-    values: Tensor,
-    x: Tensor,
-    ch_axis: int | None,
-) -> Tensor:
+def along_axis(values: Tensor, x: Tensor, ch_axis: int | None) -> Tensor:
     """Return `values`, one for each index of `ch_axis`, in a shape that broadcasts against `x`.
 
     With `ch_axis` None there is one value for all of `x`.
@@ -113,13 +109,7 @@ def fill(
             f"{tuple(zero_point.shape)}."
         )
     exact = x.is_cpu and _has_exact_inverse(scale)
-    for source, target, step, zero in blocks(
-        x,
-        out,
-        scale,
-        zero_point,
-        ch_axis=ch_axis,
-    ):
+    for source, target, step, zero in blocks(x, out, scale, zero_point, ch_axis=ch_axis):
         if exact:
             torch.mul(source, step.reciprocal(), out=target)
         else:
@@ -175,12 +165,7 @@ def scratch(x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
 
 
 def blocks(
-    x: Tensor,
-    twin: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    *,
-    ch_axis: int | None,
+    x: Tensor, twin: Tensor, scale: Tensor, zero_point: Tensor, *, ch_axis: int | None
 ) -> Iterator[Block]:
     """Yield views of about BLOCK_SIZE values (GPU_BLOCK_SIZE on a GPU) that cover `x`, each
     with the same view of `twin`, its scale and its zero point.
@@ -207,24 +192,11 @@ def blocks(
         for part, twin_part in zip(reversed(parts), reversed(twin_parts), strict=True):
             yield part, twin_part, scale, zero
     else:
-        yield from _channel_blocks(
-            x,
-            twin,
-            scale,
-            zero,
-            ch_axis=ch_axis,
-            size=size,
-        )
+        yield from _channel_blocks(x, twin, scale, zero, ch_axis=ch_axis, size=size)
 
 
 def _channel_blocks(
-    x: Tensor,
-    twin: Tensor,
-    scale: Tensor,
-    zero: int | Tensor,
-    *,
-    ch_axis: int,
-    size: int,
+    x: Tensor, twin: Tensor, scale: Tensor, zero: int | Tensor, *, ch_axis: int, size: int
 ) -> Iterator[Block]:
     """Yield blocks of about `size` values with a scale for each index of `ch_axis`."""
     order = memory_order(x)

@@ -41,12 +41,7 @@ class Spec(Protocol):
     def cut(self) -> tuple[str, int | None, int | None, int]: ...
 
 
-def encode(
-    value: Tensor,
-    spec: Spec,
-    scale: Tensor,
-    zero_point: Tensor,
-) -> Tensor | None:
+def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tensor | None:
     """Return the codes that `decode` turns into `value`, in its shape, or None if no codes give
     it back exactly.
 
@@ -71,13 +66,7 @@ def encode(
         kernel = integer_kernel(spec.quant_min, spec.quant_max, "half_even")
     rows = workspace(to_rows(value, spec.cut), work_dtype_of(spec, value.dtype))
     codes = torch.empty_like(rows, dtype=storage)
-    row_blocks = blocks(
-        rows,
-        codes,
-        scale.reshape(-1),
-        zero_point.reshape(-1),
-        ch_axis=0,
-    )
+    row_blocks = blocks(rows, codes, scale.reshape(-1), zero_point.reshape(-1), ch_axis=0)
     for x, part, step, zero in row_blocks:
         rounded = kernel(zero)(x / step)
         stored = rounded.mul_(factor) if factor else rounded.add_(zero)
@@ -89,10 +78,7 @@ def encode(
 
 
 def _encode_with_minimum(
-    value: Tensor,
-    spec: Spec,
-    scale: Tensor,
-    minimum: Tensor,
+    value: Tensor, spec: Spec, scale: Tensor, minimum: Tensor
 ) -> Tensor | None:
     rows = to_rows(value, spec.cut)
     codes = encode_with_minimum(rows, scale, minimum, spec.dtype)
@@ -124,11 +110,7 @@ def decode(
     return from_rows(rows, tuple(codes.shape), spec.cut).to(dtype).contiguous()
 
 
-def _unscaled(
-    codes: Tensor,
-    factor: float,
-    zero_point: int | Tensor,
-) -> Tensor:
+def _unscaled(codes: Tensor, factor: float, zero_point: int | Tensor) -> Tensor:
     """Replace floating-point `codes` by value / scale, and return them."""
     return codes.div_(factor) if factor else codes.sub_(zero_point)
 
@@ -142,10 +124,7 @@ def bits_of(spec: Spec) -> int:
     return spec.bit_width if spec.dtype == "int" else format_named(spec.dtype).bits
 
 
-def pack(
-    codes: Tensor,
-    spec: Spec,
-) -> Tensor:
+def pack(codes: Tensor, spec: Spec) -> Tensor:
     """Return codes as files store them. Codes of fewer than 8 bits become one stream of
     `pack_bits`.
     """
@@ -158,10 +137,7 @@ def pack(
     return pack_bits(flat + _offset(codes.dtype, bits), bits)
 
 
-def packed_shape(
-    shape: torch.Size,
-    spec: Spec,
-) -> torch.Size:
+def packed_shape(shape: torch.Size, spec: Spec) -> torch.Size:
     """Return the shape that `pack` gives codes of `shape`."""
     bits = bits_of(spec)
     if bits >= _BYTE:
@@ -169,11 +145,7 @@ def packed_shape(
     return torch.Size([-(-shape.numel() * bits // _BYTE)])
 
 
-def unpack(
-    stored: Tensor,
-    spec: Spec,
-    shape: torch.Size | tuple[int, ...],
-) -> Tensor:
+def unpack(stored: Tensor, spec: Spec, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """Return the codes of a tensor of `shape` that `pack` stored."""
     bits = bits_of(spec)
     if bits >= _BYTE:
@@ -186,10 +158,7 @@ def unpack(
     return (flat - _offset(dtype, bits)).view(dtype).view(shape)
 
 
-def pack_bits(
-    codes: Tensor,
-    bits: int,
-) -> Tensor:
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Return rows of codes as streams of bits, the first code in the lowest bits of the first
     byte.
 
@@ -208,11 +177,7 @@ def pack_bits(
     return _regrouped(codes, bits, _BYTE)[..., :stored_bytes].contiguous()
 
 
-def unpack_bits(
-    stream: Tensor,
-    bits: int,
-    length: int,
-) -> Tensor:
+def unpack_bits(stream: Tensor, bits: int, length: int) -> Tensor:
     """Return the `length` codes of each row that `pack_bits` stored.
 
     >>> unpack_bits(torch.tensor([33, 3], dtype=torch.uint8), 4, 3).tolist()
@@ -221,11 +186,7 @@ def unpack_bits(
     return _regrouped(stream, _BYTE, bits)[..., :length].contiguous()
 
 
-def _regrouped(
-    numbers: Tensor,
-    bits: int,
-    new_bits: int,
-) -> Tensor:
+def _regrouped(numbers: Tensor, bits: int, new_bits: int) -> Tensor:
     """Return streams of numbers of `bits` bits along the last axis as numbers of `new_bits`
     bits, filled up with zeros; uint8.
     """
@@ -245,10 +206,7 @@ def _regrouped(
     return torch.stack(new_numbers, -1).flatten(-2)
 
 
-def code_dtype(
-    quant_min: int,
-    quant_max: int,
-) -> torch.dtype:
+def code_dtype(quant_min: int, quant_max: int) -> torch.dtype:
     """Return the smallest integer dtype that holds a range. It is never uint16, in which torch
     can compute little.
 
@@ -262,10 +220,7 @@ def code_dtype(
     return torch.int64
 
 
-def work_dtype_of(
-    spec: Spec,
-    dtype: torch.dtype,
-) -> torch.dtype:
+def work_dtype_of(spec: Spec, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that a quantizer of `spec` computes in, for a tensor of `dtype`."""
     if dtype == torch.float64 or spec.dtype != "int":
         return torch.promote_types(dtype, torch.float32)
@@ -294,32 +249,21 @@ def _has_patterns(spec: Spec) -> bool:
     return bool(row.levels) or row.storage.is_floating_point
 
 
-def _offset(
-    dtype: torch.dtype,
-    bits: int,
-) -> int:
+def _offset(dtype: torch.dtype, bits: int) -> int:
     """Return what makes signed codes of `bits` bits non-negative when added; bytes wrap
     around.
     """
     return 1 << (bits - 1) if dtype.is_signed else 0
 
 
-def _looked_up(
-    table: Tensor,
-    numbers: Tensor,
-) -> Tensor:
+def _looked_up(table: Tensor, numbers: Tensor) -> Tensor:
     """Return the entry of a table of bytes for each number. It goes block by block, as indices
     take four times as much memory.
     """
     entries = torch.empty_like(numbers)
     parts = zip(torch.split(numbers, BLOCK_SIZE), torch.split(entries, BLOCK_SIZE), strict=True)
     for part, target in parts:
-        torch.index_select(
-            table,
-            0,
-            part.int(),
-            out=target,
-        )
+        torch.index_select(table, 0, part.int(), out=target)
     return entries
 
 

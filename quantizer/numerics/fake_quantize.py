@@ -73,12 +73,7 @@ def fake_quantize(
 
 
 def fake_cast(
-    x: Tensor,
-    scale: Tensor,
-    name: str,
-    ch_axis: int | None = None,
-    *,
-    inplace: bool = False,
+    x: Tensor, scale: Tensor, name: str, ch_axis: int | None = None, *, inplace: bool = False
 ) -> Tensor:
     """Return scale times the nearest value of the format `name` to x / scale. Everything else
     is as in `fake_quantize`.

@@ -15,10 +15,7 @@ Cut = tuple[str, int | None, int | None, int]
 """qscheme, ch_axis, group_size and scales per group: `QuantizationSpec.cut`."""
 
 
-def scale_shape(
-    shape: tuple[int, ...],
-    cut: Cut,
-) -> tuple[int, ...]:
+def scale_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     """Return the shape of the scale of a tensor of `shape`.
 
     - "per_tensor": (); with a group size (T,).
@@ -108,11 +105,7 @@ def to_rows(x: Tensor, cut: Cut) -> Tensor:
     return last.reshape(-1, length // scales_per_group)
 
 
-def from_rows(
-    rows: Tensor,
-    shape: tuple[int, ...],
-    cut: Cut,
-) -> Tensor:
+def from_rows(rows: Tensor, shape: tuple[int, ...], cut: Cut) -> Tensor:
     """Return the tensor of `shape` that `to_rows` cut into `rows`.
 
     >>> x = torch.arange(12.0).view(2, 3, 2)
@@ -140,10 +133,7 @@ def from_rows(
     return padded[..., :length].movedim(-1, axis)
 
 
-def block_counts(
-    shape: Sequence[int],
-    block_size: BlockSize,
-) -> BlockSize:
+def block_counts(shape: Sequence[int], block_size: BlockSize) -> BlockSize:
     """Return the numbers of blocks along the first two axes. The last ones may be smaller.
 
     >>> block_counts((100, 64), (48, 64))
@@ -160,34 +150,17 @@ def _to_blocks(x: Tensor, block_size: BlockSize) -> Tensor:
     missing_rows = -x.shape[0] % height
     missing_columns = -x.shape[1] % width
     last = x.movedim((0, 1), (-2, -1))
-    padded = torch.nn.functional.pad(
-        last,
-        (0, missing_columns, 0, missing_rows),
-    )
+    padded = torch.nn.functional.pad(last, (0, missing_columns, 0, missing_rows))
     rows, columns = block_counts(x.shape, block_size)
-    blocks = padded.reshape(
-        *x.shape[2:],
-        rows,
-        height,
-        columns,
-        width,
-    )
+    blocks = padded.reshape(*x.shape[2:], rows, height, columns, width)
     blocks = blocks.transpose(-3, -2)
     return blocks.reshape(-1, height * width)
 
 
-def _from_blocks(
-    values: Tensor,
-    shape: tuple[int, ...],
-    block_size: BlockSize,
-) -> Tensor:
+def _from_blocks(values: Tensor, shape: tuple[int, ...], block_size: BlockSize) -> Tensor:
     """Return the tensor of `shape` that `_to_blocks` cut into `values`."""
     counts = block_counts(shape, block_size)
-    blocks = values.view(
-        *shape[2:],
-        *counts,
-        *block_size,
-    )
+    blocks = values.view(*shape[2:], *counts, *block_size)
     blocks = blocks.transpose(-3, -2)
     padded = blocks.flatten(-2).flatten(-3, -2)
     last = padded[..., : shape[0], : shape[1]]
@@ -199,9 +172,6 @@ def _square(group_size: int | None) -> BlockSize:
     return (size, size)
 
 
-def _group_length(
-    axis_length: int,
-    group_size: int | None,
-) -> int:
+def _group_length(axis_length: int, group_size: int | None) -> int:
     """Return the length of a group. A size of -1 or None means the whole axis."""
     return axis_length if group_size in (None, -1) else int(group_size)

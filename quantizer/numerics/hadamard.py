@@ -12,12 +12,7 @@ from torch import Tensor
 _LARGEST_ORDER = 512
 
 
-def rotate_rows(
-    values: Tensor,
-    signs: Tensor,
-    left: Tensor,
-    right: Tensor,
-) -> Tensor:
+def rotate_rows(values: Tensor, signs: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Return each row along the last axis times a fixed orthogonal matrix.
 
     The matrix multiplies by the signs, and then by both factors. That takes n * (a + b)
@@ -36,11 +31,7 @@ def rotate_rows(
     >>> bool(torch.allclose(matrix @ matrix.T, identity))
     True
     """
-    table = (values * signs).reshape(
-        *values.shape[:-1],
-        len(left),
-        len(right),
-    )
+    table = (values * signs).reshape(*values.shape[:-1], len(left), len(right))
     # The product stays transposed, because any fixed order of channels is as good
     transposed = (table @ right).transpose(-1, -2)
     return torch.matmul(transposed, left.T).flatten(-2)
@@ -65,10 +56,7 @@ def factors(channels: int) -> tuple[Tensor, Tensor]:
     return torch.kron(_sylvester(left), kernel), _sylvester(power_of_two // left)
 
 
-def odd_factor(
-    odd: int,
-    powers: int,
-) -> Tensor:
+def odd_factor(odd: int, powers: int) -> Tensor:
     """Return an orthogonal float64 matrix whose order is `odd` times a power of two.
 
     If some order n = odd * 2^j with j >= 2 has a prime n - 1, it is Paley's Hadamard matrix
@@ -109,11 +97,7 @@ def _paley(order: int) -> Tensor:
     character[0] = 0
     numbers = torch.arange(prime)
     residues = character[(numbers[:, None] - numbers) % prime]
-    matrix = torch.ones(
-        order,
-        order,
-        dtype=torch.float64,
-    )
+    matrix = torch.ones(order, order, dtype=torch.float64)
     matrix[1:, 0] = -1
     matrix[1:, 1:] = residues + torch.eye(prime, dtype=torch.float64)
     return matrix / math.sqrt(order)
@@ -121,11 +105,7 @@ def _paley(order: int) -> Tensor:
 
 def _sylvester(order: int) -> Tensor:
     """Return the Hadamard matrix of a power of two, scaled to be orthogonal."""
-    matrix = torch.ones(
-        1,
-        1,
-        dtype=torch.float64,
-    )
+    matrix = torch.ones(1, 1, dtype=torch.float64)
     doubling = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     while len(matrix) < order:
         matrix = torch.kron(doubling, matrix)

@@ -76,10 +76,7 @@ class Histogram:
         """Return the width of a bin, (R,) float64."""
         return torch.ldexp(torch.ones(len(self.exponent), dtype=torch.float64), self.exponent)
 
-    def merge(
-        self,
-        other: Histogram,
-    ) -> Histogram:
+    def merge(self, other: Histogram) -> Histogram:
         """Return the histogram of the values of both.
 
         Raises:
@@ -101,10 +98,7 @@ class Histogram:
         exponent = self.exponent + int(math.log2(factor))
         return Histogram(self.counts, exponent, self.low * factor, self.high * factor)
 
-    def _counts_at(
-        self,
-        exponent: Tensor,
-    ) -> Tensor:
+    def _counts_at(self, exponent: Tensor) -> Tensor:
         """Return the counts in bins of 2^exponent (R,), which are not narrower."""
         halvings = (exponent - self.exponent).clamp(max=_LOG2_BINS)
         counts = self.counts
@@ -121,10 +115,7 @@ class Histogram:
         return dict(vars(self))
 
     @classmethod
-    def from_tensors(
-        cls,
-        tensors: Mapping[str, Tensor],
-    ) -> Histogram:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Histogram:
         """Return the histogram that `to_tensors` stored.
 
         Raises:
@@ -145,10 +136,7 @@ class Histogram:
         return cls(**tensors)
 
 
-def _counts(
-    values: Tensor,
-    scale: Tensor,
-) -> Tensor:
+def _counts(values: Tensor, scale: Tensor) -> Tensor:
     """Return how many of each row of values (R, N), times its scale (R,), fall into each bin,
     (R, 2 * BINS) int64.
     """
@@ -158,11 +146,7 @@ def _counts(
     # The sign bit adds -1. It is that of the value, as the product may be as small as -0.0
     index += (values.view(integers) >> sign_shift).to(torch.int32)
     first_bins = torch.arange(
-        0,
-        rows * 2 * BINS,
-        2 * BINS,
-        dtype=torch.int32,
-        device=index.device,
+        0, rows * 2 * BINS, 2 * BINS, dtype=torch.int32, device=index.device
     )
     index += BINS + first_bins[:, None]
     return torch.bincount(index.view(-1), minlength=rows * 2 * BINS).view(rows, 2 * BINS)

@@ -32,12 +32,7 @@ _POOLING = {
 
 
 def requantize(
-    codes: Tensor,
-    shift: int,
-    quant_min: int,
-    quant_max: int,
-    *,
-    round_mode: str,
+    codes: Tensor, shift: int, quant_min: int, quant_max: int, *, round_mode: str
 ) -> Tensor:
     """Return `codes` / 2^shift, rounded and clipped to codes, as float64. A negative shift goes
     to the left.
@@ -64,10 +59,7 @@ def wrap_int32(accumulator: Tensor) -> Tensor:
     return (accumulator + INT32_BOUND).remainder_(2 * INT32_BOUND).sub_(INT32_BOUND)
 
 
-def pooling_factor(
-    height: int,
-    width: int,
-) -> tuple[int, int]:
+def pooling_factor(height: int, width: int) -> tuple[int, int]:
     """Return (m, s) so that an average over a window is its sum times m / 2^s, as the DPU
     computes it.
 

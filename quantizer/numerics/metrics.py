@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import (
-    flat_view,
-    flatten_memory,
-    memory_order,
-    scratch,
-)
+from quantizer.numerics.blocks import flat_view, flatten_memory, memory_order, scratch
 
 # Values converted to float64 at a time: they stay in the cache
 VALUES_PER_SUM = 1 << 18
@@ -66,8 +61,7 @@ class Energies:
 
 
 def noise_energies(
-    x: Tensor,
-    approximations: Sequence[Approximation],
+    x: Tensor, approximations: Sequence[Approximation]
 ) -> tuple[float, list[Energies]]:
     """Return the energy of `x`, and the energies of each approximation: what `energy` returns
     for each tensor.
@@ -90,18 +84,12 @@ def noise_energies(
             errors[index] += _sums_of_squares(_difference(part, other))
     energies = []
     for other_sums, error_sums in zip(others, errors, strict=True):
-        row = Energies(
-            _total(other_sums),
-            _total(error_sums),
-        )
+        row = Energies(_total(other_sums), _total(error_sums))
         energies.append(row)
     return _total(signals), energies
 
 
-def row_energies(
-    x: Tensor,
-    y: Tensor,
-) -> Tensor:
+def row_energies(x: Tensor, y: Tensor) -> Tensor:
     """Return |x|^2, |y|^2 and |x - y|^2 of each index of axis 0, float64 [3, rows] on the CPU.
 
     Args:
@@ -136,9 +124,7 @@ def row_energies(
     return sums.cpu()
 
 
-def _squares_by_row(
-    x: Tensor,
-) -> Tensor:
+def _squares_by_row(x: Tensor) -> Tensor:
     """Return the sum of the squares of each row of a matrix, in float64."""
     wide = scratch(x, torch.float64)
     if wide is None:
@@ -150,10 +136,7 @@ def _squares_by_row(
     return wide.square_().sum(1)
 
 
-def _parts(
-    x: Tensor,
-    approximations: Sequence[Approximation],
-) -> Iterator[tuple[Tensor, ...]]:
+def _parts(x: Tensor, approximations: Sequence[Approximation]) -> Iterator[tuple[Tensor, ...]]:
     """Yield the values of `x` and of each approximation in parts, in the order of memory.
 
     They are one part if the tensors have different layouts.
@@ -251,10 +234,7 @@ def cosine(reference: Tensor, other: Tensor) -> float:
     return _dot(reference, other) / product
 
 
-def top1_agreement(
-    reference: Tensor,
-    other: Tensor,
-) -> float:
+def top1_agreement(reference: Tensor, other: Tensor) -> float:
     """Return the share of positions where both have their largest value at the same class.
     Classes are dimension 1.
 

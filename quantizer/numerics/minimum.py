@@ -16,12 +16,7 @@ _Part = tuple[Tensor, Tensor, Tensor, Tensor]
 """Some rows of two matrices, with their scales and their minima as columns."""
 
 
-def fake_cast_with_minimum(
-    rows: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    name: str,
-) -> Tensor:
+def fake_cast_with_minimum(rows: Tensor, scale: Tensor, minimum: Tensor, name: str) -> Tensor:
     """Return for each value of `rows` the nearest one that a code of the format `name` has.
 
     Args:
@@ -40,10 +35,7 @@ def fake_cast_with_minimum(
 
 
 def encode_with_minimum(
-    rows: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    name: str,
+    rows: Tensor, scale: Tensor, minimum: Tensor, name: str
 ) -> Tensor | None:
     """Return the codes of values that `fake_cast_with_minimum` has returned, int8, or None if
     no codes give them back exactly.
@@ -57,21 +49,12 @@ def encode_with_minimum(
     return codes
 
 
-def decode_with_minimum(
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-) -> Tensor:
+def decode_with_minimum(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     """Return the values of codes [rows, values], float32."""
     return _restored(codes.float(), scale.reshape(-1, 1), minimum.reshape(-1, 1))
 
 
-def _parts(
-    rows: Tensor,
-    twin: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-) -> Iterator[_Part]:
+def _parts(rows: Tensor, twin: Tensor, scale: Tensor, minimum: Tensor) -> Iterator[_Part]:
     """Yield some rows of both matrices at a time."""
     size = BLOCK_SIZE if rows.is_cpu else GPU_BLOCK_SIZE
     height = max(1, size // rows.shape[1])

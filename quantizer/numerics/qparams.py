@@ -17,16 +17,8 @@ from quantizer.numerics.code_range import (
     FloatRange,
     IntegerRange,
 )
-from quantizer.numerics.superblocks import (
-    LEAST_FACTOR,
-    SUPERBLOCKS,
-    nearest_in_superblocks,
-)
-from quantizer.numerics.two_level import (
-    global_scale_of,
-    with_global_scale,
-    with_microexponents,
-)
+from quantizer.numerics.superblocks import LEAST_FACTOR, SUPERBLOCKS, nearest_in_superblocks
+from quantizer.numerics.two_level import global_scale_of, with_global_scale, with_microexponents
 
 _LARGEST_VALUE = 2.0**128 - 2.0**105
 """The limit of a code times its scale. It is one step less than the largest float32, because
@@ -62,11 +54,7 @@ def power_of_two(step: Tensor) -> Tensor:
     return _truncate_(step.clone(), _FLOAT64_MANTISSA)
 
 
-def step_from_range(
-    low: Tensor,
-    high: Tensor,
-    code_range: CodeRange,
-) -> Tensor:
+def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     """Return the distance between two codes, float64, that makes [low, high] fit the codes.
 
     The range is first extended to contain 0. The step is 0 for a range of 0 alone.
@@ -137,11 +125,7 @@ def uncut(code_range: CodeRange) -> float:
     return 1.0
 
 
-def qparams_from_step(
-    step: Tensor,
-    low: Tensor,
-    code_range: CodeRange,
-) -> QParams:
+def qparams_from_step(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
     """Return the scale for `step` and the zero point that puts `low` on quant_min.
 
     A scale is the step itself, or if it must be a power of two, the smallest that is not less.
@@ -174,34 +158,18 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
     return QParams(signed_scale, qparams.zero_point)
 
 
-def _superblock_qparams(
-    step: Tensor,
-    low: Tensor,
-    code_range: FloatRange,
-) -> QParams:
+def _superblock_qparams(step: Tensor, low: Tensor, code_range: FloatRange) -> QParams:
     """Return the nearest scales and minima that super-blocks hold."""
     layout = SUPERBLOCKS[code_range.dtype]
-    scale = nearest_in_superblocks(
-        step,
-        layout.scales,
-        layout.groups,
-    ).float()
+    scale = nearest_in_superblocks(step, layout.scales, layout.groups).float()
     if layout.minima is None:
         return QParams(scale, torch.zeros_like(scale, dtype=torch.int32))
     minimum = -low.double().clamp(max=0)
-    minimum = nearest_in_superblocks(
-        minimum,
-        layout.minima,
-        layout.groups,
-    )
+    minimum = nearest_in_superblocks(minimum, layout.minima, layout.groups)
     return QParams(scale, minimum.float())
 
 
-def _unsigned_qparams(
-    step: Tensor,
-    low: Tensor,
-    code_range: CodeRange,
-) -> QParams:
+def _unsigned_qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
     """Return the qparams for a step of at least 0."""
     least, largest = _scale_bounds(code_range)
     shared_step = None
@@ -272,11 +240,7 @@ def _scale_bounds(code_range: CodeRange) -> tuple[float, float]:
     return code_range.finest, 2.0 ** (exponent - 1 - (mantissa == 0.5))
 
 
-def qparams_from_range(
-    low: Tensor,
-    high: Tensor,
-    code_range: CodeRange,
-) -> QParams:
+def qparams_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> QParams:
     """Return scale and zero point for values in [low, high]: tensors of one shape, finite.
 
     >>> asymmetric = IntegerRange(0, 255, symmetric=False)
@@ -293,11 +257,7 @@ def qparams_from_range(
     ):
         return _shared_scale(low, high, code_range)
     if is_traced or low.numel() <= SCALES_AT_ONCE or code_range.scale_type == "e4m3":
-        return _qparams(
-            step_from_range(low, high, code_range),
-            low,
-            code_range,
-        )
+        return _qparams(step_from_range(low, high, code_range), low, code_range)
     scale = torch.empty_like(low, dtype=torch.float32)
     zero_point_dtype = torch.float32 if _has_minimum(code_range) else torch.int32
     zero_point = torch.empty_like(low, dtype=zero_point_dtype)
@@ -321,11 +281,7 @@ def _fits_float32(dtype: torch.dtype, code_range: FloatRange) -> bool:
     return dtype == torch.float32 and code_range.scale_type == "e8m0" and not carries
 
 
-def _shared_scale(
-    low: Tensor,
-    high: Tensor,
-    code_range: FloatRange,
-) -> QParams:
+def _shared_scale(low: Tensor, high: Tensor, code_range: FloatRange) -> QParams:
     """Return the same as `_qparams`, in a fifth of the time: all steps work on the bits of one
     float32 tensor.
     """

@@ -30,10 +30,7 @@ _ONE_THREAD = 1 << 11
 _WORTH_THREADS = 1 << 15
 
 
-def _by_one_thread(
-    function: Callable[[Tensor], Tensor],
-    x: Tensor,
-) -> Tensor:
+def _by_one_thread(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function that changes `x` in place. Few values are left to one thread.
 
     Where other processes run, waiting for a second thread takes a thousand times as long as

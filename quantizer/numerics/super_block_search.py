@@ -28,12 +28,7 @@ class SuperBlockSearch:
         layout: of the super-blocks.
     """
 
-    def __init__(
-        self,
-        groups: WeightedGroups,
-        start: Scales,
-        layout: SuperBlockLayout,
-    ) -> None:
+    def __init__(self, groups: WeightedGroups, start: Scales, layout: SuperBlockLayout) -> None:
         self.groups = groups
         self.layout = layout
         outermost = layout.scales.outermost[0]
@@ -79,11 +74,7 @@ class SuperBlockSearch:
             if step or minimum_step:
                 self._try_codes(codes + step, minimum_codes + minimum_step)
 
-    def _try_codes(
-        self,
-        codes: Tensor,
-        minimum_codes: Tensor,
-    ) -> None:
+    def _try_codes(self, codes: Tensor, minimum_codes: Tensor) -> None:
         """Take these codes for the groups whose error shrinks."""
         codes = self.layout.scales.nearest(codes)
         if self.layout.minima is not None:
@@ -118,10 +109,7 @@ class SuperBlockSearch:
         self.minimum_factor = minimum_factor.where(is_better, self.minimum_factor)
         self.error = error.where(is_better, self.error)
 
-    def _outermost(
-        self,
-        numbers: Tensor,
-    ) -> Tensor:
+    def _outermost(self, numbers: Tensor) -> Tensor:
         """Return the number with the largest magnitude of each super-block, [super-blocks,
         1].
         """
@@ -135,9 +123,6 @@ class SuperBlockSearch:
         by_block = numbers.reshape(-1, values)
         return by_block.sum(1, keepdim=True)
 
-    def _repeated(
-        self,
-        numbers: Tensor,
-    ) -> Tensor:
+    def _repeated(self, numbers: Tensor) -> Tensor:
         """Return numbers of super-blocks, repeated for each of their groups."""
         return numbers.repeat_interleave(self.layout.groups, 0)

@@ -60,11 +60,7 @@ class SuperBlockLayout:
         return SUPERBLOCK // self.groups
 
 
-_WITH_MINIMUM = SuperBlockLayout(
-    8,
-    ScaleCodes(1, 63),
-    ScaleCodes(0, 63, has_zero=True),
-)
+_WITH_MINIMUM = SuperBlockLayout(8, ScaleCodes(1, 63), ScaleCodes(0, 63, has_zero=True))
 SUPERBLOCKS = {
     "q4_k": _WITH_MINIMUM,
     "q5_k": _WITH_MINIMUM,
@@ -73,11 +69,7 @@ SUPERBLOCKS = {
 """The layouts of the formats that have super-blocks."""
 
 
-def nearest_in_superblocks(
-    numbers: Tensor,
-    codes: ScaleCodes,
-    groups: int,
-) -> Tensor:
+def nearest_in_superblocks(numbers: Tensor, codes: ScaleCodes, groups: int) -> Tensor:
     """Return numbers near to these that super-blocks of `groups` groups can store, in their
     shape, as float64. Numbers that super-blocks store exactly stay.
 
@@ -90,11 +82,7 @@ def nearest_in_superblocks(
     return (stored * factor).view(numbers.shape)
 
 
-def split_superblocks(
-    numbers: Tensor,
-    codes: ScaleCodes,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+def split_superblocks(numbers: Tensor, codes: ScaleCodes, groups: int) -> tuple[Tensor, Tensor]:
     """Return codes [super-blocks, groups] and factors [super-blocks, 1], both float64, whose
     products are the numbers, or near to them if there are no such.
 

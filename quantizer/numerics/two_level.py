@@ -22,10 +22,7 @@ _E8M0_BIAS = 127
 _TOP_CODES = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
 
 
-def with_global_scale(
-    scale: Tensor,
-    global_scale: Tensor,
-) -> Tensor:
+def with_global_scale(scale: Tensor, global_scale: Tensor) -> Tensor:
     """Return the scales nearest to `scale`, float32, that are an fp8_e4m3 number above zero
     divided by `global_scale`.
 
@@ -47,11 +44,7 @@ def global_scale_of(steps: Tensor) -> Tensor:
     """
     largest = steps.double().max()
     factor = (_LARGEST_E4M3 / largest).clamp(_LEAST_GLOBAL, _LARGEST_GLOBAL)
-    return torch.where(
-        largest > 0,
-        factor,
-        1.0,
-    ).float()
+    return torch.where(largest > 0, factor, 1.0).float()
 
 
 def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -80,10 +73,7 @@ def split_global(scale: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def nearest_group_scale(
-    scale: Tensor,
-    known: Tensor,
-    scale_type: str,
-    shared_step: float | None = None,
+    scale: Tensor, known: Tensor, scale_type: str, shared_step: float | None = None
 ) -> Tensor:
     """Return the scales nearest to `scale` that can be stored with those of other groups of the
     tensor.
@@ -137,9 +127,7 @@ def scale_bytes(scale_type: str, scales: int) -> int:
 
 
 def pack_scales(
-    scale: Tensor,
-    scale_type: str,
-    global_scale: Tensor | None = None,
+    scale: Tensor, scale_type: str, global_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return the tensors that files store for scales, by name: as many bytes as `scale_bytes`
     says, or float32 if the scales do not fit.
@@ -170,9 +158,7 @@ def pack_scales(
 
 
 def unpack_scales(
-    stored: Tensor,
-    scale_type: str,
-    global_scale: Tensor | None = None,
+    stored: Tensor, scale_type: str, global_scale: Tensor | None = None
 ) -> Tensor:
     """Return the scales, float32, that `pack_scales` stored.
 
@@ -188,20 +174,12 @@ def unpack_scales(
         return stored
     if scale_type == "e8m0":
         return _powers(stored)
-    is_halved = unpack_bits(
-        stored[..., 1:],
-        1,
-        PAIRS,
-    )
+    is_halved = unpack_bits(stored[..., 1:], 1, PAIRS)
     return _powers((stored[..., :1] - is_halved).flatten(-2))
 
 
 def _blocks_of_pairs(scale: Tensor) -> Tensor:
-    return scale.reshape(
-        *scale.shape[:-1],
-        -1,
-        PAIRS,
-    )
+    return scale.reshape(*scale.shape[:-1], -1, PAIRS)
 
 
 def _exponents(scale: Tensor) -> Tensor:

@@ -92,10 +92,7 @@ class WeightedGroups:
         return self.least_squares(codes, offsets, _sum_of_row)
 
     def least_squares(
-        self,
-        steps: Tensor,
-        offsets: Tensor | None,
-        summed: Callable[[Tensor], Tensor],
+        self, steps: Tensor, offsets: Tensor | None, summed: Callable[[Tensor], Tensor]
     ) -> Fit:
         """Return the factors for which factor * steps - offset * offsets is nearest to the
         values. Where the best offset is negative, it is 0.

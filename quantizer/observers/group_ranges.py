@@ -10,20 +10,11 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.block_search import searched_scales
-from quantizer.numerics.code_range import (
-    SMALLEST_SCALE,
-    CodeRange,
-)
+from quantizer.numerics.code_range import SMALLEST_SCALE, CodeRange
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.weighted_groups import SearchedFormat
-from quantizer.observers.methods import (
-    code_range_of,
-    round_rows,
-)
-from quantizer.observers.observed_batch import (
-    LowHigh,
-    ObservedBatch,
-)
+from quantizer.observers.methods import code_range_of, round_rows
+from quantizer.observers.observed_batch import LowHigh, ObservedBatch
 
 # Sixteenths of an octave to cut off from the range of a group; negative ones widen it. All from
 # -4 to 16 gain less than 0.1 dB at 4 and 5 bits, in groups of 32 or 128 normal values
@@ -33,10 +24,7 @@ _GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
 _GROUP_REFITS = 2
 
 
-def least_error_ranges(
-    values: ObservedBatch,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def least_error_ranges(values: ObservedBatch, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,), float64, of the range of each group with the least squared
     error.
 
@@ -57,11 +45,7 @@ def least_error_ranges(
     return best.low, best.high
 
 
-def _refitted(
-    sample: Tensor,
-    ranges: _GroupRanges,
-    spec: QuantizationSpec,
-) -> _GroupRanges:
+def _refitted(sample: Tensor, ranges: _GroupRanges, spec: QuantizationSpec) -> _GroupRanges:
     """Return ranges with the scales that are best for their codes."""
     low = ranges.low * ranges.refit
     high = ranges.high * ranges.refit
@@ -104,12 +88,7 @@ class _GroupRanges:
         return _GroupRanges(low, high, error, refit)
 
 
-def _tried(
-    sample: Tensor,
-    low: Tensor,
-    high: Tensor,
-    spec: QuantizationSpec,
-) -> _GroupRanges:
+def _tried(sample: Tensor, low: Tensor, high: Tensor, spec: QuantizationSpec) -> _GroupRanges:
     """Return ranges with the errors that they lead to."""
     code_range = code_range_of(spec)
     qparams = qparams_from_range(low, high, code_range)
@@ -127,10 +106,7 @@ def _tried(
     return _GroupRanges(low, high, error, refit.cpu())
 
 
-def searched_range(
-    values: ObservedBatch,
-    searched: SearchedFormat,
-) -> LowHigh:
+def searched_range(values: ObservedBatch, searched: SearchedFormat) -> LowHigh:
     """Return low and high (R,), float64, of ranges that lead to the searched scales and minima
     exactly.
     """
@@ -145,10 +121,7 @@ def searched_range(
     return outermost.clamp(max=0), outermost.clamp(min=0)
 
 
-def _group_ranges(
-    values: ObservedBatch,
-    code_range: CodeRange,
-) -> Iterator[LowHigh]:
+def _group_ranges(values: ObservedBatch, code_range: CodeRange) -> Iterator[LowHigh]:
     """Yield the ranges to try, low and high of each group, float64 (R,), the whole one first.
 
     Rounding the zero point of an asymmetric range moves the range by up to half a step, which

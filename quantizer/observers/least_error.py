@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import AUTO_METHOD, QuantizationSpec
-from quantizer.numerics.code_range import (
-    POWERS_OF_TWO,
-    SHARED_EXPONENTS,
-)
+from quantizer.numerics.code_range import POWERS_OF_TWO, SHARED_EXPONENTS
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
 from quantizer.numerics.registry import register_in
@@ -120,26 +117,13 @@ def auto(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
         excess = torch.zeros(2, dtype=torch.float64)
         if has_new_values:
             excess = _excesses(centres, counts, symmetric=spec.symmetric)
-        ranges.append(
-            _best_ends(
-                row_extremes[:, None],
-                excess,
-                centres,
-                counts,
-                spec=spec,
-            )
-        )
+        ranges.append(_best_ends(row_extremes[:, None], excess, centres, counts, spec=spec))
     low, high = torch.stack(ranges).T
     return low, high
 
 
 def _best_ends(
-    extremes: Tensor,
-    excess: Tensor,
-    centres: Tensor,
-    counts: Tensor,
-    *,
-    spec: QuantizationSpec,
+    extremes: Tensor, excess: Tensor, centres: Tensor, counts: Tensor, *, spec: QuantizationSpec
 ) -> Tensor:
     """Return low and high of the range with the least error for one row, float64 (2,).
 
@@ -166,13 +150,7 @@ def _best_ends(
     return (extremes * 0.5**octaves)[:, 0]
 
 
-def _pairs(
-    octaves: Tensor,
-    steps: Tensor,
-    extremes: Tensor,
-    *,
-    alike: bool,
-) -> Tensor:
+def _pairs(octaves: Tensor, steps: Tensor, extremes: Tensor, *, alike: bool) -> Tensor:
     """Return the octaves to try for low and high, (2, N): all pairs of `octaves` plus `steps`.
 
     Args:
@@ -195,12 +173,7 @@ def _pairs(
     return torch.cartesian_prod(low, high).T
 
 
-def _excesses(
-    centres: Tensor,
-    counts: Tensor,
-    *,
-    symmetric: bool,
-) -> Tensor:
+def _excesses(centres: Tensor, counts: Tensor, *, symmetric: bool) -> Tensor:
     """Return how far a new value beyond the least and the greatest one is from it on average,
     (2,). For a symmetric range, the first is for magnitudes, and the second is 0.
     """
@@ -231,11 +204,7 @@ def _mean_excess(values: Tensor, counts: Tensor) -> Tensor:
     return (outermost[:-1] - outermost[-1]).mean()
 
 
-def _error_beyond(
-    ends: Tensor,
-    extremes: Tensor,
-    excess: Tensor,
-) -> Tensor:
+def _error_beyond(ends: Tensor, extremes: Tensor, excess: Tensor) -> Tensor:
     """Return the mean error (N,) of two new values with ranges `ends` (2, N), one beyond either
     extreme (2, 1).
 
@@ -249,12 +218,7 @@ def _error_beyond(
     return math.gamma(_AUTO_POWER + 1) * (excess**_AUTO_POWER) @ share_beyond
 
 
-def _error_of(
-    ends: Tensor,
-    centres: Tensor,
-    counts: Tensor,
-    spec: QuantizationSpec,
-) -> Tensor:
+def _error_of(ends: Tensor, centres: Tensor, counts: Tensor, spec: QuantizationSpec) -> Tensor:
     """Return the sum of errors (N,) of `counts` values at `centres`, for N ranges (2, N)."""
     qparams = qparams_from_range(ends[0], ends[1], code_range_of(spec))
     rounded = centres.repeat(ends.shape[1], 1)
@@ -321,10 +285,7 @@ def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     return least_error_ranges(values, spec)
 
 
-def _errors(
-    values: ObservedValues,
-    codes: QuantizationSpec,
-) -> Tensor:
+def _errors(values: ObservedValues, codes: QuantizationSpec) -> Tensor:
     """Return the squared error of each row with every clip, float64 (R, clips), in a unit that
     only depends on the row.
     """
@@ -352,10 +313,7 @@ def _squared_errors(spec: QuantizationSpec) -> Tensor:
     return _errors_at(CENTRES, spec)
 
 
-def _errors_at(
-    centres: Tensor,
-    spec: QuantizationSpec,
-) -> Tensor:
+def _errors_at(centres: Tensor, spec: QuantizationSpec) -> Tensor:
     """Return the squared errors (clips, N) of `centres` (N,) with every clip, in widths of a
     bin.
     """

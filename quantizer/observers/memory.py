@@ -94,11 +94,7 @@ class Memory(ABC):
         """
 
     @abstractmethod
-    def restate(
-        self,
-        other: Memory,
-        companion: Memory | None,
-    ) -> None:
+    def restate(self, other: Memory, companion: Memory | None) -> None:
         """Fill an empty memory of this spec as if it had seen the batches that `other` has seen
         for another spec.
 
@@ -193,11 +189,7 @@ class RangeMemory(Memory):
         self._pending_counts.copy_(counted.counts)
         self._pending = replace(counted, counts=self._pending_counts)
 
-    def _set_last_range(
-        self,
-        low: Tensor,
-        high: Tensor,
-    ) -> None:
+    def _set_last_range(self, low: Tensor, high: Tensor) -> None:
         """Set the method's range of the last batch."""
         self._pending = None
         self._buffer[self._count - 1, 0] = low
@@ -230,11 +222,7 @@ class RangeMemory(Memory):
             merged = torch.cat([self._batches(), merged])
         self._replace(merged)
 
-    def restate(
-        self,
-        other: Memory,
-        companion: Memory | None,
-    ) -> None:
+    def restate(self, other: Memory, companion: Memory | None) -> None:
         """Fill the memory from one of any kind.
 
         From ranges of the same method, all is taken over. From other ranges, the method
@@ -338,11 +326,7 @@ class PooledMemory(Memory):
     def is_empty(self) -> bool:
         return self._pool is None and self._last is None
 
-    def add(
-        self,
-        x: Tensor,
-        batch: ObservedBatch,
-    ) -> None:
+    def add(self, x: Tensor, batch: ObservedBatch) -> None:
         """Make a histogram of a batch, and merge the one before into the pool."""
         # A sample of the values, each of which stands for `weight` of them
         rows, weight = batch.rows, 1
@@ -357,11 +341,7 @@ class PooledMemory(Memory):
         )
         self._append(last, 1)
 
-    def _append(
-        self,
-        histogram: Histogram,
-        batches: int,
-    ) -> None:
+    def _append(self, histogram: Histogram, batches: int) -> None:
         """Merge the last histogram into the pool, and make `histogram` the last."""
         self._pool = self._merged()
         self._last = histogram
@@ -386,11 +366,7 @@ class PooledMemory(Memory):
             if not other.is_empty:
                 self._append(other._histogram(), other._batch_count)
 
-    def restate(
-        self,
-        other: Memory,
-        companion: Memory | None,
-    ) -> None:
+    def restate(self, other: Memory, companion: Memory | None) -> None:
         """Take over the histogram of `other`, or that of its companion."""
         source = other if isinstance(other, PooledMemory) else companion
         are_per_tensor = other.spec.qscheme == self.spec.qscheme == "per_tensor"

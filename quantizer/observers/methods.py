@@ -66,12 +66,7 @@ def code_range_of(spec: QuantizationSpec) -> CodeRange:
             finest_position=spec.finest_position,
             symmetric_scale=spec.symmetric_scale,
         )
-    return FloatRange(
-        spec.dtype,
-        spec.scale_type,
-        spec.scale_mode,
-        spec.symmetric,
-    )
+    return FloatRange(spec.dtype, spec.scale_type, spec.scale_mode, spec.symmetric)
 
 
 def kernel_of(spec: QuantizationSpec) -> Kernel:
@@ -81,30 +76,14 @@ def kernel_of(spec: QuantizationSpec) -> Kernel:
     [-8.0, 1.0]
     """
     if spec.dtype == "int":
-        return integer_kernel(
-            spec.quant_min,
-            spec.quant_max,
-            spec.round_mode,
-        )
+        return integer_kernel(spec.quant_min, spec.quant_max, spec.round_mode)
     return float_kernel(spec.dtype)
 
 
-def round_rows(
-    rows: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    spec: QuantizationSpec,
-) -> None:
+def round_rows(rows: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantizationSpec) -> None:
     """Round each row in place, with a scale and a zero point of its own."""
     kernel = kernel_of(spec)
-    fill(
-        rows,
-        rows,
-        kernel,
-        scale=scale,
-        zero_point=zero_point,
-        ch_axis=0,
-    )
+    fill(rows, rows, kernel, scale=scale, zero_point=zero_point, ch_axis=0)
 
 
 def searched_format(spec: QuantizationSpec) -> SearchedFormat | None:
@@ -145,19 +124,13 @@ def axis_of(spec: QuantizationSpec) -> int | None:
 
 
 @register_in(RANGE_METHODS, "maxmin")
-def maxmin(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def maxmin(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the exact extremes of every row."""
     return values.low, values.high
 
 
 @register_in(RANGE_METHODS, "percentile")
-def percentile(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def percentile(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the range clipped to the percentile `spec.percentage` of the magnitudes.
 
     The limit is the left edge of the histogram's bin where the cumulative share reaches the
@@ -171,20 +144,13 @@ def percentile(
     if spec.percentage >= 100:
         return values.low, values.high
     share = values.magnitudes.cumsum(1) / values.magnitudes.sum(1, keepdim=True)
-    wanted = torch.full(
-        (len(share), 1),
-        spec.percentage / 100,
-        dtype=torch.float64,
-    )
+    wanted = torch.full((len(share), 1), spec.percentage / 100, dtype=torch.float64)
     bins = torch.searchsorted(share, wanted).squeeze(1).clamp(1, BINS)
     return values.clipped(values.width * bins)
 
 
 @register_in(RANGE_METHODS, "diffs")
-def diffs(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the range with the least squared error: the whole one, or 1/2, 1/4, 1/8 or 1/16 of
     it. If several have the same error, return the widest.
     """
@@ -204,10 +170,7 @@ def diffs(
 
 
 @register_in(RANGE_METHODS, "entropy")
-def entropy(
-    values: ObservedValues,
-    spec: QuantizationSpec,
-) -> LowHigh:
+def entropy(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the range clipped where the Kullback-Leibler divergence is least. If several clips
     have the same divergence, take the largest.
 
@@ -222,12 +185,7 @@ def entropy(
     levels = min(spec.quant_max + 1, BINS)
     counts = values.magnitudes.clone()
     counts[:, 0] = counts[:, 1]
-    clips = torch.cat(
-        [
-            torch.arange(128, 1536, 32),
-            torch.arange(1536, BINS + 1, 16),
-        ]
-    )
+    clips = torch.cat([torch.arange(128, 1536, 32), torch.arange(1536, BINS + 1, 16)])
     at_once = max(1, _ENTROPY_AT_ONCE // (len(clips) * levels))
     parts = torch.split(counts, at_once)
     divergence = torch.cat([_divergence(part, clips, levels) for part in parts])
@@ -236,11 +194,7 @@ def entropy(
     return values.clipped(values.width * clips[last_minimum])
 
 
-def _divergence(
-    counts: Tensor,
-    clips: Tensor,
-    levels: int,
-) -> Tensor:
+def _divergence(counts: Tensor, clips: Tensor, levels: int) -> Tensor:
     """Return KL(P || Q) for each row of `counts` (R, BINS) and each clip, (R, clips).
 
     It is infinite if Q has no counts in a bin of P. Let c be the counts, P' the first i counts
@@ -302,11 +256,7 @@ def reduce_batches(values: Tensor, name: str) -> Tensor:
     >>> reduce_batches(torch.tensor([[1.0], [2.0], [6.0]]), "mean").tolist()
     [3.0]
     """
-    statistic = lookup(
-        BATCH_STATISTICS,
-        name,
-        "statistic over batches",
-    )
+    statistic = lookup(BATCH_STATISTICS, name, "statistic over batches")
     if len(values) == 1:
         return values[0].double()
     columns = values.T.tolist()

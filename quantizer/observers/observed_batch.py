@@ -41,10 +41,7 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 LowHigh = tuple[Tensor, Tensor]
 
 
-def as_rows(
-    x: Tensor,
-    cut: Cut = ("per_tensor", None, None, 1),
-) -> Tensor:
+def as_rows(x: Tensor, cut: Cut = ("per_tensor", None, None, 1)) -> Tensor:
     """Return `x` as a matrix with one row per scale. A single row is in memory order.
 
     It is a view if the layout in memory allows that.
@@ -91,10 +88,7 @@ def extremes(rows: Tensor) -> LowHigh:
     return torch.cat(low_parts).to(rows.dtype), high.to(rows.dtype)
 
 
-def _folded(
-    rows: Tensor,
-    pick: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
+def _folded(rows: Tensor, pick: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Shorten narrow rows of even length: `pick` combines the two halves of each, again and
     again.
 
@@ -188,10 +182,7 @@ class ObservedValues(ABC):
         """Return counts of magnitudes in bins from 0, (R, BINS) float64 on the CPU."""
         return self.histogram[:, BINS:] + self.histogram[:, :BINS].flip(1)
 
-    def clipped(
-        self,
-        clip: Tensor,
-    ) -> LowHigh:
+    def clipped(self, clip: Tensor) -> LowHigh:
         """Return the range clipped to magnitudes of at most `clip` (R,)."""
         return torch.maximum(self.low, -clip), torch.minimum(self.high, clip)
 
@@ -199,10 +190,7 @@ class ObservedValues(ABC):
 class PooledBatches(ObservedValues):
     """The values of all batches, in one histogram."""
 
-    def __init__(
-        self,
-        pool: Histogram,
-    ) -> None:
+    def __init__(self, pool: Histogram) -> None:
         self.low = pool.low
         self.high = pool.high
         self._pool = pool
@@ -230,10 +218,7 @@ class CountedBatches(ObservedValues):
     counts: Tensor
 
     @classmethod
-    def stacked(
-        cls,
-        batches: Sequence[CountedBatches],
-    ) -> CountedBatches:
+    def stacked(cls, batches: Sequence[CountedBatches]) -> CountedBatches:
         """Return all their rows, one below the other."""
         return cls(
             torch.cat([batch.low for batch in batches]),
@@ -264,11 +249,7 @@ class ObservedBatch(ObservedValues):
     outermost: Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        cut: Cut = ("per_tensor", None, None, 1),
-    ) -> ObservedBatch:
+    def of(cls, x: Tensor, cut: Cut = ("per_tensor", None, None, 1)) -> ObservedBatch:
         """Read a tensor once. If it has NaN or infinity, so have the extremes."""
         rows = as_rows(x, cut)
         if len(rows) > 1 or not is_sampled(x):
@@ -283,10 +264,7 @@ class ObservedBatch(ObservedValues):
         """Return the counts of the sample."""
         return self.counted().histogram
 
-    def split(
-        self,
-        rows: int,
-    ) -> list[ObservedBatch]:
+    def split(self, rows: int) -> list[ObservedBatch]:
         """Return the batch in parts of about equal height, each of at most `rows` rows."""
         count = -(-len(self.rows) // rows)
         if count == 1:
@@ -299,10 +277,7 @@ class ObservedBatch(ObservedValues):
         )
         return [ObservedBatch(*part) for part in parts]
 
-    def sample(
-        self,
-        limit: int = SAMPLE_SIZE,
-    ) -> Tensor:
+    def sample(self, limit: int = SAMPLE_SIZE) -> Tensor:
         """Return every n-th value of each row, (R, n), as float32 or float64.
 
         There are at most `limit` values, or SAMPLE_PER_ROW of each row if that is more.
@@ -325,11 +300,7 @@ class ObservedBatch(ObservedValues):
         # One bincount for all rows: each row has its own bins
         if rows > 1:
             first_bins = torch.arange(
-                0,
-                rows * bins,
-                bins,
-                dtype=torch.int32,
-                device=index.device,
+                0, rows * bins, bins, dtype=torch.int32, device=index.device
             )
             index += first_bins[:, None]
         counts = torch.bincount(index.view(-1), minlength=rows * bins).view(rows, bins)

@@ -252,9 +252,7 @@ class Observer:
 
     @classmethod
     def of_parts(
-        cls,
-        spec: QuantizationSpec,
-        parts: Sequence[tuple[Observer, float]],
+        cls, spec: QuantizationSpec, parts: Sequence[tuple[Observer, float]]
     ) -> Observer:
         """Return the observer that would have seen several tensors in one, with one scale.
 
@@ -347,9 +345,7 @@ def find_ranges(observers: Iterable[Observer]) -> None:
 
 
 def _restored(
-    spec: QuantizationSpec,
-    shape: tuple[int, ...] | None,
-    state: Mapping[str, Tensor],
+    spec: QuantizationSpec, shape: tuple[int, ...] | None, state: Mapping[str, Tensor]
 ) -> Observer:
     observer = Observer(spec)
     observer._shape = shape

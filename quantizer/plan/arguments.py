@@ -14,10 +14,7 @@ _KERNELS = ("mac", "fusable")
 _UNQUANTIZED = ("passthrough", "structural")
 
 
-def exact_arguments(
-    graph: Graph,
-    constants: Set[str],
-) -> Set[str]:
+def exact_arguments(graph: Graph, constants: Set[str]) -> Set[str]:
     """Return the layers whose values are arguments of sines, are rounded to integers, or are
     indices.
 
@@ -37,23 +34,12 @@ def exact_arguments(
             alone.add(node.name)
         elif _may_be_shared(node, reads):
             known = alone | shared
-            if any(
-                _is_argument(
-                    graph,
-                    read,
-                    known,
-                    constants,
-                )
-                for read in reads
-            ):
+            if any(_is_argument(graph, read, known, constants) for read in reads):
                 shared.add(node.name)
     return alone | shared
 
 
-def _may_be_shared(
-    node: Node,
-    reads: list[tuple[str, str]],
-) -> bool:
+def _may_be_shared(node: Node, reads: list[tuple[str, str]]) -> bool:
     """Return whether a value may be an argument though other readers do not need it exact."""
     if node.row.kind in _KERNELS:
         return all(reader for reader, _ in reads)
@@ -73,10 +59,7 @@ def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_argument(
-    graph: Graph,
-    read: tuple[str, str],
-    arguments: Set[str],
-    constants: Set[str],
+    graph: Graph, read: tuple[str, str], arguments: Set[str], constants: Set[str]
 ) -> bool:
     """Return whether a reader takes a value as an argument, or computes arguments from it and
     from constants.

@@ -313,18 +313,12 @@ def without_super_blocks(spec: QuantizationSpec) -> QuantizationSpec:
     Source: llama.cpp's fallback types.
     """
     return dataclasses.replace(
-        _SUBSTITUTES[spec.dtype],
-        qscheme="per_group",
-        ch_axis=spec.ch_axis,
-        group_size=32,
+        _SUBSTITUTES[spec.dtype], qscheme="per_group", ch_axis=spec.ch_axis, group_size=32
     )
 
 
 def _super_block_misfit(
-    dtype: str,
-    rows: Sequence[str],
-    place: Place | None,
-    count: int,
+    dtype: str, rows: Sequence[str], place: Place | None, count: int
 ) -> Diagnostic:
     """Return the error about tensors that super-blocks do not divide."""
     instead = super_block_substitute(dtype)

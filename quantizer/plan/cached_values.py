@@ -53,9 +53,7 @@ def planned_values(rules: Sequence[MatchedRule], graph: Graph) -> dict[Key, Plan
 
 
 def cache_findings(
-    rules: Sequence[MatchedRule],
-    graph: Graph,
-    planned: Iterable[PlannedValue],
+    rules: Sequence[MatchedRule], graph: Graph, planned: Iterable[PlannedValue]
 ) -> Iterator[Diagnostic]:
     """Yield findings on the key-value cache: layers that compute none of it, and scales of
     heads that have no axis.

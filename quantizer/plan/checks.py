@@ -30,9 +30,7 @@ _KEYS = {
 
 
 def unmatched_selectors(
-    form: Form,
-    rules: Sequence[MatchedRule],
-    original: Graph,
+    form: Form, rules: Sequence[MatchedRule], original: Graph
 ) -> Iterator[Diagnostic]:
     """Yield an error, with the closest names, for each selector that matches no layer.
 
@@ -102,9 +100,7 @@ def _disagree(rule: ConfigRule, other: ConfigRule) -> bool:
 
 
 def embeddings(
-    rules: Sequence[MatchedRule],
-    graph: Graph,
-    planned: Container[Key],
+    rules: Sequence[MatchedRule], graph: Graph, planned: Container[Key]
 ) -> Iterator[Diagnostic]:
     """Yield a note about embeddings that only the global block selects. Other tools leave them
     float.
@@ -149,9 +145,7 @@ def of_tensors(
 
 
 def left_to_search(
-    config: Config,
-    graph: Graph,
-    tensors: Mapping[Key, TensorPlan],
+    config: Config, graph: Graph, tensors: Mapping[Key, TensorPlan]
 ) -> Iterator[Diagnostic]:
     """Yield an error for each algorithm with nothing to round, because all weights have formats
     whose scales are searched.
@@ -207,8 +201,7 @@ def dynamic_sizes(
 
 
 def ineffective(
-    rules: Sequence[MatchedRule],
-    floats: Mapping[str, str],
+    rules: Sequence[MatchedRule], floats: Mapping[str, str]
 ) -> Iterator[Diagnostic]:
     """Yield a warning for each rule that matches layers but sets nothing."""
     for row in rules:
@@ -226,9 +219,7 @@ def ineffective(
 
 
 def of_tensor(
-    tensor: PlannedTensor,
-    config: Config,
-    rules: Sequence[ConfigRule],
+    tensor: PlannedTensor, config: Config, rules: Sequence[ConfigRule]
 ) -> Iterator[Diagnostic]:
     """Yield findings about a merged spec. `rules` set its fields and are sorted weakest
     first.
@@ -238,9 +229,7 @@ def of_tensor(
 
 
 def _conflicting(
-    tensor: PlannedTensor,
-    config: Config,
-    rules: Sequence[ConfigRule],
+    tensor: PlannedTensor, config: Config, rules: Sequence[ConfigRule]
 ) -> Iterator[Diagnostic]:
     """Yield findings about fields of a merged spec that conflict.
 
@@ -276,9 +265,7 @@ def _conflicting(
 
 
 def _under_float(
-    role: Role,
-    spec: QuantizationSpec,
-    rules: Sequence[ConfigRule],
+    role: Role, spec: QuantizationSpec, rules: Sequence[ConfigRule]
 ) -> Iterator[Diagnostic]:
     """Yield an error for each rule that sets fields of integer formats, and inherits a
     floating-point dtype from a weaker rule. `rules` are sorted weakest first.

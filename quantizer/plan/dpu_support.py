@@ -95,11 +95,7 @@ def subgraphs(graph: Graph, verdicts: Mapping[str, Verdict]) -> int:
     return len(set(pieces.values()))
 
 
-def _verdict(
-    graph: Graph,
-    node: Node,
-    verdicts: Mapping[str, Verdict],
-) -> Verdict:
+def _verdict(graph: Graph, node: Node, verdicts: Mapping[str, Verdict]) -> Verdict:
     """Return the verdict on a layer's operator and shape."""
     if node.row.kind == "structural" or node.op in _STUBS:
         return Verdict("")
@@ -136,12 +132,7 @@ def _within_limits(engine: str, geometry: Geometry) -> Verdict:
     return Verdict("DPU", engine)
 
 
-def _fused(
-    graph: Graph,
-    node: Node,
-    op: str,
-    verdicts: Mapping[str, Verdict],
-) -> Verdict:
+def _fused(graph: Graph, node: Node, op: str, verdicts: Mapping[str, Verdict]) -> Verdict:
     """Return the verdict on an activation, which runs with the layer before it."""
     producer = next(node.refs())
     engine = verdicts[producer].engine
@@ -209,9 +200,7 @@ def _linear(graph: Graph, node: Node) -> Verdict:
         shape = graph.by_name[next(source.refs())].shape or ()
         if len(shape) == 4 and shape[1] and shape[2] and shape[3]:
             geometry = Geometry(
-                (shape[2], shape[3]),
-                in_channels=shape[1],
-                out_channels=out_channels,
+                (shape[2], shape[3]), in_channels=shape[1], out_channels=out_channels
             )
     return _within_limits("conv2d", geometry)
 
@@ -296,11 +285,7 @@ def _activation(node: Node) -> str:
     return "relu6" if bounds == (0, 6) else node.op
 
 
-def _unquantized(
-    plan: Plan,
-    where: Layout,
-    node: Node,
-) -> str:
+def _unquantized(plan: Plan, where: Layout, node: Node) -> str:
     """Return why the layer cannot run in 8-bit integers, or ""."""
     tensors = plan.of_layer(node.name)
     for role, tensor in tensors.items():
@@ -318,11 +303,7 @@ def _unquantized(
     return ""
 
 
-def _is_quantized(
-    plan: Plan,
-    where: Layout,
-    name: str,
-) -> bool:
+def _is_quantized(plan: Plan, where: Layout, name: str) -> bool:
     """Return whether a node's value is quantized, or no floating-point value."""
     if not plan.graph.by_name[name].is_float:
         return True

@@ -7,30 +7,17 @@ import copy
 from quantizer.config.algorithm_settings import keeps_super_blocks
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.json_types import JsonObject
-from quantizer.config.model import (
-    Algorithm,
-    QuantizationSpec,
-)
-from quantizer.config.wording import (
-    counted,
-    first_names,
-)
+from quantizer.config.model import Algorithm, QuantizationSpec
+from quantizer.config.wording import counted, first_names
 from quantizer.graph.find_structure import find_structure
-from quantizer.graph.structure import (
-    InputGroup,
-    Structure,
-)
+from quantizer.graph.structure import InputGroup, Structure
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.fitting import Fitting
 from quantizer.plan.model import Plan
 from quantizer.plan.sensitive_layers import behind_norms
 
 _SMOOTHED_BITS = 8
-_SMOOTHQUANT = {
-    "name": "smoothquant",
-    "alpha": 0.5,
-    "scale_clamp_min": 0.001,
-}
+_SMOOTHQUANT = {"name": "smoothquant", "alpha": 0.5, "scale_clamp_min": 0.001}
 """The entry of the preset smoothquant_int8."""
 
 
@@ -60,10 +47,7 @@ def smooth_normalized_inputs(fitting: Fitting) -> None:
 
 
 def _with_smoothquant(
-    document: JsonObject,
-    key: str,
-    *,
-    is_for_checkpoints: bool,
+    document: JsonObject, key: str, *, is_for_checkpoints: bool
 ) -> JsonObject:
     """Return the document with SmoothQuant before the other algorithms of a key.
 

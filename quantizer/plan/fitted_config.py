@@ -12,20 +12,13 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.aliases import canonical
-from quantizer.config.json_types import (
-    JsonMapping,
-    JsonObject,
-    JsonPath,
-)
+from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.load import check_document, load_text
 from quantizer.config.wording import first_names
 from quantizer.errors import UsageError, or_without
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.plan.fitted_algorithms import (
-    leave_out_idle_algorithms,
-    smooth_normalized_inputs,
-)
+from quantizer.plan.fitted_algorithms import leave_out_idle_algorithms, smooth_normalized_inputs
 from quantizer.plan.fitted_groups import (
     fit_axes,
     fit_groups,
@@ -38,21 +31,13 @@ from quantizer.plan.fitted_layers import (
     spare_sensitive_layers,
 )
 from quantizer.plan.fitting import Fitting
-from quantizer.plan.match import (
-    SELECTED_KINDS,
-    match,
-)
+from quantizer.plan.match import SELECTED_KINDS, match
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import group_size_remarks
 
 LayersToLeave = Callable[[Plan], Mapping[str, str]]
 """Returns the layers of a plan to leave in float for the file to write, with the reason."""
-_ENTRIES = (
-    "layer_quantize_config",
-    "layer_type_quant_config",
-    "layer_quant_config",
-    "exclude",
-)
+_ENTRIES = ("layer_quantize_config", "layer_type_quant_config", "layer_quant_config", "exclude")
 """The blocks with entries for layers, in both forms."""
 _COMMENT = "//"
 """The key of a preset's own comment."""
@@ -246,9 +231,5 @@ _STEPS = (
     leave_out_idle_algorithms,
     _leave_out_idle_entries,
 )
-_IMPROVEMENTS = (
-    spare_sensitive_layers,
-    smooth_normalized_inputs,
-    give_divided_heads_channels,
-)
+_IMPROVEMENTS = (spare_sensitive_layers, smooth_normalized_inputs, give_divided_heads_channels)
 """The steps without which calibration accepts the config, too."""

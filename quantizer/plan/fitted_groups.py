@@ -3,17 +3,11 @@ scale for each channel where none does, and float where a block format leaves no
 """
 
 import copy
-from collections.abc import (
-    Iterable,
-    Iterator,
-)
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from quantizer.config.document.document import value_at
-from quantizer.config.json_types import (
-    JsonObject,
-    JsonPath,
-)
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import SUPERBLOCK, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
@@ -25,10 +19,7 @@ from quantizer.plan.axes import (
     super_block_substitute,
     without_super_blocks,
 )
-from quantizer.plan.fitting import (
-    Fitting,
-    per_channel,
-)
+from quantizer.plan.fitting import Fitting, per_channel
 from quantizer.plan.model import TensorPlan
 
 _SMALLEST = 32
@@ -229,11 +220,7 @@ def _best_size(groups: list[_Groups]) -> int | None:
     return next(size for size in sizes if counts[size] >= _NEARLY_ALL * most)
 
 
-def _use_channels(
-    fitting: Fitting,
-    path: JsonPath,
-    groups: list[_Groups],
-) -> None:
+def _use_channels(fitting: Fitting, path: JsonPath, groups: list[_Groups]) -> None:
     """Give all weights of a level a scale for each output channel, as no group fits."""
     axis = fitting.view_of(groups[0].tensor).channels or 0
     spec = per_channel(groups[0].tensor.spec, axis)

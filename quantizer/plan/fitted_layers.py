@@ -5,23 +5,13 @@ channels are outputs of different ranges.
 from dataclasses import replace
 
 from quantizer.config.document.document import value_at
-from quantizer.config.forms.layered import (
-    specified,
-    with_entries,
-)
+from quantizer.config.forms.layered import specified, with_entries
 from quantizer.config.json_types import JsonObject
-from quantizer.config.model import (
-    ROLES,
-    QuantizationSpec,
-    Role,
-)
+from quantizer.config.model import ROLES, QuantizationSpec, Role
 from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.fitting import (
-    Fitting,
-    eight_bits,
-)
+from quantizer.plan.fitting import Fitting, eight_bits
 from quantizer.plan.sensitive_layers import sensitive_layers
 
 _FEW_BITS = 4
@@ -121,8 +111,7 @@ def give_recurrent_layers_eight_bits(fitting: Fitting) -> None:
 
 
 def _words_of_coarse_inputs(
-    fitting: Fitting,
-    layers: dict[str, QuantizationSpec],
+    fitting: Fitting, layers: dict[str, QuantizationSpec]
 ) -> JsonObject:
     """Return what the document states of the inputs of some layers, if these have few bits."""
     for tensor in fitting.plan.tensors.values():

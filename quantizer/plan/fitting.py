@@ -5,43 +5,21 @@ words of either form.
 from __future__ import annotations
 
 import copy
-from collections.abc import (
-    Collection,
-    Mapping,
-)
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.document.document import (
-    Document,
-    value_at,
-)
-from quantizer.config.forms.hierarchical_spec import (
-    specification,
-    usual_symmetric_scale,
-)
+from quantizer.config.document.document import Document, value_at
+from quantizer.config.forms.hierarchical_spec import specification, usual_symmetric_scale
 from quantizer.config.forms.left_float import with_float
-from quantizer.config.json_types import (
-    JsonObject,
-    JsonPath,
-)
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.load import check_document
-from quantizer.config.model import (
-    Config,
-    QuantizationSpec,
-)
+from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 from quantizer.plan import axes
 from quantizer.plan.axes import TensorView
-from quantizer.plan.model import (
-    Plan,
-    TensorPlan,
-)
+from quantizer.plan.model import Plan, TensorPlan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.selectors import selectors_for
 

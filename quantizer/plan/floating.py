@@ -146,10 +146,7 @@ def multiplies_values(node: Node, name: str) -> bool:
     return name in references(factors)
 
 
-def computes_in_float(
-    node: Node,
-    floats: Mapping[str, str],
-) -> bool:
+def computes_in_float(node: Node, floats: Mapping[str, str]) -> bool:
     """Return whether a node multiplies floats though it could multiply integers. `floats` are
     those of the graph.
 
@@ -206,11 +203,7 @@ def before_norms(graph: Graph) -> set[str]:
     return names
 
 
-def _feeds_norm(
-    graph: Graph,
-    reader: Node,
-    before_norms: set[str],
-) -> bool:
+def _feeds_norm(graph: Graph, reader: Node, before_norms: set[str]) -> bool:
     """Return whether the reader is a normalization, a part of one, or a sum before one."""
     if reader.row.normalizes or reader.op in _NORM_PARTS:
         return True
@@ -287,11 +280,7 @@ def _origins(graph: Graph, names: Iterable[str]) -> Iterator[str]:
             pending += operands
 
 
-def _has_only_float_readers(
-    graph: Graph,
-    node: Node,
-    floats: dict[str, str],
-) -> bool:
+def _has_only_float_readers(graph: Graph, node: Node, floats: dict[str, str]) -> bool:
     """Return whether no reader needs integers, so that rounding the values is of no use."""
     is_source = node.op in ("input", "parameter")
     if not is_source and node.row.kind not in ("compute", "nonlinear", "passthrough"):
@@ -302,11 +291,7 @@ def _has_only_float_readers(
     return all(_takes_float(graph, name, floats) for name in names)
 
 
-def _takes_float(
-    graph: Graph,
-    name: str,
-    floats: dict[str, str],
-) -> bool:
+def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
     """Return whether the reader of that name runs in float. A DeQuantStub does not, nor does
     the output.
     """

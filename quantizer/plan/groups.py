@@ -44,10 +44,7 @@ __all__ = [
 _ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
 
 
-def layout(
-    graph: Graph,
-    single: Container[str] = (),
-) -> Layout:
+def layout(graph: Graph, single: Container[str] = ()) -> Layout:
     """Group the graph's floating-point values.
 
     A convolution followed only by a ReLU is quantized after the ReLU. Reshapes, pooling maxima
@@ -65,11 +62,7 @@ def layout(
 class _Layouter:
     """The layout of the nodes so far, in execution order: a join comes after its sources."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        single: Container[str],
-    ) -> None:
+    def __init__(self, graph: Graph, single: Container[str]) -> None:
         self.graph = graph
         self.single = single
         self.where = Layout({}, {}, floating(graph), origins_of(graph))
@@ -130,19 +123,13 @@ class _Layouter:
             blend = Join(node.name, group, alone=(), products=products, is_returned=False)
             self.where.blends[group.point] = blend
 
-    def _products_of_parts(
-        self,
-        group: Group,
-    ) -> tuple[Multiplication, ...]:
+    def _products_of_parts(self, group: Group) -> tuple[Multiplication, ...]:
         """Return the products of a value that is computed of several parts."""
         if group.point not in self.where.runs:
             return ()
         return tuple(self._products(values_readers(self.graph, group.point, self.where.floats)))
 
-    def _products(
-        self,
-        reads: Iterable[Reading],
-    ) -> list[Multiplication]:
+    def _products(self, reads: Iterable[Reading]) -> list[Multiplication]:
         """Return the readers that multiply the value that they read."""
         products = []
         for reader, value in reads:
@@ -234,11 +221,7 @@ class _Layouter:
             if member != group.point:
                 self.where.served[member] = group.point
 
-    def _leads(
-        self,
-        point: str,
-        join: str,
-    ) -> bool:
+    def _leads(self, point: str, join: str) -> bool:
         """Return whether a join is the only reader of a point, directly or through other joins
         with one reader.
         """
@@ -252,11 +235,7 @@ class _Layouter:
     def _is_join(self, name: str) -> bool:
         return bool(name) and self.graph.by_name[name].is_join
 
-    def _needs_one_scale(
-        self,
-        reader: str,
-        value: str,
-    ) -> bool:
+    def _needs_one_scale(self, reader: str, value: str) -> bool:
         """Return whether a layer multiplies a value whose parts have different scales."""
         if not reader or not self._multiplies(reader, value):
             return False
@@ -286,10 +265,7 @@ class _Layouter:
             return quantization_point(self.graph, self.where, node.name) is None
         return kind not in ("passthrough", "structural")
 
-    def _is_quantized_for_products(
-        self,
-        node: Node,
-    ) -> bool:
+    def _is_quantized_for_products(self, node: Node) -> bool:
         """Return whether a float value is quantized because layers multiply it. The layers that
         multiply an argument, or a scaled input as it was, do so at their inputs, if they can.
         """
@@ -304,19 +280,12 @@ class _Layouter:
             self.where.arguments[node.name] = tuple(products)
         return False
 
-    def _multiplies(
-        self,
-        reader: str,
-        value: str,
-    ) -> bool:
+    def _multiplies(self, reader: str, value: str) -> bool:
         """Return whether a layer multiplies a value in integers."""
         node = self.graph.by_name[reader]
         return multiplies_values(node, value) and not computes_in_float(node, self.where.floats)
 
-    def _is_own_input(
-        self,
-        product: Multiplication,
-    ) -> bool:
+    def _is_own_input(self, product: Multiplication) -> bool:
         """Return whether a layer can quantize a value as its own input. It cannot if the value
         is one of a list.
         """
@@ -337,10 +306,7 @@ class _Layouter:
                 return False
         return bool(names)
 
-    def _chain(
-        self,
-        node: Node,
-    ) -> tuple[Group, str]:
+    def _chain(self, node: Node) -> tuple[Group, str]:
         """Return the group that starts at `node`, and its only reader if that is a join, or
         "".
         """
@@ -367,10 +333,7 @@ class _Layouter:
         return Group(point, tuple(members)), ""
 
 
-def _staying_apart(
-    graph: Graph,
-    where: Layout,
-) -> set[str]:
+def _staying_apart(graph: Graph, where: Layout) -> set[str]:
     """Return the nodes whose values are computed of parts, and whose readers are the output,
     factors for the parts, or more such nodes.
     """

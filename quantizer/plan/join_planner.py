@@ -63,10 +63,7 @@ class JoinPlanner:
                     parts[key] = _like(whole, key)
         return parts
 
-    def plans(
-        self,
-        observed: Container[Key],
-    ) -> list[JoinPlan]:
+    def plans(self, observed: Container[Key]) -> list[JoinPlan]:
         """Return the open joins.
 
         Args:
@@ -85,10 +82,7 @@ class JoinPlanner:
                 plans.append(self._plan_of_channels(join))
         return plans
 
-    def _plan_of_channels(
-        self,
-        join: Join,
-    ) -> JoinPlan:
+    def _plan_of_channels(self, join: Join) -> JoinPlan:
         """Return the plan of a join whose parts are channels of an operator's output."""
         keys: dict[int, Key] = {}
         for number, (first, length) in self._spans(join).items():
@@ -120,10 +114,7 @@ class JoinPlanner:
             parts=parts,
         )
 
-    def _spans(
-        self,
-        join: Join,
-    ) -> dict[int, tuple[int, int]]:
+    def _spans(self, join: Join) -> dict[int, tuple[int, int]]:
         """Return first channel and length of each part in the quantized value, if calibration
         can bring the parts to one range there.
 
@@ -140,12 +131,7 @@ class JoinPlanner:
         is_possible = all(scalable) if point in self.layout.blends else any(scalable)
         return runs.spans() if is_possible else {}
 
-    def _span_key(
-        self,
-        join: Join,
-        first: int,
-        length: int,
-    ) -> Key:
+    def _span_key(self, join: Join, first: int, length: int) -> Key:
         """Return the key of a part that consists of channels of a value."""
         return join.group.point, channels_role(first, length)
 
@@ -154,19 +140,12 @@ class JoinPlanner:
         key = (join.group.point, "activation")
         return key if key in self.tensors else None
 
-    def _alone_keys(
-        self,
-        join: Join,
-    ) -> tuple[Key, ...]:
+    def _alone_keys(self, join: Join) -> tuple[Key, ...]:
         """Return the keys of the planned parts of a join that nothing else reads."""
         keys = [self._key_at(part.point) for part in join.alone]
         return tuple(key for key in keys if key in self.tensors)
 
-    def _plan(
-        self,
-        join: Join,
-        observed: Container[Key],
-    ) -> JoinPlan:
+    def _plan(self, join: Join, observed: Container[Key]) -> JoinPlan:
         """Return the plan of a join whose parts are outputs of layers."""
         sources = self._source_keys(join)
         has_scales = len(sources) >= len(self.layout.origins[join.name].sources)
@@ -210,10 +189,7 @@ class JoinPlanner:
                 return self.tensors[key]
         return None
 
-    def _input_key(
-        self,
-        product: Multiplication,
-    ) -> Key | None:
+    def _input_key(self, product: Multiplication) -> Key | None:
         """Return the key of the input that a layer multiplies, if it is planned and calibration
         may drop it.
         """
@@ -229,10 +205,7 @@ class JoinPlanner:
         """Return the key of a part, whether it is planned or not."""
         return self._key_at(quantization_point(self.graph, self.layout, source) or source)
 
-    def _source_keys(
-        self,
-        join: Join,
-    ) -> tuple[Key, ...]:
+    def _source_keys(self, join: Join) -> tuple[Key, ...]:
         """Return the keys of a join's parts, each once. Those of trained tensors are
         weights.
         """
@@ -250,10 +223,7 @@ class JoinPlanner:
                 keys[key] = None
         return tuple(keys)
 
-    def _channels(
-        self,
-        product: Multiplication,
-    ) -> tuple[tuple[Key | None, int], ...]:
+    def _channels(self, product: Multiplication) -> tuple[tuple[Key | None, int], ...]:
         """Return the tensor of each run of a layer's input channels, None for constants, and
         the run's length.
         """
@@ -265,10 +235,7 @@ class JoinPlanner:
             runs.append((key, length))
         return tuple(runs)
 
-    def _is_divisible(
-        self,
-        product: Multiplication,
-    ) -> bool:
+    def _is_divisible(self, product: Multiplication) -> bool:
         """Return whether a layer's product is a sum, or a row, of products of each part with
         some of the weight.
         """
@@ -282,10 +249,7 @@ class JoinPlanner:
             return False
         return node.row.spatial == 0 or origins.axis == _CHANNELS_OF_IMAGES
 
-    def _is_scalable(
-        self,
-        product: Multiplication,
-    ) -> bool:
+    def _is_scalable(self, product: Multiplication) -> bool:
         """Return whether the parts are along the layer's input channels, so that its weights
         can undo factors.
         """
@@ -303,10 +267,7 @@ class JoinPlanner:
         return parts.axis == _CHANNELS_OF_IMAGES
 
 
-def _like(
-    tensor: TensorPlan,
-    key: Key,
-) -> TensorPlan:
+def _like(tensor: TensorPlan, key: Key) -> TensorPlan:
     """Return the plan of a layer's output with the spec of another tensor."""
     layer, role = key
     return replace(tensor, layer=layer, role=role, source=layer, members=(layer,))

@@ -17,11 +17,7 @@ CLOSE_DB = 9.0
 """Parts share a scale if the error of every product grows by no more than this."""
 
 
-def single_joins(
-    config: Config,
-    graph: Graph,
-    rules: Iterable[MatchedRule],
-) -> Container[str]:
+def single_joins(config: Config, graph: Graph, rules: Iterable[MatchedRule]) -> Container[str]:
     """Return the joins whose parts share one scale: all on the DPU, otherwise those that a
     layer entry names.
 
@@ -74,11 +70,7 @@ def products_of(joins: Iterable[Join]) -> dict[str, list[tuple[Join, Multiplicat
     return by_layer
 
 
-def observed_at(
-    where: Layout,
-    join: Join,
-    value: str,
-) -> str:
+def observed_at(where: Layout, join: Join, value: str) -> str:
     """Return the node whose values give the range of a product's input: the join, if the
     product reads all of it.
     """
@@ -95,11 +87,7 @@ def input_role(graph: Graph, product: Multiplication) -> str | None:
     return None
 
 
-def dropped_tensors(
-    join: JoinPlan,
-    *,
-    is_close: bool,
-) -> tuple[Key, ...]:
+def dropped_tensors(join: JoinPlan, *, is_close: bool) -> tuple[Key, ...]:
     """Return the tensors that are dropped once a join is decided.
 
     Args:
@@ -120,9 +108,7 @@ def dropped_tensors(
 
 
 def decide_join(
-    join: JoinPlan,
-    lost_bits: Mapping[str, float],
-    gains: Mapping[str, Mapping[str, float]],
+    join: JoinPlan, lost_bits: Mapping[str, float], gains: Mapping[str, Mapping[str, float]]
 ) -> JoinDecision:
     """Return how a join is quantized.
 
@@ -139,20 +125,10 @@ def decide_join(
     if join.single is not None:
         has_one = join.single not in left
     scale = "one" if has_one else "own"
-    return JoinDecision(
-        join,
-        scale,
-        gains,
-        lost_bits,
-        lost_db,
-        left,
-    )
+    return JoinDecision(join, scale, gains, lost_bits, lost_db, left)
 
 
-def lost_bits(
-    join: JoinPlan,
-    widths: Mapping[Key, float],
-) -> dict[str, float]:
+def lost_bits(join: JoinPlan, widths: Mapping[Key, float]) -> dict[str, float]:
     """Return the base-2 logarithm of how much wider the range of the whole is, by the layer
     that computes a part.
 
@@ -168,10 +144,7 @@ def lost_bits(
     return lost
 
 
-def _lost_db(
-    lost_bits: Mapping[str, float],
-    gains: Mapping[str, float],
-) -> float:
+def _lost_db(lost_bits: Mapping[str, float], gains: Mapping[str, float]) -> float:
     """Return how much the error of a product grows if its parts lose bits, in dB."""
     with_one_scale = sum(gains.values())
     with_own_scales = 0.0
@@ -196,10 +169,7 @@ def decided_unseen(plan: Plan) -> Plan:
     return replace(with_decisions(plan, unseen), joins=waiting, left={})
 
 
-def with_decisions(
-    plan: Plan,
-    decisions: Mapping[str, JoinDecision],
-) -> Plan:
+def with_decisions(plan: Plan, decisions: Mapping[str, JoinDecision]) -> Plan:
     """Return the plan with its open joins as calibration has decided on them."""
     reasons: dict[Key, str] = {}
     for join in plan.joins:

@@ -29,11 +29,7 @@ def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]
     return layers
 
 
-def layers_kept_float(
-    config: Config,
-    graph: Graph,
-    rules: list[MatchedRule],
-) -> dict[str, str]:
+def layers_kept_float(config: Config, graph: Graph, rules: list[MatchedRule]) -> dict[str, str]:
     """Return the layers that a global switch or the model's stubs keep in float, with the
     reason, and the routers of experts that no rule names.
     """

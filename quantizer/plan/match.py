@@ -78,11 +78,7 @@ class MatchedRule:
         """
         return not self.match.keys and not layers.isdisjoint(self.match.layers)
 
-    def quantizes(
-        self,
-        role: Role,
-        before: bool,
-    ) -> bool:
+    def quantizes(self, role: Role, before: bool) -> bool:
         """Return whether the role is quantized after the rule. A rule without roles leaves it
         as it was `before`.
         """
@@ -103,11 +99,7 @@ class MatchedRule:
         )
 
 
-def match(
-    selector: Selector,
-    graph: Graph,
-    original: Graph,
-) -> Match:
+def match(selector: Selector, graph: Graph, original: Graph) -> Match:
     """Return the layers of `graph` that `selector` matches. `original` is the graph as traced,
     before layers were folded.
 
@@ -143,12 +135,7 @@ def _attentions(by_name: Match, graph: Graph) -> Match:
         if cached.layer in named or not named.isdisjoint(cached.sources):
             keys.append((cached.layer, cached.role))
     layers = tuple(dict.fromkeys(layer for layer, _ in keys))
-    return dataclasses.replace(
-        by_name,
-        layers=layers,
-        keys=tuple(keys),
-        named=by_name.layers,
-    )
+    return dataclasses.replace(by_name, layers=layers, keys=tuple(keys), named=by_name.layers)
 
 
 def has_own_weights(node: Node) -> bool:
@@ -177,11 +164,7 @@ def _short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _by_type(
-    text: str,
-    graph: Graph,
-    original: Graph,
-) -> Match:
+def _by_type(text: str, graph: Graph, original: Graph) -> Match:
     """Return the layers of a type. Words of other tools are translated to torch's, and case may
     differ.
 
@@ -212,10 +195,7 @@ def _by_type(
     return Match(tuple(layers), rank, note, tuple(absorbed))
 
 
-def closest_layers(
-    selector: Selector,
-    original: Graph,
-) -> list[str]:
+def closest_layers(selector: Selector, original: Graph) -> list[str]:
     """Return up to three names close to a selector that matches nothing."""
     if selector.kind == "type":
         types: dict[str, str] = {}
@@ -253,11 +233,7 @@ def advice(selector: Selector, original: Graph) -> str:
     return "`quantizer inspect --top all` lists all layers"
 
 
-def _by_name(
-    text: str,
-    graph: Graph,
-    original: Graph,
-) -> Match:
+def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     """Return the layers that `text` names.
 
     It is an exact name, a kind, a name whose scope has one layer, a module path, a path of the
@@ -297,10 +273,7 @@ def _by_name(
     return _survivors(names, "pattern", graph)
 
 
-def _paths_around(
-    node: Node,
-    graph: Graph,
-) -> list[str]:
+def _paths_around(node: Node, graph: Graph) -> list[str]:
     """Return the paths of the modules around a node of the traced graph. The tensors of experts
     have paths of their own.
     """
@@ -328,12 +301,7 @@ def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
     return glob_of_names(text), re.compile(fnmatch.translate(text))
 
 
-def _survivors(
-    names: list[str],
-    rank: str,
-    graph: Graph,
-    note: str | None = None,
-) -> Match:
+def _survivors(names: list[str], rank: str, graph: Graph, note: str | None = None) -> Match:
     """Return the match of named layers. A folded layer counts as the one that it was folded
     into.
     """

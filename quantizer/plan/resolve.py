@@ -7,12 +7,7 @@ import math
 from collections.abc import Iterable
 
 from quantizer.config.effective import effective
-from quantizer.config.model import (
-    CAST_ONLY,
-    Config,
-    QuantizationSpec,
-    Role,
-)
+from quantizer.config.model import CAST_ONLY, Config, QuantizationSpec, Role
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
@@ -46,11 +41,7 @@ _NO_VALUES = {
 }
 
 
-def resolve_plan(
-    config: Config,
-    graph: Graph,
-    original: Graph,
-) -> Plan:
+def resolve_plan(config: Config, graph: Graph, original: Graph) -> Plan:
     """Return the plan of `config` for `graph`.
 
     The plan's `diagnostics` contain errors as well: selectors that match nothing, and conflicts
@@ -77,12 +68,7 @@ class _Resolver:
         misfits: the tensors whose group size does not fit, which is an error.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        graph: Graph,
-        original: Graph,
-    ) -> None:
+    def __init__(self, config: Config, graph: Graph, original: Graph) -> None:
         self.config = config
         self.graph = graph
         self.rules: list[MatchedRule] = []
@@ -180,11 +166,7 @@ class _Resolver:
             return self.joins[node.name].group
         return self.layout.groups.get(node.name) or self.watched.get(node.name)
 
-    def _why_group_stays_float(
-        self,
-        node: Node,
-        group: Group,
-    ) -> str:
+    def _why_group_stays_float(self, node: Node, group: Group) -> str:
         """Return why the output of a group stays float, or "" if the config decides."""
         for member in group.members:
             if member in self.kept_float:
@@ -199,20 +181,14 @@ class _Resolver:
             return "keeps the quantization of its weights"
         return ""
 
-    def _view(
-        self,
-        group: Group,
-    ) -> TensorView:
+    def _view(self, group: Group) -> TensorView:
         """Return the view that the group's first layer has of the value that is quantized at
         the group's point.
         """
         first = self.graph.by_name[group.members[0]]
         return axes.activation_view(self.graph, first, group.point)
 
-    def _is_cast(
-        self,
-        group: Group,
-    ) -> bool:
+    def _is_cast(self, group: Group) -> bool:
         """Return whether the group's values are cast to a float format. Then large values do
         not make small ones less precise.
         """
@@ -330,27 +306,13 @@ class _Resolver:
                     if value == product.value and (product.layer, role) not in self.tensors:
                         self._plan_input_like(whole, product.layer, role, value)
 
-    def _plan_input_like(
-        self,
-        tensor: TensorPlan,
-        layer: str,
-        role: str,
-        source: str,
-    ) -> None:
+    def _plan_input_like(self, tensor: TensorPlan, layer: str, role: str, source: str) -> None:
         """Plan the input of a layer with the spec of another tensor."""
         self.tensors[layer, role] = dataclasses.replace(
-            tensor,
-            layer=layer,
-            role=role,
-            source=source,
-            members=(layer,),
+            tensor, layer=layer, role=role, source=source, members=(layer,)
         )
 
-    def _is_quantized(
-        self,
-        name: str,
-        spec: QuantizationSpec,
-    ) -> bool:
+    def _is_quantized(self, name: str, spec: QuantizationSpec) -> bool:
         """Return whether the values of a node are quantized with this spec already.
 
         If operators have moved the values since they were quantized, that is true only of a
@@ -382,13 +344,7 @@ class _Resolver:
             count_silenced(rules, base)
             return False
         spec = axes.fit_spec(spec, view, role)
-        tensor = PlannedTensor(
-            layer,
-            role,
-            spec,
-            view,
-            sources,
-        )
+        tensor = PlannedTensor(layer, role, spec, view, sources)
         is_refused = self._check(tensor, rules)
         misfit = axes.misfit(tensor)
         count_effects(rules, base)
@@ -408,21 +364,11 @@ class _Resolver:
             sizes = tuple(size or 0 for size in view.sizes or ())
             scales = math.prod(scale_shape(sizes, spec.cut))
         self.tensors[layer, role] = TensorPlan(
-            layer,
-            role,
-            spec,
-            origins,
-            source=group.point,
-            members=group.members,
-            scales=scales,
+            layer, role, spec, origins, source=group.point, members=group.members, scales=scales
         )
         return True
 
-    def _check(
-        self,
-        tensor: PlannedTensor,
-        rules: list[MatchedRule],
-    ) -> bool:
+    def _check(self, tensor: PlannedTensor, rules: list[MatchedRule]) -> bool:
         """Record the new findings about a tensor, and return whether one is an error."""
         weakest_first = [row.rule for row in rules]
         findings = list(checks.of_tensor(tensor, self.config, weakest_first))
@@ -442,9 +388,5 @@ class _Resolver:
         rules = [row for row in self.rules if row.selects(layers)]
         return sorted(rules, key=lambda row: row.match.rank)
 
-    def _merge(
-        self,
-        rules: list[MatchedRule],
-        role: Role,
-    ) -> MergedSpec:
+    def _merge(self, rules: list[MatchedRule], role: Role) -> MergedSpec:
         return merged_spec(rules, role, self.config.settings.target_device)

@@ -9,11 +9,7 @@ from quantizer.plan.value_readers import outer_readers
 _MOST_BITS = 8
 
 
-def useful_magnitude(
-    graph: Graph,
-    source: str,
-    spec: QuantizationSpec,
-) -> float | None:
+def useful_magnitude(graph: Graph, source: str, spec: QuantizationSpec) -> float | None:
     """Return the magnitude beyond which all readers of a node saturate; None if some reader
     does not.
 

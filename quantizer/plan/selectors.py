@@ -2,37 +2,20 @@
 weights and no others.
 """
 
-from collections.abc import (
-    Collection,
-    Iterator,
-)
+from collections.abc import Collection, Iterator
 
 from quantizer.config.model import Selector
 from quantizer.errors import ModelError
-from quantizer.graph.ir import (
-    Graph,
-    Node,
-)
-from quantizer.graph.module_names import (
-    call_paths,
-    path_names,
-)
-from quantizer.plan.match import (
-    SELECTED_KINDS,
-    has_own_weights,
-    match,
-)
+from quantizer.graph.ir import Graph, Node
+from quantizer.graph.module_names import call_paths, path_names
+from quantizer.plan.match import SELECTED_KINDS, has_own_weights, match
 
 _NAMED_KINDS = ("kind:embedding", "kind:head")
 """The kinds by which layers are named."""
 
 
 def selectors_for(
-    layers: Collection[str],
-    graph: Graph,
-    original: Graph,
-    *,
-    kinds: bool = False,
+    layers: Collection[str], graph: Graph, original: Graph, *, kinds: bool = False
 ) -> list[str]:
     """Return selectors that together match the layers, and no other layer with weights.
 

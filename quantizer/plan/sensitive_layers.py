@@ -5,11 +5,7 @@ normalization. It follows from the graph alone.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quantizer.graph.ir import (
-    Graph,
-    Node,
-    references,
-)
+from quantizer.graph.ir import Graph, Node, references
 from quantizer.plan.floating import derived_layers
 
 _AFFINE = ("mul", "add")

@@ -38,20 +38,12 @@ def weight_bytes(plan: Plan) -> tuple[int, int]:
             before += size
             tensor = tensors.get(parameter_role(key))
             if tensor is not None:
-                size = parameter_bytes(
-                    value.numel(),
-                    tensor.spec,
-                    tensor.scales,
-                )
+                size = parameter_bytes(value.numel(), tensor.spec, tensor.scales)
             after += size
     return before, after
 
 
-def parameter_bytes(
-    values: int,
-    spec: QuantizationSpec,
-    scales: int,
-) -> int:
+def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
     """Return the bytes of a parameter with so many values and scales. Integers have zero
     points, too.
     """
@@ -70,10 +62,7 @@ def peak_activation_bytes(graph: Graph, batch_size: int) -> int:
     return max((during for during, _ in alive), default=0)
 
 
-def alive_bytes(
-    graph: Graph,
-    batch_size: int,
-) -> dict[str, tuple[int, int]]:
+def alive_bytes(graph: Graph, batch_size: int) -> dict[str, tuple[int, int]]:
     """Return for each node the bytes of all values that are alive while it runs, and of those
     that are read after it.
 
@@ -87,11 +76,7 @@ def alive_bytes(
             last_uses[name] = max(last_uses[name], last_use)
     freed_bytes: Counter[int] = Counter()
     for name, last_use in last_uses.items():
-        freed_bytes[last_use] += value_bytes(
-            graph,
-            name,
-            batch_size,
-        )
+        freed_bytes[last_use] += value_bytes(graph, name, batch_size)
     alive: dict[str, tuple[int, int]] = {}
     current = 0
     for index, node in enumerate(graph.nodes):
@@ -101,11 +86,7 @@ def alive_bytes(
     return alive
 
 
-def working_bytes(
-    graph: Graph,
-    node: Node,
-    batch_size: int,
-) -> int:
+def working_bytes(graph: Graph, node: Node, batch_size: int) -> int:
     """Return the bytes that an operator needs besides its input and output: oneDNN, which runs
     convolutions, copies the larger of them to channels in blocks.
     """

@@ -6,10 +6,7 @@ from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs
 
 
-def tied_layers(
-    graph: Graph,
-    specs: TensorSpecs,
-) -> tuple[tuple[str, ...], ...]:
+def tied_layers(graph: Graph, specs: TensorSpecs) -> tuple[tuple[str, ...], ...]:
     """Return the groups of layers whose weights share a scale or a factor.
 
     These are fused layers with one spec, of a float format that has one number for the whole

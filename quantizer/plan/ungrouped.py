@@ -18,10 +18,7 @@ def is_apart(graph: Graph, node: Node) -> bool:
     return node.row.looks_up and not _looks_up_tokens(graph, node)
 
 
-def _looks_up_tokens(
-    graph: Graph,
-    node: Node,
-) -> bool:
+def _looks_up_tokens(graph: Graph, node: Node) -> bool:
     """Return whether the indices are those of an input, at most moved. Indices that are
     computed, from these or from sizes, are positions.
     """

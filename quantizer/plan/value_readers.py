@@ -28,9 +28,7 @@ def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterat
 
 
 def outer_readers(
-    graph: Graph,
-    name: str,
-    floats: Mapping[str, str] | None = None,
+    graph: Graph, name: str, floats: Mapping[str, str] | None = None
 ) -> Iterator[Reading]:
     """Yield what reads a node's values, directly or through moves and joins.
 

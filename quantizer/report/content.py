@@ -50,9 +50,7 @@ _TensorStatistics = dict[Key, dict[str, Tensor]]
 
 
 def collect_report(
-    opened: OpenedResults,
-    tested: JsonMapping,
-    commands: Mapping[str, list[str]] | None = None,
+    opened: OpenedResults, tested: JsonMapping, commands: Mapping[str, list[str]] | None = None
 ) -> JsonObject:
     """Return the content of report.json.
 
@@ -84,9 +82,7 @@ def collect_report(
 
 
 def _collect_results(
-    opened: OpenedResults,
-    tested: JsonMapping,
-    statistics: _TensorStatistics,
+    opened: OpenedResults, tested: JsonMapping, statistics: _TensorStatistics
 ) -> JsonObject:
     """Return the content that comes from the calibration and from a test of it."""
     header = opened.header
@@ -313,12 +309,7 @@ def _stability_curve(ranges: Tensor, distribution: TensorDistribution) -> JsonOb
     for step in range(1, _MAX_CURVE_POINTS + 1):
         count = round(total * step / _MAX_CURVE_POINTS)
         counts.add(max(1, count))
-    curve: JsonObject = {
-        "total": total,
-        "counts": sorted(counts),
-        "limits": [],
-        "sqnr_db": [],
-    }
+    curve: JsonObject = {"total": total, "counts": sorted(counts), "limits": [], "sqnr_db": []}
     scales = []
     for count in curve["counts"]:
         observer = Observer(distribution.spec)

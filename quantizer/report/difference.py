@@ -59,12 +59,7 @@ class Side:
                 del calibrated[name]
             tensors[key] = calibrated
         figures = {_SIZE: self.figures[_SIZE]}
-        return replace(
-            self,
-            tensors=tensors,
-            figures=figures,
-            is_tested=False,
-        )
+        return replace(self, tensors=tensors, figures=figures, is_tested=False)
 
 
 @dataclass(frozen=True)
@@ -236,9 +231,7 @@ def _is_derived(name: str, metrics: frozenset[str]) -> bool:
 
 
 def _differing_tensor(
-    key: Key,
-    before: JsonMapping | None,
-    after: JsonMapping | None,
+    key: Key, before: JsonMapping | None, after: JsonMapping | None
 ) -> JsonObject | None:
     """Return the values of a tensor that differ, or None if none does."""
     layer, role = key
@@ -254,11 +247,7 @@ def _differing_tensor(
     return row | {"spec": specs} | values
 
 
-def _differing(
-    before: JsonMapping,
-    after: JsonMapping,
-    names: Iterable[str],
-) -> JsonObject:
+def _differing(before: JsonMapping, after: JsonMapping, names: Iterable[str]) -> JsonObject:
     """Return both values of each name whose values differ."""
     differing = {}
     for name in names:

@@ -72,10 +72,7 @@ class TensorDistribution:
         """Return the SQNR of values at the centres of their bins."""
         centres, counts = self._occupied
         quantized = quantize_tensor(
-            centres.float(),
-            self.spec,
-            qparams.scale,
-            qparams.zero_point,
+            centres.float(), self.spec, qparams.scale, qparams.zero_point
         )
         error = quantized.double() - centres
         signal_energy = float(counts @ centres.square())

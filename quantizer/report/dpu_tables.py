@@ -28,12 +28,7 @@ def exact_table(comparison: ExactComparison, view: TableView) -> Listing:
         ranks.append(rank)
     titles = ("layer", "tensor", "position", "codes", "differing", "at most steps")
     return view.listing(
-        titles,
-        lines,
-        ranks,
-        numbers=titles[2:],
-        what="tensor",
-        idle="without a difference",
+        titles, lines, ranks, numbers=titles[2:], what="tensor", idle="without a difference"
     )
 
 

@@ -26,9 +26,7 @@ Commands = Mapping[str, list[str]]
 
 
 def make_report(
-    opened: OpenedResults,
-    tested: JsonMapping,
-    commands: Commands | None = None,
+    opened: OpenedResults, tested: JsonMapping, commands: Commands | None = None
 ) -> tuple[JsonObject, str]:
     """Return the content of report.json and of report.html.
 

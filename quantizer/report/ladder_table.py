@@ -36,11 +36,7 @@ def ladder_table(climb: Climb, metrics: Sequence[str]) -> Listing:
     return Listing(titles, lines, frozenset(titles[1:-1]), layouts)
 
 
-def result_lines(
-    climb: Climb,
-    data: str,
-    config: str,
-) -> Iterator[str]:
+def result_lines(climb: Climb, data: str, config: str) -> Iterator[str]:
     """Yield lines about what was changed, what was not tried and why, and the time.
 
     Args:

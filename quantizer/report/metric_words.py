@@ -83,9 +83,7 @@ METRICS: Mapping[str, MetricWords] = {
         "values",
     ),
     "top1_agreement": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "the share of samples whose largest value stays at the same place",
+        "0 to 1", HIGHER, "the share of samples whose largest value stays at the same place"
     ),
     "top1": MetricWords("0 to 1", HIGHER, "accuracy against the labels of the data"),
     "perplexity": MetricWords("1 and more", LOWER, "of a language model on texts"),
@@ -99,9 +97,7 @@ METRICS: Mapping[str, MetricWords] = {
         "1 and more", LOWER, "the quantized perplexity divided by the float one"
     ),
     "exact_equal": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "with `--exact`: the share of codes that equal the DPU's integers",
+        "0 to 1", HIGHER, "with `--exact`: the share of codes that equal the DPU's integers"
     ),
     "onnx_int8_share": MetricWords(
         "0 to 1",

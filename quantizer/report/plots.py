@@ -50,8 +50,7 @@ def write_plots(values: JsonMapping, folder: Path, kind: str = "svg") -> list[Pa
     """
     if kind not in PLOT_WRITERS:
         raise UsageError(
-            f"there are no plots of kind {kind!r}",
-            help=f"known are {', '.join(PLOT_WRITERS)}",
+            f"there are no plots of kind {kind!r}", help=f"known are {', '.join(PLOT_WRITERS)}"
         )
     to_bytes = PLOT_WRITERS[kind]
     drawings: dict[Path, Markup] = {}

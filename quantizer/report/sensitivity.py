@@ -14,11 +14,7 @@ from quantizer.report.view import Listing, TableView
 _WEIGHT_TITLES = ("layer", "weights", "config bits")
 
 
-def analysis_table(
-    analysis: Analysis,
-    choice: WidthChoice | None,
-    view: TableView,
-) -> Listing:
+def analysis_table(analysis: Analysis, choice: WidthChoice | None, view: TableView) -> Listing:
     """Return a table with a row for each weight.
 
     With a choice, it has the chosen widths. Without one, it has the noise at each width, the
@@ -29,10 +25,7 @@ def analysis_table(
     return _choice_table(analysis, choice, view)
 
 
-def _sensitivity_table(
-    analysis: Analysis,
-    view: TableView,
-) -> Listing:
+def _sensitivity_table(analysis: Analysis, view: TableView) -> Listing:
     """Return the SQNR at the output if only one weight is quantized, for each weight and
     width.
     """
@@ -53,11 +46,7 @@ def _sensitivity_table(
     return view.listing(titles, lines, numbers=titles[1:], layouts=layouts)
 
 
-def _choice_table(
-    analysis: Analysis,
-    choice: WidthChoice,
-    view: TableView,
-) -> Listing:
+def _choice_table(analysis: Analysis, choice: WidthChoice, view: TableView) -> Listing:
     """Return the chosen widths and their shares of the predicted noise. The largest shares are
     shown first.
     """
@@ -82,10 +71,7 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
-def unanalysed_lines(
-    analysis: Analysis,
-    view: TableView,
-) -> list[str]:
+def unanalysed_lines(analysis: Analysis, view: TableView) -> list[str]:
     """Return a line for each quantized weight whose width cannot be changed, with the
     reason.
     """
@@ -171,10 +157,7 @@ def ablation_json(ablation: Ablation) -> JsonObject:
     }
 
 
-def ablation_table(
-    ablation: Ablation,
-    view: TableView,
-) -> Listing:
+def ablation_table(ablation: Ablation, view: TableView) -> Listing:
     """Return a table of the effect of each tensor on the output. First is the tensor whose
     quantization costs most SQNR.
     """
@@ -189,10 +172,7 @@ def ablation_table(
 
 
 def _by_gain(ablation: Ablation) -> list[Effect]:
-    return sorted(
-        ablation.effects,
-        key=lambda effect: (-ablation.gain_db(effect), effect.key),
-    )
+    return sorted(ablation.effects, key=lambda effect: (-ablation.gain_db(effect), effect.key))
 
 
 def ablation_line(ablation: Ablation) -> str:

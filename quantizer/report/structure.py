@@ -52,10 +52,7 @@ def _listing(rows: tuple[TableRow, ...]) -> Listing:
 
 
 def _rows(
-    graph: Graph,
-    structure: Structure,
-    number: int | None,
-    path: str,
+    graph: Graph, structure: Structure, number: int | None, path: str
 ) -> tuple[TableRow, ...]:
     """Return the groups of one block, or those outside of blocks."""
     rows = []

@@ -29,10 +29,7 @@ damaged.
 """
 
 
-def layer_rows(
-    comparison: NetworkComparison,
-    specs: TensorSpecs,
-) -> list[JsonObject]:
+def layer_rows(comparison: NetworkComparison, specs: TensorSpecs) -> list[JsonObject]:
     """Return a row for each quantized tensor, sorted by local SQNR, the lowest first."""
     rows = []
     for noise in comparison.layers:
@@ -306,12 +303,7 @@ def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
         lines,
         ranks,
         numbers=figures,
-        layouts=(
-            (*with_spec, "noise"),
-            with_spec,
-            (*with_format, "noise"),
-            with_format,
-        ),
+        layouts=((*with_spec, "noise"), with_spec, (*with_format, "noise"), with_format),
         what="tensor",
         idle="without loss",
         file="layers.csv",
@@ -334,12 +326,7 @@ def rule_table(plan: Plan, view: TableView) -> Listing:
     """Return how many layers and tensors each block of the config is about."""
     rows = []
     for rule in plan.rules:
-        row = (
-            rule.label,
-            rule.selector,
-            str(len(rule.layers)),
-            str(rule.took_effect),
-        )
+        row = (rule.label, rule.selector, str(len(rule.layers)), str(rule.took_effect))
         rows.append(row)
     titles = ("rule", "selector", "layers", "tensors")
     # The first column has no layers to choose from
@@ -390,10 +377,7 @@ def refusal_table(rows: Iterable[tuple[str, str, str]], view: TableView) -> List
 
 
 def layer_table(
-    graph: Graph,
-    tensors: Iterable[Key],
-    floats: Mapping[str, str],
-    view: TableView,
+    graph: Graph, tensors: Iterable[Key], floats: Mapping[str, str], view: TableView
 ) -> Listing:
     """Return all layers with operator, output shape and quantized tensors.
 

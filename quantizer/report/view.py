@@ -84,11 +84,7 @@ class Listing:
         if self.note:
             yield Text(self.note)
 
-    def _choose_layout(
-        self,
-        natural_widths: Mapping[str, int],
-        max_width: int,
-    ) -> TableRow:
+    def _choose_layout(self, natural_widths: Mapping[str, int], max_width: int) -> TableRow:
         """Return the first layout that fits, or the last one."""
         layouts = self.layouts or (self.titles,)
         for titles in layouts:
@@ -107,12 +103,7 @@ class Listing:
                 widths[title] = max(min_width, widths[title] - excess)
 
     def _table(self, widths: Mapping[str, int], rows: Iterable[TableRow]) -> Table:
-        table = Table(
-            box=None,
-            pad_edge=False,
-            header_style="bold",
-            padding=(0, _GAP, 0, 0),
-        )
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
         for title, width in widths.items():
             justify: JustifyMethod = "left"
             if title in self.numbers:

@@ -173,8 +173,7 @@ def trace_module(
             raise
     if graph.output is None:
         raise ModelError(
-            f"{graph.model} returns None",
-            help="end forward() with `return` and the outputs",
+            f"{graph.model} returns None", help="end forward() with `return` and the outputs"
         )
     differing = compare_with_model(module, graph, batch, twice=compared)
     if differing:
@@ -221,10 +220,7 @@ def reuse_or_trace(module: nn.Module, batch: Batch, info: OpenedResults) -> Grap
 
 
 def reopen_calibration(
-    module: nn.Module,
-    batch: Batch,
-    original: Graph,
-    info: QuantInfo,
+    module: nn.Module, batch: Batch, original: Graph, info: QuantInfo
 ) -> Calibrated:
     """Return the calibration in a result folder, for a model in memory.
 
@@ -266,10 +262,7 @@ def reopen_calibration(
 
 
 def _trace_as_calibrated(
-    module: nn.Module,
-    batch: Batch,
-    original: Graph,
-    info: QuantInfo,
+    module: nn.Module, batch: Batch, original: Graph, info: QuantInfo
 ) -> Graph:
     """Return the graph of a model on inputs of the sizes that it was calibrated with.
 

@@ -27,18 +27,8 @@ from quantizer.results.folder import (
     stored_joins,
     why_statistics_insufficient,
 )
-from quantizer.results.write import (
-    config_file,
-    joins_entry,
-    replace_results,
-    write_info,
-)
-from quantizer.storage.files import (
-    read_json,
-    write_bytes,
-    write_json,
-    write_tensors,
-)
+from quantizer.results.write import config_file, joins_entry, replace_results, write_info
+from quantizer.storage.files import read_json, write_bytes, write_json, write_tensors
 from quantizer.storage.tensor_shards import (
     deferred_shards,
     tensor_files_and_index,
@@ -198,10 +188,7 @@ class CalibratedFolder:
             write_info(new, header, info)
 
     def _write_files(
-        self,
-        new: Path,
-        entries: Mapping[Key, JsonObject],
-        statistics: ObserverStates,
+        self, new: Path, entries: Mapping[Key, JsonObject], statistics: ObserverStates
     ) -> dict[str, str]:
         """Write weights with new scales and statistics, copy the other files, and return the
         sha256 of each.
@@ -227,10 +214,7 @@ class CalibratedFolder:
             files[name] = old_files[name]
         return files
 
-    def _decide_joins(
-        self,
-        entries: _Entries,
-    ) -> tuple[dict[str, JsonObject], set[Key]]:
+    def _decide_joins(self, entries: _Entries) -> tuple[dict[str, JsonObject], set[Key]]:
         """Decide again how joins are quantized, as this depends on the scales.
 
         Returns:
@@ -281,9 +265,7 @@ def _has_integer_range(entry: JsonMapping) -> bool:
 
 
 def _replanned(
-    row: JsonMapping,
-    planned: Mapping[Key, JsonObject],
-    left: Container[Key],
+    row: JsonMapping, planned: Mapping[Key, JsonObject], left: Container[Key]
 ) -> JsonObject:
     """Return a layer of plan.json with changed tensors.
 

@@ -58,10 +58,7 @@ def example_batch(header: Mapping[str, Any]) -> Batch:
     return Batch(args, kwargs, target=None, raw=None)
 
 
-def _with_batch_size(
-    shape: Sequence[int | None],
-    batch_size: int,
-) -> list[int]:
+def _with_batch_size(shape: Sequence[int | None], batch_size: int) -> list[int]:
     """Return a shape with the batch size instead of None."""
     sizes: list[int] = []
     for size in shape:
@@ -85,9 +82,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def call_with_shapes(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    shapes: InputShapes,
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: InputShapes
 ) -> Call | None:
     """Return a call with zeros of other shapes instead of its tensors.
 

@@ -17,13 +17,7 @@ from quantizer.calibration.events import Events, RunStage, Snapshot
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import other_run, reporting_damage
 from quantizer.config.wording import counted
-from quantizer.errors import (
-    BatchError,
-    CheckpointError,
-    DataError,
-    QuantizerError,
-    ResultError,
-)
+from quantizer.errors import BatchError, CheckpointError, DataError, QuantizerError, ResultError
 from quantizer.results.result_set import holding
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.files import (
@@ -95,11 +89,7 @@ class Checkpoint:
                 isinstance(tensor, DeferredTensor),
             ]
         self._stored = stored
-        content: dict[str, Any] = {
-            "key": self._key,
-            "state": snapshot.state,
-            "tensors": places,
-        }
+        content: dict[str, Any] = {"key": self._key, "state": snapshot.state, "tensors": places}
         checksum = json_digest(content)
         write_json(self._info, content | {"checksum": checksum})
         # Tensor files of earlier snapshots are not needed any more
@@ -187,11 +177,7 @@ class Checkpoint:
         return self._info.with_suffix(f".{digest}.safetensors")
 
 
-def _move_to_device(
-    stored: DeferredTensor,
-    device: str,
-    is_deferred: bool,
-) -> Tensor:
+def _move_to_device(stored: DeferredTensor, device: str, is_deferred: bool) -> Tensor:
     """Return a stored tensor on its device, deferred if it was deferred when it was saved.
 
     A deferred tensor is copied to a temporary file, as the file of the checkpoint may be

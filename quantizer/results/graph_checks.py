@@ -62,16 +62,7 @@ _ARITHMETIC = frozenset(
 `operator.methodcaller`, could run any code.
 """
 _SHAPES = frozenset(
-    {
-        "size",
-        "output_size",
-        "scale_factors",
-        "repeats",
-        "shape",
-        "dims",
-        "s",
-        "n",
-    }
+    {"size", "output_size", "scale_factors", "repeats", "shape", "dims", "s", "n"}
 )
 """Names of arguments whose product the size of an operator's result may follow."""
 _WIDTHS = frozenset(

@@ -96,9 +96,7 @@ def header_of(network: Network, solution: Solution) -> dict[str, Any]:
 
 
 def solution_of(
-    opened: OpenedFiles,
-    header: Mapping[str, Any],
-    entries: Mapping[str, Any],
+    opened: OpenedFiles, header: Mapping[str, Any], entries: Mapping[str, Any]
 ) -> Solution:
     """Return the solution in a result folder, its tensors deferred: the inverse of `tensors_of`
     and `header_of`.
@@ -142,9 +140,7 @@ def solution_of(
 
 
 def _parameters(
-    replaced: Mapping[str, Any],
-    kind: str,
-    tensors: Mapping[str, Tensor],
+    replaced: Mapping[str, Any], kind: str, tensors: Mapping[str, Tensor]
 ) -> _Parameters:
     """Return parameters by layer and name.
 

@@ -73,9 +73,7 @@ class Change:
 
 
 def retune_activations(
-    folder: CalibratedFolder,
-    change: Change,
-    layers: Collection[str] | None = None,
+    folder: CalibratedFolder, change: Change, layers: Collection[str] | None = None
 ) -> RetunedFolder:
     """Return the activations of some layers, or of all, with new settings of their ranges.
 
@@ -200,11 +198,7 @@ class RetunedFolder:
         """
         entries, statistics = self.entries
         self._folder.write(
-            place,
-            self.config,
-            entries=entries,
-            planned=self._planned(),
-            statistics=statistics,
+            place, self.config, entries=entries, planned=self._planned(), statistics=statistics
         )
 
     def _planned(self) -> dict[Key, JsonObject]:
@@ -264,8 +258,7 @@ class RetunedFolder:
 
 
 def _shared_observers(
-    folder: CalibratedFolder,
-    specs: TensorSpecs,
+    folder: CalibratedFolder, specs: TensorSpecs
 ) -> dict[tuple[str, QuantizationSpec], list[Key]]:
     """Return the activations that share an observer, by the observed layer and the spec."""
     groups: dict[tuple[str, QuantizationSpec], list[Key]] = {}
@@ -296,10 +289,7 @@ def _require_same_sharing(folder: CalibratedFolder, changed: Mapping[Key, SpecCh
 
 
 def _changed_config(
-    folder: CalibratedFolder,
-    changed: Mapping[Key, SpecChange],
-    *,
-    is_for_all: bool,
+    folder: CalibratedFolder, changed: Mapping[Key, SpecChange], *, is_for_all: bool
 ) -> tuple[JsonObject, Paths]:
     """Return the new config and the place of each changed field in it.
 
@@ -343,11 +333,7 @@ def _observer(spec: QuantizationSpec, state: Mapping[str, Tensor]) -> Observer:
     return observer
 
 
-def _entry(
-    entry: JsonMapping,
-    spec: QuantizationSpec,
-    observer: Observer,
-) -> JsonObject:
+def _entry(entry: JsonMapping, spec: QuantizationSpec, observer: Observer) -> JsonObject:
     """Return an entry of quant_info.json with the scale of an observer."""
     qparams = observer.qparams()
     shape = torch.tensor(entry["scale"]).shape

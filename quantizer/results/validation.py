@@ -88,12 +88,7 @@ def checked_json(file: OpenFile) -> Any:
     return content
 
 
-def _check_schema(
-    content: Any,
-    path: Path,
-    schema: str,
-    definition: str | None = None,
-) -> None:
+def _check_schema(content: Any, path: Path, schema: str, definition: str | None = None) -> None:
     """Check content against a schema.
 
     Args:
@@ -126,10 +121,7 @@ def _validator(schema: str, definition: str | None) -> Any:
     check_items = Draft7Validator.VALIDATORS["items"]
 
     def items(
-        validator: Any,
-        item_schema: Any,
-        values: Any,
-        parent_schema: Any,
+        validator: Any, item_schema: Any, values: Any, parent_schema: Any
     ) -> Iterator[Any]:
         # The library checks each value, which takes long for the scales of a network
         if not isinstance(values, list) or not _fits_plainly(item_schema, values):
@@ -140,9 +132,7 @@ def _validator(schema: str, definition: str | None) -> Any:
         document = {**document, "$ref": f"#/definitions/{definition}"}
     type_checker = Draft7Validator.TYPE_CHECKER.redefine("integer", is_integer)
     strict: Any = validators.extend(  # type: ignore[no-untyped-call]
-        Draft7Validator,
-        {"items": items},
-        type_checker=type_checker,
+        Draft7Validator, {"items": items}, type_checker=type_checker
     )
     return strict(document)
 
@@ -240,10 +230,6 @@ def _rule_fault(spec: QuantizationSpec, role: str) -> str | None:
     return None
 
 
-def _conflicts_by_code(
-    spec: QuantizationSpec,
-    role: Role,
-    form: str,
-) -> dict[str, Conflict]:
+def _conflicts_by_code(spec: QuantizationSpec, role: Role, form: str) -> dict[str, Conflict]:
     broken = conflicts(spec, role, "CPU", form)
     return {conflict.code: conflict for conflict in broken}

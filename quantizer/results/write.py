@@ -257,9 +257,7 @@ def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
 
 
 def _tensor_entries(
-    calibration: Calibration,
-    modules: Mapping[str, str],
-    solution: Solution,
+    calibration: Calibration, modules: Mapping[str, str], solution: Solution
 ) -> dict[str, dict[str, Any]]:
     """Return the tensors of quant_info.json, by layer and role."""
     entries: dict[str, dict[str, Any]] = {}
@@ -273,10 +271,7 @@ def _tensor_entries(
 
 
 def _entry(
-    calibration: Calibration,
-    modules: Mapping[str, str],
-    key: Key,
-    tensor: QuantizedTensor,
+    calibration: Calibration, modules: Mapping[str, str], key: Key, tensor: QuantizedTensor
 ) -> dict[str, Any]:
     """Return a tensor of quant_info.json."""
     layer, role = key
@@ -327,9 +322,7 @@ def scale_positions(scale: Tensor) -> Any:
 
 
 def _joins_entries(
-    calibration: Calibration,
-    modules: Mapping[str, str],
-    solution: Solution,
+    calibration: Calibration, modules: Mapping[str, str], solution: Solution
 ) -> dict[str, Any]:
     """Return the entries of all joins in the header, by the name of the join."""
     entries: dict[str, Any] = {}
@@ -340,9 +333,7 @@ def _joins_entries(
 
 
 def _left_entries(
-    calibration: Calibration,
-    modules: Mapping[str, str],
-    decision: JoinDecision,
+    calibration: Calibration, modules: Mapping[str, str], decision: JoinDecision
 ) -> dict[str, dict[str, Any]]:
     """Return entries of the tensors that a join leaves unquantized. They say how the tensors
     would be quantized: `retune` may decide otherwise for the join.
@@ -357,8 +348,7 @@ def _left_entries(
 
 
 def joins_entry(
-    decision: JoinDecision,
-    left: Mapping[str, Mapping[str, Any]],
+    decision: JoinDecision, left: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the entry of a join in the header of quant_info.json.
 

@@ -208,10 +208,7 @@ class FilledArguments:
 
 
 def filled_arguments(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: Tensor | None,
-    arguments: Arguments,
+    args: Sequence[Any], kwargs: Mapping[str, Any], target: Tensor | None, arguments: Arguments
 ) -> FilledArguments:
     """Return which arguments of `forward` a batch fills."""
     count = len(args)

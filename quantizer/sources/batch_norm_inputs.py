@@ -80,11 +80,7 @@ def best_scaling(module: nn.Module, noise: Batch) -> Scaling:
         return _nearest(module, noise, shifted)
 
 
-def _nearest(
-    module: nn.Module,
-    noise: Batch,
-    scalings: list[Scaling],
-) -> Scaling:
+def _nearest(module: nn.Module, noise: Batch, scalings: list[Scaling]) -> Scaling:
     """Return the scaling of noise with the least distance; the first if none is finite."""
     least = math.inf
     best = scalings[0]
@@ -96,11 +92,7 @@ def _nearest(
     return best
 
 
-def match_batch_norms(
-    module: nn.Module,
-    noise: Batch,
-    scaling: Scaling,
-) -> Batch:
+def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batch:
     """Return inputs that give the statistics of the module's batch norms, found from noise by
     gradient descent on the inputs.
 
@@ -225,10 +217,7 @@ class _Moments(torch.autograd.Function):
         return mean, variance
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        *gradients: Tensor,
-    ) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """Return the gradient of the tensor, from those of the mean and of the variance."""
         values, mean = ctx.saved_tensors
         of_mean, of_variance = gradients
@@ -270,9 +259,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _without_parameter_gradients(
-    module: nn.Module,
-) -> Iterator[None]:
+def _without_parameter_gradients(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode, and compute gradients of inputs only."""
     parameters = [entry for entry in module.parameters() if entry.requires_grad]
     deterministic = torch.backends.cudnn.flags(benchmark=False, deterministic=True)

@@ -55,11 +55,7 @@ class Batch:
     included: Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        target: Tensor | None = None,
-    ) -> Batch:
+    def of(cls, x: Tensor, target: Tensor | None = None) -> Batch:
         """Return the batch of one input, and of its labels if there are any."""
         raw = x if target is None else (x, target)
         return cls((x,), {}, target, raw)
@@ -203,8 +199,7 @@ class Fingerprint:
 
 
 def count_not_finite(
-    tensor: Tensor,
-    is_sound: Callable[[Tensor], Tensor] = torch.isfinite,
+    tensor: Tensor, is_sound: Callable[[Tensor], Tensor] = torch.isfinite
 ) -> int:
     """Count the values of a tensor that are not finite, or for which `is_sound` is false.
 
@@ -287,10 +282,7 @@ def _remedy_for_item(item: Any) -> str:
 
 
 def _from_mapping(
-    item: Mapping[Any, Any],
-    target: Any,
-    raw: Any,
-    arguments: Arguments,
+    item: Mapping[Any, Any], target: Any, raw: Any, arguments: Arguments
 ) -> Batch:
     """Return the batch of keyword arguments; a label among them replaces `target`."""
     if not all(isinstance(name, str) for name in item):
@@ -303,10 +295,7 @@ def _from_mapping(
     return Batch((), kwargs, _tensor_or_none(target), raw)
 
 
-def _from_sequence(
-    item: tuple[Any, ...] | list[Any],
-    arguments: Arguments,
-) -> Batch:
+def _from_sequence(item: tuple[Any, ...] | list[Any], arguments: Arguments) -> Batch:
     """Return the batch of positional inputs, or of a dict and a target."""
     _require_one_batch(item, arguments)
     if not arguments.has_target(item):
@@ -383,10 +372,7 @@ def _named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _named_tensors(f"{name}[{index}]", element)
 
 
-def _map_tensors(
-    function: Callable[[Tensor], Tensor],
-    value: Any,
-) -> Any:
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):

@@ -51,11 +51,7 @@ DEFAULT_BATCH_SIZE = 32
 DEFAULT_TEXT_BATCH = 1
 _TENSORS = "tensor files"
 _IMAGES = "images"
-_SUFFIXES = {
-    _TENSORS: tuple(READERS),
-    TEXTS: tuple(documents.READERS),
-    _IMAGES: IMAGE_SUFFIXES,
-}
+_SUFFIXES = {_TENSORS: tuple(READERS), TEXTS: tuple(documents.READERS), _IMAGES: IMAGE_SUFFIXES}
 _FORMS = (
     "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
     ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, "
@@ -319,12 +315,7 @@ def load_batches(
 
 
 def _image_data(
-    label: str,
-    paths: list[Path],
-    preprocess: str | None,
-    size: int,
-    *,
-    seed: int,
+    label: str, paths: list[Path], preprocess: str | None, size: int, *, seed: int
 ) -> Batches:
     images = find_images(paths)
     if preprocess is None:

@@ -53,11 +53,7 @@ def _first_sentence(message: str) -> str:
     return message.partition(", but expected one of:")[0]
 
 
-def _remedies(
-    module: nn.Module,
-    batch: Batch,
-    cause: Exception,
-) -> Iterator[str]:
+def _remedies(module: nn.Module, batch: Batch, cause: Exception) -> Iterator[str]:
     """Yield sentences on the argument or the layer that does not fit."""
     for index, argument in enumerate(batch.args):
         if isinstance(argument, (tuple, list)):
@@ -96,8 +92,7 @@ def _unfilled(module: nn.Module, batch: Batch) -> list[str]:
 
 
 def _failed_layer(
-    module: nn.Module,
-    cause: BaseException,
+    module: nn.Module, cause: BaseException
 ) -> tuple[str, nn.Module, Tensor | None] | None:
     """Return the innermost layer of the model in an exception's frames, with its input."""
     paths = {id(layer): path for path, layer in module.named_modules()}
@@ -142,11 +137,7 @@ def _misfits(layer: nn.Module, tensor: Tensor) -> Iterator[str]:
     yield from _misfits_of_images(layer.in_channels, weight.dim(), tensor)
 
 
-def _misfits_of_images(
-    channels: int,
-    rank: int,
-    tensor: Tensor,
-) -> Iterator[str]:
+def _misfits_of_images(channels: int, rank: int, tensor: Tensor) -> Iterator[str]:
     """Yield what a convolution takes that the tensor is not.
 
     Args:

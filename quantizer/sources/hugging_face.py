@@ -339,6 +339,5 @@ def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
         dtype = next(module.parameters()).dtype
         return {name: torch.zeros(1, channels, height, width, dtype=dtype)}
     raise DataError(
-        f"{type(module).__name__} does not state the shape of its input",
-        help="give --data",
+        f"{type(module).__name__} does not state the shape of its input", help="give --data"
     )

@@ -179,10 +179,7 @@ def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
 
 
 def image_batches(
-    images: Sequence[tuple[Path, int | None]],
-    preprocess: Preprocess,
-    size: int,
-    seed: int,
+    images: Sequence[tuple[Path, int | None]], preprocess: Preprocess, size: int, seed: int
 ) -> Iterator[Batch]:
     """Yield batches of `size` images. The order is drawn from `seed`, so that a subset is not
     of one class.
@@ -199,8 +196,7 @@ def image_batches(
 
 
 def _require_same_shape(
-    tensors: Sequence[Tensor],
-    images: Sequence[tuple[Path, int | None]],
+    tensors: Sequence[Tensor], images: Sequence[tuple[Path, int | None]]
 ) -> None:
     """Raise `DataError` if the tensors of some images cannot be one batch."""
     first = tensors[0].shape
@@ -341,8 +337,7 @@ def _check_fields(fields: Mapping[str, Any], place: str) -> None:
     for name in ("mean", "std"):
         if name not in fields:
             raise UsageError(
-                f"{place}: {name!r} is missing",
-                help=f"for example: {PREPROCESS_EXAMPLE}",
+                f"{place}: {name!r} is missing", help=f"for example: {PREPROCESS_EXAMPLE}"
             )
     if len(fields["mean"]) != len(fields["std"]):
         raise UsageError(f"{place}: 'mean' and 'std' must have the same length")

@@ -250,8 +250,7 @@ def _build(user: UserModule, name: str) -> nn.Module:
     module = user.call(factory, ModelError)
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{what} returned {a_kind(module)}, not a torch.nn.Module",
-            help=_remedy_for(module),
+            f"{what} returned {a_kind(module)}, not a torch.nn.Module", help=_remedy_for(module)
         )
     return module
 

@@ -228,9 +228,7 @@ class _PaddedCall:
         return _Positions(axes)
 
     def _samples_by_spans(
-        self,
-        masks: Mapping[_Path, Tensor],
-        positions_by_mask: Mapping[_Path, _Positions],
+        self, masks: Mapping[_Path, Tensor], positions_by_mask: Mapping[_Path, _Positions]
     ) -> dict[tuple[_Span, ...], list[int]]:
         """Return the numbers of the samples that have the same span in each mask, by these
         spans. A sample that a mask excludes wholly is in none.

@@ -198,10 +198,7 @@ def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
 
 
 def _made_once(
-    make: Callable[[], list[Batch]],
-    starts: Callable[[], Iterator[Batch]],
-    spec: str,
-    way: str,
+    make: Callable[[], list[Batch]], starts: Callable[[], Iterator[Batch]], spec: str, way: str
 ) -> Batches:
     """Return batches that `make` returns at the first pass.
 

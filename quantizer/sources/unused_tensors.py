@@ -38,10 +38,7 @@ _CHANGE_HELP = (
 
 
 def keep_unused_tensors(
-    folder: Path,
-    module: nn.Module,
-    stored: Mapping[str, Tensor],
-    unexpected: Collection[str],
+    folder: Path, module: nn.Module, stored: Mapping[str, Tensor], unexpected: Collection[str]
 ) -> None:
     """Keep what a model does not use of its folder for the checkpoints that are written, and
     name it.
@@ -149,10 +146,7 @@ def _belongs_to_layer(module: nn.Module, name: str) -> bool:
 
 
 def _require_no_codes(
-    folder: Path,
-    module: nn.Module,
-    stored: Mapping[str, Tensor],
-    unused: Collection[str],
+    folder: Path, module: nn.Module, stored: Mapping[str, Tensor], unused: Collection[str]
 ) -> None:
     """Check that no weight of a float model is stored as codes.
 

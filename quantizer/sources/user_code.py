@@ -93,10 +93,7 @@ class UserModule:
         raise self.error(f"{self.label} has no {name!r}", help=remedy)
 
     def call(
-        self,
-        function: Callable[..., Any],
-        error: type[QuantizerError],
-        *args: Any,
+        self, function: Callable[..., Any], error: type[QuantizerError], *args: Any
     ) -> Any:
         """Return `function(*args)`. During the call, the module's folder is in `sys.path`.
 
@@ -199,10 +196,7 @@ def user_exits(what: str, error: type[QuantizerError]) -> Iterator[None]:
 
 
 def user_error(
-    what: str,
-    cause: BaseException,
-    error: type[QuantizerError],
-    remedy: str | None = None,
+    what: str, cause: BaseException, error: type[QuantizerError], remedy: str | None = None
 ) -> QuantizerError:
     """Return an `error` saying that `what` raised `cause`, with the user's frames, or with a
     remedy if there are none.
@@ -236,10 +230,7 @@ def _import_remedies(cause: BaseException) -> Iterator[str]:
 
 
 def require_callable(
-    function: Callable[..., Any],
-    arguments: int,
-    what: str,
-    error: type[QuantizerError],
+    function: Callable[..., Any], arguments: int, what: str, error: type[QuantizerError]
 ) -> None:
     """Check that a function of the user's can be called with this number of arguments.
 

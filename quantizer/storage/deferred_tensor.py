@@ -89,11 +89,7 @@ class DeferredTensor(Tensor):
         place: BytesInFile | None = None,
     ) -> DeferredTensor:
         tensor: DeferredTensor = Tensor._make_wrapper_subclass(
-            cls,
-            tuple(shape),
-            stride,
-            dtype=dtype,
-            device=device,
+            cls, tuple(shape), stride, dtype=dtype, device=device
         )
         tensor._read = load
         tensor.place = place
@@ -140,12 +136,7 @@ class DeferredTensor(Tensor):
     def on_device(self, device: torch.device) -> DeferredTensor:
         """Return the tensor on a device, still deferred."""
         other = DeferredTensor(
-            self.shape,
-            self.dtype,
-            self._read,
-            device,
-            stride=self.stride(),
-            place=self.place,
+            self.shape, self.dtype, self._read, device, stride=self.stride(), place=self.place
         )
         if device == self.device:
             other._loaded = self._loaded
@@ -177,10 +168,7 @@ class DeferredTensor(Tensor):
                 return func(*args, **kwargs)
             if func is Tensor.to and _is_move_to_meta(args[1:], kwargs):
                 return torch.empty_strided(
-                    first.shape,
-                    first.stride(),
-                    dtype=first.dtype,
-                    device="meta",
+                    first.shape, first.stride(), dtype=first.dtype, device="meta"
                 )
             if isinstance(first, DeferredTensor) and func in _STAYS_DEFERRED:
                 device = CPU if func is Tensor.cpu else first.device
@@ -244,9 +232,7 @@ def deferred_like(source: Tensor, result: Tensor) -> Tensor:
 
 
 def apply_deferred(
-    source: Tensor,
-    shape: Sequence[int],
-    change: Callable[[Tensor], Tensor],
+    source: Tensor, shape: Sequence[int], change: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return `change(source)`. If `source` is deferred, so is the result: `change` runs each
     time that its values are loaded.
@@ -276,11 +262,7 @@ def move_to_disk(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.is_meta:
         return DeferredTensor(
-            tensor.shape,
-            tensor.dtype,
-            lambda: tensor,
-            tensor.device,
-            stride=tensor.stride(),
+            tensor.shape, tensor.dtype, lambda: tensor, tensor.device, stride=tensor.stride()
         )
     return _spool.put(tensor).on_device(tensor.device)
 
@@ -338,10 +320,7 @@ class Spool:
             self._bytes_since_trim = 0
             trim_heap(kept_after_moves())
         return DeferredTensor(
-            tensor.shape,
-            tensor.dtype,
-            lambda: stored.load().permute(inverse),
-            stride=stride,
+            tensor.shape, tensor.dtype, lambda: stored.load().permute(inverse), stride=stride
         )
 
 

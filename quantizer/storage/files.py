@@ -197,11 +197,7 @@ def _open_file(place: Path | OpenFile) -> OpenFile:
     return OpenFile.open(place)
 
 
-def _parse_file(
-    place: Path | OpenFile,
-    parse: Callable[[OpenFile], Any],
-    kind: str,
-) -> Any:
+def _parse_file(place: Path | OpenFile, parse: Callable[[OpenFile], Any], kind: str) -> Any:
     """Return `parse(file)`.
 
     Args:

@@ -242,10 +242,7 @@ def _checked_names(
 
 
 def _find_damage(
-    folder: Path,
-    kind: FileSetKind,
-    listed: Mapping[str, str],
-    files: Mapping[str, OpenFile],
+    folder: Path, kind: FileSetKind, listed: Mapping[str, str], files: Mapping[str, OpenFile]
 ) -> ResultError | None:
     """Return an error about the first file that is missing or differs from the index, or None
     if there is none.

@@ -11,11 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
-from quantizer.storage.deferred_tensor import (
-    DeferredTensor,
-    bytes_of,
-    read_tensor,
-)
+from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
 from quantizer.storage.opened_files import OpenFile
 from quantizer.storage.positioned_io import BytesInFile
 

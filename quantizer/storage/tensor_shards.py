@@ -9,11 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantizer.storage.deferred_tensor import DeferredTensor
-from quantizer.storage.files import (
-    deferred_tensors,
-    write_json,
-    write_tensors,
-)
+from quantizer.storage.files import deferred_tensors, write_json, write_tensors
 from quantizer.storage.opened_files import OpenedFiles
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -21,9 +17,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def write_shards(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Write tensors to `path`, or to shards and an index if they exceed `MAX_SHARD_BYTES`.
 
@@ -45,10 +39,7 @@ def write_shards(
         digests[name] = write_tensors(shard_path, shard, metadata)
         weight_map |= dict.fromkeys(shard, name)
     total_size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {
-        "metadata": {"total_size": total_size},
-        "weight_map": weight_map,
-    }
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     index_path = path.with_name(_index_name(path.name))
     digests[index_path.name] = write_json(index_path, index)
     return digests
@@ -63,10 +54,7 @@ def tensor_files_and_index(name: str, files: Iterable[str]) -> list[str]:
     return [*shards, _index_name(name)]
 
 
-def deferred_shards(
-    name: str,
-    opened: OpenedFiles,
-) -> dict[str, DeferredTensor]:
+def deferred_shards(name: str, opened: OpenedFiles) -> dict[str, DeferredTensor]:
     """Return the tensors that `write_shards` wrote for `name`. Each is read when it is needed.
 
     Raises:

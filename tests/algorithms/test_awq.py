@@ -178,11 +178,7 @@ def test_any_spec(name: str, spec: QuantizationSpec) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        *(name for name in CASES if name not in FAMILIES),
-        "Llama",
-        *extended("GPT2", "Bert"),
-    ],
+    [*(name for name in CASES if name not in FAMILIES), "Llama", *extended("GPT2", "Bert")],
 )
 def test_the_float_function_stays(name: str) -> None:
     """Also of grouped-query attention: Llama shares a head of values between two of queries.

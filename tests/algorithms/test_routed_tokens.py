@@ -143,9 +143,7 @@ def test_an_expert_is_rounded_as_a_linear_layer_on_its_tokens(
         ("gptq", {}, 0.6),
         ("awq", {}, 0.9),
         *extended(
-            ("gptaq", {}, 0.6),
-            ("qronos", {}, 0.6),
-            ("awq", {"scale_search": False}, 0.95),
+            ("gptaq", {}, 0.6), ("qronos", {}, 0.6), ("awq", {"scale_search": False}, 0.95)
         ),
     ],
 )

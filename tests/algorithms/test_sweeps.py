@@ -12,12 +12,7 @@ from torch import Tensor
 from quantizer.algorithms.adjustment import RoundedWeight, Run
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
 from quantizer.algorithms.round_to_nearest import nearest
-from quantizer.config.algorithms import (
-    ColumnRounding,
-    GPTAQConfig,
-    GPTQConfig,
-    QronosConfig,
-)
+from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec
 
 WEIGHT = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))

@@ -62,11 +62,7 @@ def test_arguments_of_another_kind_are_named(
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda result: result.save(3),
-        lambda result: result.export("safetensors", None),
-    ],
+    "call", [lambda result: result.save(3), lambda result: result.export("safetensors", None)]
 )
 def test_places_that_are_no_paths_are_named(call: Callable[[Any], None]) -> None:
     torch.manual_seed(0)

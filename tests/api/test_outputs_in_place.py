@@ -154,7 +154,6 @@ def test_where_the_norm_is_folded_first_both_compute_the_same() -> None:
 
 def test_a_batch_shows_what_follows_a_layer() -> None:
     with pytest.raises(
-        DataError,
-        match=r"no dataloader, but the output of .*Conv2d\[0\].*\n.*one batch",
+        DataError, match=r"no dataloader, but the output of .*Conv2d\[0\].*\n.*one batch"
     ):
         quantized(built(NETWORKS["convolution and ReLU"]), output_tensors=spec(is_dynamic=True))

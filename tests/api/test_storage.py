@@ -279,11 +279,7 @@ def weights_of(description: Any) -> Any:
             r"0\.weight: it is \[3, 8\] of torch\.int8 in the file and \[3, 8\] of torch\.float32",
         ),
         (lambda d: weights_of(d).update(codes="float99"), bool, "float99"),
-        (
-            lambda d: weights_of(d)["spec"].update(dtype="int7"),
-            bool,
-            "no number format 'int7'",
-        ),
+        (lambda d: weights_of(d)["spec"].update(dtype="int7"), bool, "no number format 'int7'"),
         (lambda d: weights_of(d)["spec"].update(bits=7), bool, "lacks or has bits"),
         (
             lambda d: tensors_of(d).update(weights_x=weights_of(d)),
@@ -295,11 +291,7 @@ def weights_of(description: Any) -> Any:
             bool,
             "layers/9: there is no such layer",
         ),
-        (
-            lambda d: d["ties"].update({"0.weight": "x"}),
-            bool,
-            r"0\.weight: it is missing",
-        ),
+        (lambda d: d["ties"].update({"0.weight": "x"}), bool, r"0\.weight: it is missing"),
         (
             lambda d: d["layers"]["0"]["input_layers"].append("InputRotation"),
             lambda t: t.update({"0.input_layers.0.weight": torch.ones(0)}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from support import ledger
 from support.ledger import MODULES, PACKAGE, shown, source
 
-MAX_MEAN_DENSITY = 8.0
 VERBS = set((PACKAGE.parent / "tests/support/verbs.txt").read_text("utf-8").split())
 """What a function's docstring may begin with."""
 MAX_REPEATED = 0.02
@@ -21,13 +20,6 @@ def test_code_is_written_one_step_a_line() -> None:
         for fault in (*ledger.folded(nodes), *ledger.many_parameters(nodes)):
             faults.append(f"{shown(path)}: {fault}")
     assert not faults
-
-
-def test_lines_are_short_in_the_mean() -> None:
-    counts = [ledger.tokens_and_lines(path) for path in MODULES]
-    tokens = sum(count for count, _ in counts)
-    lines = sum(count for _, count in counts)
-    assert tokens / lines <= MAX_MEAN_DENSITY
 
 
 def test_few_names_stand_in_two_files() -> None:

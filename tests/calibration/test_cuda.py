@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import document
-from support.device_runs import (
-    CPU,
-    HIERARCHICAL,
-    LAYERED,
-    batches_of,
-    layer_errors,
-    run,
-)
+from support.device_runs import CPU, HIERARCHICAL, LAYERED, batches_of, layer_errors, run
 
 CUDA = torch.device("cuda:0")
 TOLERANCE = 1e-5

@@ -202,10 +202,7 @@ def most_alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 @pytest.mark.parametrize("name", ["gptq", *extended("weight-only")])
 def test_few_weights_are_in_memory_at_once(
-    name: str,
-    most_alive: dict[str, int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, most_alive: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path / "model", llama(num_hidden_layers=2))
     (tmp_path / "data.py").write_text(DATA, encoding="utf-8")

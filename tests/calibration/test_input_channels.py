@@ -135,11 +135,7 @@ CASES: dict[str, Callable[[], Case]] = {
         rows_of(16, 12, means=MEANS),
         2,
     ),
-    "image with depth": lambda: (
-        depth_network(),
-        [with_depth(seed) for seed in range(2)],
-        1,
-    ),
+    "image with depth": lambda: (depth_network(), [with_depth(seed) for seed in range(2)], 1),
     "residual and two layers": lambda: (Residual(), pairs(2), 1),
     "joined inputs": lambda: (Joined(), pairs(2), 1),
 }
@@ -193,10 +189,7 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 @pytest.mark.parametrize(("make", "x"), ORDINARY.values(), ids=ORDINARY)
 def test_ordinary_images_stay_as_they_are(
-    make: Callable[[], nn.Module],
-    x: Tensor,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], nn.Module], x: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     with caplog.at_level(logging.INFO):

@@ -30,9 +30,7 @@ def request_() -> CalibrationRequest:
     data = [torch.randn(4, 3, 8, 8) for _ in range(3)]
     config = check_document(Document.of(document(), "config")).require()
     return CalibrationRequest(
-        target=TracedTarget(trace(model, (data[0],))),
-        config=config,
-        batches=load_batches(data),
+        target=TracedTarget(trace(model, (data[0],))), config=config, batches=load_batches(data)
     )
 
 

@@ -111,11 +111,7 @@ COMMANDS = {
 @pytest.mark.parametrize("place", ["forward", "batch", "top"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_it(
-    command: str,
-    place: str,
-    tmp_path: Path,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, place: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = written(tmp_path, place, "sys.exit(0)")

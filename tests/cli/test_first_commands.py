@@ -94,9 +94,7 @@ def test_layers_that_checkpoints_cannot_hold_become_a_safetensors_file(
 
 
 def test_the_end_of_a_file_is_no_interrupt(
-    run: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """click takes any EOFError for Ctrl-D."""
 

@@ -88,13 +88,7 @@ CONV = "the layer conv, a Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1)), got"
                 "permute(0, 3, 1, 2) moves them",
             ],
         ),
-        (
-            "bytes_",
-            [
-                f"{CONV} [4, 3, 8, 8] uint8",
-                "it computes in float32: convert the batch",
-            ],
-        ),
+        ("bytes_", [f"{CONV} [4, 3, 8, 8] uint8", "it computes in float32: convert the batch"]),
         (
             "nested",
             [

@@ -60,9 +60,7 @@ USUAL = (None, "gptq", "awq", "rotation")
 
 @pytest.mark.parametrize("algorithm", extended_except([None, *ALGORITHMS], *USUAL))
 def test_views_of_weights_give_the_same_files(
-    algorithm: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, config = written(tmp_path), tmp_path / "config.json"
     document: dict[str, Any] = {"global_quant_config": {"weight": INT8, "input_tensors": INPUT}}
@@ -89,9 +87,7 @@ def test_views_of_weights_give_the_same_files(
 
 
 def test_widths_are_chosen_from_the_gradients_of_views(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, config = written(tmp_path), tmp_path / "config.json"
     config.write_text(json.dumps({"global_quant_config": {"weight": INT8}}))

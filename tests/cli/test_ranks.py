@@ -371,8 +371,7 @@ def test_one_message_names_rank_batch_and_layer_of_a_value_that_is_not_finite(
 
 
 @pytest.mark.parametrize(
-    ("count", "number", "sign"),
-    [(3, 1, signal.SIGKILL), (2, 1, signal.SIGSTOP)],
+    ("count", "number", "sign"), [(3, 1, signal.SIGKILL), (2, 1, signal.SIGSTOP)]
 )
 def test_a_rank_that_is_lost_ends_the_others(
     count: int, number: int, sign: int, net: str, tmp_path: Path

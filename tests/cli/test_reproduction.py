@@ -151,10 +151,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
             "loss_drop<=9",
         ],
     ),
-    "finetuned": (
-        [*CONFIG, "--fast_finetune", "adaquant"],
-        ["--fast_finetune", "adaquant"],
-    ),
+    "finetuned": ([*CONFIG, "--fast_finetune", "adaquant"], ["--fast_finetune", "adaquant"]),
     "deployed": (
         [*CONFIG, "--quiet", "--memory", "1GB", "--inspect"],
         ["--deploy", "safetensors", "--deploy", "onnx", "--onnx_profile", "fast", "--top", "3"],

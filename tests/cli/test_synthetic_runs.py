@@ -170,9 +170,7 @@ def test_a_folder_of_the_same_name_is_not_read_in_silence(
     assert "./synthetic is the file or folder" in capsys.readouterr().err
 
 
-def test_python_makes_and_labels_the_same_data(
-    write: Callable[[str], str],
-) -> None:
+def test_python_makes_and_labels_the_same_data(write: Callable[[str], str]) -> None:
     spec = importlib.util.spec_from_file_location("net", write(NET))
     assert spec is not None
     assert spec.loader is not None

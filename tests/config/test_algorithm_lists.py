@@ -325,10 +325,7 @@ def test_a_second_rotation_of_the_same_values_is_told() -> None:
 
 @pytest.mark.parametrize(
     ("name", "setting", "value"),
-    [
-        ("rotation", "seed", 1 << 64),
-        ("smoothquant", "scale_clamp_min", 1e39),
-    ],
+    [("rotation", "seed", 1 << 64), ("smoothquant", "scale_clamp_min", 1e39)],
 )
 def test_numbers_that_torch_cannot_hold_are_findings(
     name: str, setting: str, value: Any

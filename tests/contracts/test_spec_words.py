@@ -32,12 +32,7 @@ SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
         ("symmetric_scale", SYMMETRIC_SCALES),
         (
             "scale_type",
-            [
-                *(member.value for member in ScaleType),
-                "e4m3",
-                "superblock",
-                *SHARED_EXPONENTS,
-            ],
+            [*(member.value for member in ScaleType), "e4m3", "superblock", *SHARED_EXPONENTS],
         ),
         ("qscheme", [member.value for member in QSchemeType]),
     ],

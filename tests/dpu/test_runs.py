@@ -33,9 +33,7 @@ PACKAGES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model",
-    [DIGITS, f"{MOBILE}:skewed", *extended(MOBILE)],
-    ids=["digits", "skewed", "mobile"],
+    "model", [DIGITS, f"{MOBILE}:skewed", *extended(MOBILE)], ids=["digits", "skewed", "mobile"]
 )
 def test_digits_are_equal_code_for_code(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

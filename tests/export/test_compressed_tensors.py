@@ -181,7 +181,7 @@ def test_several_widths_are_disjoint_groups_by_exact_name(tmp_path: Path) -> Non
     quantized = [path for path in PATHS if not path.endswith("o_proj")]
     assert names == sorted([*quantized, *fused])
     assert sorted(group["format"] for group in groups) == [
-        *("float-quantized", "int-quantized", "pack-quantized"),
+        *("float-quantized", "int-quantized", "pack-quantized")
     ]
 
 

@@ -202,8 +202,7 @@ def test_weights_that_algorithms_changed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("gptq", "iq4_nl"), ("imatrix", "q4_k"), *extended(("awq", "iq4_nl"))],
+    ("name", "dtype"), [("gptq", "iq4_nl"), ("imatrix", "q4_k"), *extended(("awq", "iq4_nl"))]
 )
 def test_formats_of_llama_cpp_with_algorithms(name: str, dtype: str, tmp_path: Path) -> None:
     model = llama(hidden_size=256, intermediate_size=256)

@@ -75,10 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "num_hidden_layers": 7,
-        "rope_parameters": {
-            "full_attention": LINEAR | THETA,
-            "sliding_attention": LOCAL,
-        },
+        "rope_parameters": {"full_attention": LINEAR | THETA, "sliding_attention": LOCAL},
     },
     "gemma3, capped": {"final_logit_softcapping": 5.0} | UNTIED,
     "gpt2": {"n_inner": 128},

@@ -45,11 +45,7 @@ def spec_of(name: str, method: str = "group_mse") -> QuantizationSpec:
 
 SPECS = {name: spec_of(name) for name in GROUPS} | {
     "q4_0": QuantizationSpec(
-        bit_width=4,
-        qscheme="per_group",
-        ch_axis=1,
-        group_size=32,
-        symmetric_scale="quant_min",
+        bit_width=4, qscheme="per_group", ch_axis=1, group_size=32, symmetric_scale="quant_min"
     )
 }
 

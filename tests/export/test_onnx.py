@@ -403,8 +403,7 @@ def test_float64_and_untranslatable_operators_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("per_channel", "roles"),
-    [(True, ROLES), (True, ["weights"]), *extended((False, ROLES))],
+    ("per_channel", "roles"), [(True, ROLES), (True, ["weights"]), *extended((False, ROLES))]
 )
 def test_a_convolution_with_zero_points_everywhere_is_written(
     per_channel: bool, roles: list[str], tmp_path: Path

@@ -147,10 +147,7 @@ def test_states_are_open_along_their_own_axis(
 @pytest.mark.usefixtures("quick_files")
 @pytest.mark.parametrize(("model_class", "samples"), [(Centered, 1), (Paired, 2)])
 def test_code_for_some_number_of_samples_fixes_the_batch(
-    model_class: type[nn.Module],
-    samples: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    model_class: type[nn.Module], samples: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     data = [rows(8, seed) for seed in range(4)]

@@ -16,10 +16,7 @@ from support.runs import ROOT
 for package in ("sklearn", "openvino", "transformers", "xllamacpp"):
     pytest.importorskip(package, reason="the program imports it, or it is an engine")
 
-RUNS = {
-    "digits": ("onnxruntime", "openvino", "torch"),
-    "llama": ("transformers", "llama_cpp"),
-}
+RUNS = {"digits": ("onnxruntime", "openvino", "torch"), "llama": ("transformers", "llama_cpp")}
 """A network and its engines."""
 
 LEAST_DB = {"onnxruntime": 60, "openvino": 35, "torch": 60, "transformers": 35, "llama_cpp": 25}

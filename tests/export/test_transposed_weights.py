@@ -61,11 +61,7 @@ def model() -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "target"),
-    [
-        ("int4", "onnx"),
-        ("uint8", "pt2"),
-        *extended(("uint8", "onnx"), ("int8", "onnx")),
-    ],
+    [("int4", "onnx"), ("uint8", "pt2"), *extended(("uint8", "onnx"), ("int8", "onnx"))],
 )
 def test_a_file_has_the_values_of_test_mode(
     kind: str, target: str, model: nn.Module, tmp_path: Path

@@ -38,11 +38,7 @@ from quantizer.export.speed import Speed
 
 UNSIGNED: dict[str, Any] = {"symmetry": False, "signed": False}
 CONFIG = document(
-    tensor={
-        "input": UNSIGNED,
-        "weights": {"per_channel": True},
-        "activation": UNSIGNED,
-    }
+    tensor={"input": UNSIGNED, "weights": {"per_channel": True}, "activation": UNSIGNED}
 )
 FIRST = "Net::Net/Conv2d[first]/conv2d"
 
@@ -191,12 +187,7 @@ def test_a_file_that_is_never_faster_computes_in_float(fake: Any, tmp_path: Path
     fake.tuned_ratio = 0.9
     torch.manual_seed(0)
     made = quantizer.quantize(
-        Net().eval(),
-        [images()],
-        "onnx",
-        config=CONFIG,
-        folder=tmp_path,
-        onnx_profile="tuned",
+        Net().eval(), [images()], "onnx", config=CONFIG, folder=tmp_path, onnx_profile="tuned"
     )
     verification = made.verification
     assert verification.default_session is not None
@@ -390,10 +381,7 @@ def test_the_choice_follows_from_the_times(
     to_integers: float,
     chosen: set[str],
 ) -> None:
-    blocks = {
-        A: BlockCost(integers[0], floats[0]),
-        B: BlockCost(integers[1], floats[1]),
-    }
+    blocks = {A: BlockCost(integers[0], floats[0]), B: BlockCost(integers[1], floats[1])}
     costs = Costs(blocks, (border(A, {B}, to_integers=to_integers),))
     assert costs.choices()[0] == chosen
 

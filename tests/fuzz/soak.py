@@ -329,10 +329,7 @@ def _blocks(leaf: Tensor) -> Tensor:
 
 
 def in_place(
-    model: nn.Module,
-    batches: list[Call],
-    config: dict[str, Any],
-    expected: list[list[Tensor]],
+    model: nn.Module, batches: list[Call], config: dict[str, Any], expected: list[list[Tensor]]
 ) -> list[str]:
     """The same config on the modules: the same network up to the order of sums, where it is
     taken at all.

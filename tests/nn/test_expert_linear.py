@@ -147,10 +147,7 @@ def test_test_mode_counts_them_and_the_generated_code_equals_it(
 
 @pytest.mark.parametrize(
     "inputs",
-    [
-        {"qscheme": "per_token", "is_dynamic": True},
-        *extended({"qscheme": "per_tensor"}),
-    ],
+    [{"qscheme": "per_token", "is_dynamic": True}, *extended({"qscheme": "per_tensor"})],
 )
 def test_what_experts_read_is_quantized(inputs: dict[str, Any]) -> None:
     result = calibrated("Mixtral", config(INT8, input_tensors={"dtype": "int8", **inputs}))

@@ -128,10 +128,7 @@ def test_a_layer_that_computes_no_keys_or_values_is_an_error() -> None:
 
 def test_a_name_without_a_layer_is_an_error() -> None:
     [(severity, text)] = messages(planned(cache_config(FP8, "key_proj")), "QZ402")
-    assert (severity, text) == (
-        "error",
-        "kv_cache_quant_config '*.key_proj' matches no layer",
-    )
+    assert (severity, text) == ("error", "kv_cache_quant_config '*.key_proj' matches no layer")
 
 
 class NoAttention(nn.Module):

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.extended import extended, extended_except
-from support.fitting_models import (
-    EXAMPLES,
-    NEED_TRANSFORMERS,
-    Vision,
-    example,
-    example_graph,
-)
+from support.fitting_models import EXAMPLES, NEED_TRANSFORMERS, Vision, example, example_graph
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -96,15 +90,7 @@ def weights_of(document: dict[str, Any], model: str) -> dict[str, Any]:
     return specs
 
 
-USUAL = (
-    "detector",
-    "transposed",
-    "odd_widths",
-    "lookup",
-    "weightless",
-    "gpt2",
-    "experts",
-)
+USUAL = ("detector", "transposed", "odd_widths", "lookup", "weightless", "gpt2", "experts")
 
 
 @pytest.mark.slow
@@ -244,11 +230,9 @@ def test_blocks_of_a_fixed_size_leave_out_what_they_do_not_divide(preset: str) -
 
 def test_few_bits_spare_embeddings_routers_and_heads() -> None:
     result = fitted("weight_int4_group", "experts")
-    assert result.document["exclude"] == [
-        "kind:lm_head",
-        "kind:vision",
-        "kind:embedding",
-    ], "and routers need no entry"
+    assert result.document["exclude"] == ["kind:lm_head", "kind:vision", "kind:embedding"], (
+        "and routers need no entry"
+    )
     specs = weights_of(result.document, "experts")
     assert specs.keys().isdisjoint({"embed_tokens", "gate", "lm_head"})
     assert "q_proj" in specs

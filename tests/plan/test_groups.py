@@ -104,10 +104,7 @@ CASES: dict[str, tuple[Callable[[Net, Tensor], Any], Groups]] = {
         {"relu": ("a", "relu")} | B,
     ),
     "concat of an input": (lambda n, x: torch.cat([n.a(x), x]), A),
-    "concat, read elsewhere too": (
-        twice(lambda n, y: (torch.cat([y, n.b(y)]), n.b(y))),
-        A | B,
-    ),
+    "concat, read elsewhere too": (twice(lambda n, y: (torch.cat([y, n.b(y)]), n.b(y))), A | B),
     "concat relu": (lambda n, x: F.relu(torch.cat([n.a(x), n.b(x)])), A | B),
     "concat of concat": (lambda n, x: torch.cat([torch.cat([n.a(x), n.b(x)]), n.b(x)]), A | B),
     "last sigmoid, joined": (lambda n, x: torch.cat([n.a(x).sigmoid(), n.b(x)]), A | B),

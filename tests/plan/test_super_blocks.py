@@ -26,10 +26,7 @@ INSTEAD = {"q4_k": ("int5", True), "q5_k": ("uint5", False), "q6_k": ("int8", Tr
 def network() -> Graph:
     """Layers with 256, 96 and 40 inputs, and a head."""
     layers = nn.Sequential(
-        nn.Linear(256, 96),
-        nn.Linear(96, 40),
-        nn.Linear(40, 256),
-        nn.Linear(256, 8),
+        nn.Linear(256, 96), nn.Linear(96, 40), nn.Linear(40, 256), nn.Linear(256, 8)
     )
     return trace(layers.eval(), (torch.zeros(2, 256),))
 

@@ -76,7 +76,7 @@ def tested() -> dict[str, Any]:
         "commands": [
             "quantizer --quant_mode calib --config_file a/net.json --model net.py --seed 3",
             "quantizer --quant_mode test --model net.py --seed 3",
-        ],
+        ]
     }
 
 

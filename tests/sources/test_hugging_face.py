@@ -146,8 +146,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ModelError,
-        match=r"lacks 1 weight of LlamaForCausalLM: model\.layers\.0\.mlp\.up_proj",
+        ModelError, match=r"lacks 1 weight of LlamaForCausalLM: model\.layers\.0\.mlp\.up_proj"
     ):
         load_model(str(place))
 

@@ -140,11 +140,7 @@ def test_importing_leaves_no_trace(folder: Path) -> None:
     ("spec", "sentence", "remedy"),
     [
         ("missing.py", "there is no file missing.py", "FILE.py:factory"),
-        (
-            "net",
-            "'net' is neither a file, a folder nor module:factory",
-            "did you mean net.py?",
-        ),
+        ("net", "'net' is neither a file, a folder nor module:factory", "did you mean net.py?"),
         (
             "nets",
             "'nets' is neither a file, a folder nor module:factory",

@@ -16,10 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 CLASSES = {
     "qkv_proj": "QKVParallelLinear",
     "gate_up_proj": "MergedColumnParallelLinear",

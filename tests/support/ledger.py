@@ -1,10 +1,8 @@
-"""Measure how densely a file is written, and how its names and docstrings read."""
+"""Find what is written in one step instead of several, and how names and docstrings read."""
 
 from __future__ import annotations
 
 import ast
-import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,20 +16,6 @@ VAGUE = {"found", "said", "made", "own", "each", "held", "given", "at", "rest", 
 MAX_POSITIONAL = 4
 MAX_UNDOCUMENTED = 5
 """The lines of a method that a base class documents, and that needs no docstring itself."""
-_TOKEN = re.compile(
-    r"""
-    (?P<comment> \#[^\n]* )
-    | (?i:[rbuf]{0,2})
-      (?: \"{3} (?:\\.|[^\\])*? \"{3} | '{3} (?:\\.|[^\\])*? '{3}
-        | " (?:\\.|[^"\\\n])* " | ' (?:\\.|[^'\\\n])* ' )
-    | (?: \d[\d_]* )? \.? \d [\w.]* (?: (?<=[eE]) [+-] \d+ )?
-    | \w+
-    | \*\*= | //= | >>= | <<= | \.\.\. | -> | := | \*\* | // | << | >> | [=!<>+\-*/%&|^@]= | \\\n
-    | \S
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-"""One token of a program, as `tokenize` has it, in a fifth of the time."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -56,37 +40,6 @@ def source(path: Path) -> Source:
 def shown(path: Path) -> str:
     """Return a file's path as messages and lists have it."""
     return str(path.relative_to(PACKAGE))
-
-
-@cache
-def tokens_and_lines(path: Path) -> tuple[int, int]:
-    """Return the tokens of a file and its lines of code, without comments and docstrings."""
-    file = source(path)
-    docstrings: set[tuple[int, int]] = set()
-    for node in file.nodes:
-        is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_constant and isinstance(node.value.value, str):
-            docstrings.add((node.lineno, node.col_offset))
-    return count_tokens(file.text, docstrings)
-
-
-def count_tokens(text: str, docstrings: set[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tokens and the lines of code, without those that begin at `docstrings`."""
-    starts = [0]
-    for newline in re.finditer("\n", text):
-        starts.append(newline.end())
-    count = 0
-    lines: set[int] = set()
-    for token in _TOKEN.finditer(text):
-        if token["comment"] or token.group() == "\\\n":
-            continue
-        first = bisect_right(starts, token.start())
-        column = len(text[starts[first - 1] : token.start()].encode())
-        if (first, column) in docstrings:
-            continue
-        count += 1
-        lines.update(range(first, bisect_right(starts, token.end() - 1) + 1))
-    return count, len(lines)
 
 
 def folded(nodes: Iterable[ast.AST]) -> Iterator[str]:

@@ -42,11 +42,7 @@ def run(folder: Path, call: Call) -> dict[str, Any]:
         enable_prefix_caching=False,
     )
     settings = vllm.SamplingParams(
-        temperature=0,
-        max_tokens=NEW_TOKENS,
-        logprobs=size,
-        ignore_eos=True,
-        detokenize=False,
+        temperature=0, max_tokens=NEW_TOKENS, logprobs=size, ignore_eos=True, detokenize=False
     )
     prompts = [{"prompt_token_ids": row.tolist()} for row in call["input_ids"]]
     tokens: list[list[int]] = []

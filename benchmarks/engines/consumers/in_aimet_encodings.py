@@ -14,15 +14,8 @@ def main() -> None:
     """Run the simulation; tensors without encodings stay float."""
     folder = work_folder.folder()
     model = onnx.load(folder / "model.encodings.onnx")
-    simulation = QuantizationSimModel(
-        model,
-        config_file="htp_v75",
-    )
-    load_encodings_to_sim(
-        simulation,
-        str(folder / "model.encodings"),
-        strict=False,
-    )
+    simulation = QuantizationSimModel(model, config_file="htp_v75")
+    load_encodings_to_sim(simulation, str(folder / "model.encodings"), strict=False)
     names = [value.name for value in simulation.session.get_inputs()]
     feed = dict(zip(names, work_folder.inputs(), strict=True))
     outputs = simulation.session.run(None, feed)

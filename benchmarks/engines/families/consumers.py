@@ -84,11 +84,7 @@ CONSUMERS = {
         reference="transformers",
     ),
     "genai": Consumer(
-        "genai",
-        "ONNX Runtime GenAI",
-        ("gptq",),
-        families=("llama",),
-        environment="genai",
+        "genai", "ONNX Runtime GenAI", ("gptq",), families=("llama",), environment="genai"
     ),
 }
 """In the order of tables."""

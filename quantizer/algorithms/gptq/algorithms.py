@@ -9,36 +9,19 @@ Source: Frantar et al. 2022, "GPTQ" (arXiv 2210.17323); Li et al. 2025, "GPTAQ" 
 """
 
 import itertools
-from collections.abc import (
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.adjustment import (
-    Adjustment,
-    Remark,
-    Task,
-    apply_adjustment,
-)
+from quantizer.algorithms.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.algorithms.gptq.experts import round_experts
 from quantizer.algorithms.gptq.guidance import TokenWeights, token_weights, unguided_remarks
-from quantizer.algorithms.gptq.layers import (
-    RoundedLayers,
-    round_layers,
-)
+from quantizer.algorithms.gptq.layers import RoundedLayers, round_layers
 from quantizer.algorithms.gptq.member import Member
-from quantizer.algorithms.gptq.target import (
-    GptaqTarget,
-    GptqTarget,
-    Products,
-    QronosTarget,
-)
+from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
 from quantizer.algorithms.gram import (
     DEEPEST,
     TOO_DEEP,
@@ -54,11 +37,7 @@ from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.algorithms.sequential_runner import SequentialRunner, watching
 from quantizer.algorithms.shared_steps import steps_before_rounding
 from quantizer.algorithms.super_blocks import super_block_remarks
-from quantizer.config.algorithms import (
-    GPTAQConfig,
-    GPTQConfig,
-    QronosConfig,
-)
+from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.distributed import Ranks
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import set_parameter
@@ -72,11 +51,7 @@ _NumberedGroup = tuple[int, InputGroup]
 """A group of layers, and its number in execution order."""
 
 
-def gptq(
-    task: Task,
-    settings: GPTQConfig,
-    adjustment: Adjustment,
-) -> Adjustment:
+def gptq(task: Task, settings: GPTQConfig, adjustment: Adjustment) -> Adjustment:
     """Round the weights that the plan quantizes, with the scales of their ranges or with those
     that an earlier algorithm found.
 
@@ -92,11 +67,7 @@ def gptq(
     return _round_in_order(task, adjustment, GptqTarget(settings))
 
 
-def gptaq(
-    task: Task,
-    settings: GPTAQConfig,
-    adjustment: Adjustment,
-) -> Adjustment:
+def gptaq(task: Task, settings: GPTAQConfig, adjustment: Adjustment) -> Adjustment:
     """Round like `gptq`, toward the outputs of the float network on its own inputs.
 
     The float network runs with the rounded one. The reported errors are those against the
@@ -105,20 +76,12 @@ def gptaq(
     return _round_in_order(task, adjustment, GptaqTarget(settings))
 
 
-def qronos(
-    task: Task,
-    settings: QronosConfig,
-    adjustment: Adjustment,
-) -> Adjustment:
+def qronos(task: Task, settings: QronosConfig, adjustment: Adjustment) -> Adjustment:
     """Round like `gptaq`, with another target."""
     return _round_in_order(task, adjustment, QronosTarget(settings))
 
 
-def _round_in_order(
-    task: Task,
-    adjustment: Adjustment,
-    target: GptqTarget,
-) -> Adjustment:
+def _round_in_order(task: Task, adjustment: Adjustment, target: GptqTarget) -> Adjustment:
     """Round group after group, or all groups of a block at once without `true_sequential`."""
     if not task.done:
         adjustment = adjustment.with_remarks(*super_block_remarks(task))
@@ -173,12 +136,7 @@ class _GatheredLayers:
 class _SequentialRounding:
     """Rounds a network in order, together with the float one if the target needs that."""
 
-    def __init__(
-        self,
-        task: Task,
-        adjustment: Adjustment,
-        target: GptqTarget,
-    ) -> None:
+    def __init__(self, task: Task, adjustment: Adjustment, target: GptqTarget) -> None:
         self.task = task
         self.adjustment = adjustment
         self.target = target

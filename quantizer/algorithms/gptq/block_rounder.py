@@ -53,10 +53,7 @@ class ColumnValues:
     def part(self, columns: slice) -> "ColumnValues":
         """Return views of some of the columns."""
         return ColumnValues(
-            self.current[columns],
-            self.W[columns],
-            self.Q[columns],
-            self.E[columns],
+            self.current[columns], self.W[columns], self.Q[columns], self.E[columns]
         )
 
 
@@ -204,10 +201,7 @@ def record_graph(operations: Callable[[], None]) -> Callable[[], None]:
 
 
 def _round_one_by_one(
-    values: ColumnValues,
-    M_rows: Tensor,
-    scales: Sequence[Tensor],
-    codings: Sequence[Coding],
+    values: ColumnValues, M_rows: Tensor, scales: Sequence[Tensor], codings: Sequence[Coding]
 ) -> None:
     """Write Q and E of some columns, and to `current` what each was before it was rounded.
 

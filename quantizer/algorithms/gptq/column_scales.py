@@ -3,22 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
 from quantizer.algorithms.gptq.block_rounder import ColumnScales
-from quantizer.algorithms.patches import (
-    is_linear,
-    matrix_shape,
-    weight_matrix,
-)
+from quantizer.algorithms.patches import is_linear, matrix_shape, weight_matrix
 from quantizer.config.model import QuantizationSpec
-from quantizer.numerics.granularity import (
-    from_rows,
-    to_rows,
-)
+from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import kernel_of
 
@@ -26,10 +16,7 @@ _ALONG_ROWS = (("per_tensor", None), ("per_channel", 0), ("per_group", 1))
 
 
 def column_scales(
-    layers: Sequence[nn.Module],
-    spec: QuantizationSpec,
-    qparams: Sequence[QParams],
-    group: int,
+    layers: Sequence[nn.Module], spec: QuantizationSpec, qparams: Sequence[QParams], group: int
 ) -> ColumnScales:
     """Return the scales of one group of channels, of several layers with one spec; their weight
     matrices are one below the other.
@@ -53,28 +40,15 @@ def column_scales(
         index = scale_index(spec, depth, scale.device)
     else:
         # Neighbouring columns of equal scales share one
-        is_new = torch.ones(
-            scale.shape[1],
-            dtype=torch.bool,
-            device=scale.device,
-        )
+        is_new = torch.ones(scale.shape[1], dtype=torch.bool, device=scale.device)
         is_new[1:] = (scale.diff() != 0).any(0) | (zero_point.diff() != 0).any(0)
         scale = scale[:, is_new]
         zero_point = zero_point[:, is_new]
         index = is_new.cumsum(0) - 1
-    return ColumnScales(
-        kernel_of(spec),
-        scale.T.contiguous(),
-        zero_point.T.contiguous(),
-        index,
-    )
+    return ColumnScales(kernel_of(spec), scale.T.contiguous(), zero_point.T.contiguous(), index)
 
 
-def scale_index(
-    spec: QuantizationSpec,
-    depth: int,
-    device: torch.device,
-) -> Tensor:
+def scale_index(spec: QuantizationSpec, depth: int, device: torch.device) -> Tensor:
     """Return the number of the scale that each column has in its row, int64 [depth]."""
     columns_per_scale = group_size(spec, depth) // spec.scales_per_group
     return torch.arange(depth, device=device) // columns_per_scale
@@ -98,11 +72,7 @@ def _by_row(layer: nn.Module, values: Tensor) -> Tensor:
     return values.reshape(groups, rows, -1)
 
 
-def _by_value(
-    layer: nn.Module,
-    spec: QuantizationSpec,
-    values: Tensor,
-) -> Tensor:
+def _by_value(layer: nn.Module, spec: QuantizationSpec, values: Tensor) -> Tensor:
     """Return the scale or zero point of each value of the weight matrix, float32 [groups, rows,
     depth].
     """

@@ -1,36 +1,15 @@
 """Round the weights of experts, each as a linear layer on the tokens that were routed to it."""
 
-from collections.abc import (
-    Mapping,
-    Sequence,
-)
-from dataclasses import (
-    dataclass,
-    field,
-    replace,
-)
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import (
-    Tensor,
-    nn,
-)
+from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import (
-    Remark,
-    RoundedWeight,
-)
-from quantizer.algorithms.gptq.layers import (
-    NOT_STABLE,
-    RoundedLayers,
-    is_stable,
-    round_layers,
-)
+from quantizer.algorithms.adjustment import Remark, RoundedWeight
+from quantizer.algorithms.gptq.layers import NOT_STABLE, RoundedLayers, is_stable, round_layers
 from quantizer.algorithms.gptq.member import Member
-from quantizer.algorithms.gptq.target import (
-    GptqTarget,
-    Products,
-)
+from quantizer.algorithms.gptq.target import GptqTarget, Products
 from quantizer.algorithms.gram import UNREACHED
 from quantizer.algorithms.output_error import output_error
 from quantizer.algorithms.patches import weight_matrix

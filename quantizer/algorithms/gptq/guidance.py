@@ -178,9 +178,7 @@ def _energies(
 
 
 def _drawn_gradients(
-    outputs: Sequence[Tensor],
-    vocabulary: int,
-    generator: torch.Generator,
+    outputs: Sequence[Tensor], vocabulary: int, generator: torch.Generator
 ) -> list[Tensor]:
     """Return for each output the gradient of a drawn loss by it, in its shape and dtype.
 

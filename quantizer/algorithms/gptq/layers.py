@@ -16,26 +16,15 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Remark, RoundedWeight
 from quantizer.algorithms.gptq.block_rounder import ColumnScales
-from quantizer.algorithms.gptq.column_scales import (
-    column_scales,
-    group_size,
-    scale_index,
-)
+from quantizer.algorithms.gptq.column_scales import column_scales, group_size, scale_index
 from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import OpenGroups, round_columns
 from quantizer.algorithms.gptq.scale_search import with_searched_scales
 from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
-from quantizer.algorithms.gptq.target import (
-    GptqTarget,
-    Hessian,
-    Products,
-)
+from quantizer.algorithms.gptq.target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
 from quantizer.algorithms.output_error import estimated_error, output_error
-from quantizer.algorithms.round_to_nearest import (
-    nearest,
-    nearest_qparams,
-)
+from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import nearest_group_scale
@@ -107,10 +96,7 @@ class RoundedLayers:
 
 
 def round_layers(
-    members: Sequence[Member],
-    products: Sequence[Products],
-    tokens: int,
-    target: GptqTarget,
+    members: Sequence[Member], products: Sequence[Products], tokens: int, target: GptqTarget
 ) -> RoundedLayers:
     """Round the weights of layers that multiply the same patches of one input.
 
@@ -228,10 +214,7 @@ def _add_better(
 
 
 def _relative_errors(
-    member: Member,
-    solution: GptqSolution,
-    gram: Tensor,
-    optimism: float,
+    member: Member, solution: GptqSolution, gram: Tensor, optimism: float
 ) -> tuple[float, float]:
     """Return the errors of RTN and of the solution as shares of the outputs' energy.
 
@@ -385,10 +368,7 @@ class _DynamicGroups:
                 block_spec = replace(spec, scale_type="float")
             qparams = nearest_qparams(block_spec, block[:, rows].T)
             scale = nearest_group_scale(
-                qparams.scale,
-                full_scale,
-                spec.scale_type,
-                member.shared_step,
+                qparams.scale, full_scale, spec.scale_type, member.shared_step
             )
             self.columns.scale[scales, rows] = scale.T
             self.columns.zero_point[scales, rows] = qparams.zero_point.T.float()

@@ -171,12 +171,7 @@ class _GroupOpener:
         if self._is_in_order:
             return
         one = torch.eye(len(M), dtype=M.dtype, device=M.device)
-        self._inverse = torch.linalg.solve_triangular(
-            M,
-            one,
-            upper=True,
-            unitriangular=True,
-        )
+        self._inverse = torch.linalg.solve_triangular(M, one, upper=True, unitriangular=True)
         self._changes = torch.empty_like(W)
 
     def starts(self, of_blocks: list[int]) -> list[int]:
@@ -217,10 +212,7 @@ class _GroupOpener:
         difference = current - W_block
         # The paper's columns U make up for all errors so far: M_block^T (U - W) = difference
         update: Tensor = torch.linalg.solve_triangular(
-            M_block.T,
-            difference,
-            upper=False,
-            unitriangular=True,
+            M_block.T, difference, upper=False, unitriangular=True
         )
         return update + W_block
 

@@ -16,9 +16,7 @@ from quantizer.algorithms.gptq.target import Hessian
 
 
 def with_searched_scales(
-    members: Sequence[Member],
-    hessians: Sequence[Hessian],
-    gram: Tensor,
+    members: Sequence[Member], hessians: Sequence[Hessian], gram: Tensor
 ) -> list[Member]:
     """Return the layers with the scales that have the least error when each weight is rounded
     on its own. Scales that an earlier algorithm has fixed stay.

@@ -11,10 +11,7 @@ codes. A scale is the solution of a least-squares problem in one unknown.
 
 # ruff: noqa: N806 - the papers' letters
 from collections.abc import Sequence
-from dataclasses import (
-    dataclass,
-    replace,
-)
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor

@@ -18,11 +18,7 @@ from torch import Tensor
 
 from quantizer.algorithms.gptq.rows import Factor, factorize
 from quantizer.algorithms.output_error import leading
-from quantizer.config.algorithms import (
-    ColumnRounding,
-    GPTAQConfig,
-    QronosConfig,
-)
+from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, QronosConfig
 
 POWER_ITERATIONS = 30
 
@@ -85,10 +81,7 @@ class GptqTarget:
         return self.settings.damp_percent * _mean_diagonal(gram)
 
     def target(
-        self,
-        W: Tensor,
-        hessian: Hessian,
-        products: Products,
+        self, W: Tensor, hessian: Hessian, products: Products
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weight [depth, rows] to approximate instead of W, and what to round for
         its first column, if not that weight.
@@ -138,10 +131,7 @@ class GptaqTarget(GptqTarget):
     needs_float = True
 
     def target(
-        self,
-        W: Tensor,
-        hessian: Hessian,
-        products: Products,
+        self, W: Tensor, hessian: Hessian, products: Products
     ) -> tuple[Tensor, Tensor | None]:
         """Return W (I + alpha P), with P = triu(dXX U^T, 1) U, U^T U = H^-1 and dXX the drift.
 
@@ -174,10 +164,7 @@ class QronosTarget(GptqTarget):
         return self.settings.alpha * float(leading(gram, POWER_ITERATIONS).norm())
 
     def target(
-        self,
-        W: Tensor,
-        hessian: Hessian,
-        products: Products,
+        self, W: Tensor, hessian: Hessian, products: Products
     ) -> tuple[Tensor, Tensor | None]:
         """Return W + W dXX H^-1 with dXX the drift, and a first column of its own.
 

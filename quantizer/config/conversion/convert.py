@@ -51,11 +51,7 @@ def _refused(config: Config, form: Form, conversion: ConvertedDocument) -> Diagn
             )
 
 
-def _origin(
-    config: Config,
-    conversion: ConvertedDocument,
-    place: Place | None,
-) -> Place | None:
+def _origin(config: Config, conversion: ConvertedDocument, place: Place | None) -> Place | None:
     """Return where in the source the value at a place of the document comes from; the first
     rule, if that is not known.
     """

@@ -154,9 +154,7 @@ def _content(rule: ConfigRule) -> str:
 
 
 def _inherited_roles(
-    merged: Callable[[Sequence[ConfigRule]], _Specs],
-    wider: ConfigRule,
-    rule: ConfigRule,
+    merged: Callable[[Sequence[ConfigRule]], _Specs], wider: ConfigRule, rule: ConfigRule
 ) -> list[Role]:
     """Return the roles whose specs change where the rule is merged with a wider one."""
     alone = merged([rule])

@@ -73,12 +73,7 @@ class Document:
         nowhere: dict[str, TextSpan] = dict.fromkeys(dotted, (0, 0))
         return cls(Text(name, ""), value, nowhere, nowhere, dotted)
 
-    def place(
-        self,
-        pointer: str,
-        *,
-        key: bool = False,
-    ) -> Place:
+    def place(self, pointer: str, *, key: bool = False) -> Place:
         """Return where the value (or the key) of `pointer` is.
 
         An array's item has no key, so its value is taken.
@@ -135,11 +130,7 @@ class ValidDocument:
             return []
         return [index for index in range(len(items)) if self.get(*path, index) is not None]
 
-    def place(
-        self,
-        *path: str | int,
-        key: bool = False,
-    ) -> Place | None:
+    def place(self, *path: str | int, key: bool = False) -> Place | None:
         """Return where the value (or the key) at `path` is, if there is one."""
         pointer = pointer_to(*path)
         return self.document.place(pointer, key=key) if pointer in self.document else None
@@ -168,10 +159,7 @@ def path_from(pointer: str) -> list[str]:
     return [part.replace("~1", "/").replace("~0", "~") for part in parts]
 
 
-def value_at(
-    value: Any,
-    path: Iterable[str | int],
-) -> Any:
+def value_at(value: Any, path: Iterable[str | int]) -> Any:
     """Return the member of a JSON value at a path that is there.
 
     >>> value_at({"exclude": ["stem", "fc"]}, ("exclude", 1))
@@ -182,10 +170,7 @@ def value_at(
     return value
 
 
-def _paths(
-    value: Any,
-    path: JsonPath = (),
-) -> Iterator[JsonPath]:
+def _paths(value: Any, path: JsonPath = ()) -> Iterator[JsonPath]:
     yield path
     members: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):

@@ -90,11 +90,7 @@ class _Editor:
             previous = old
         return "".join([*pieces, layout.closing, self.text[end - 1]])
 
-    def _members(
-        self,
-        path: JsonPath,
-        value: Any,
-    ) -> list[_Member]:
+    def _members(self, path: JsonPath, value: Any) -> list[_Member]:
         keys: Sequence[Any] = list(value) if isinstance(value, dict) else range(len(value))
         members = []
         for key in keys:
@@ -104,12 +100,7 @@ class _Editor:
             members.append(_Member(key, start, value_start, end))
         return members
 
-    def _layout(
-        self,
-        start: int,
-        end: int,
-        members: Sequence[_Member],
-    ) -> _Layout:
+    def _layout(self, start: int, end: int, members: Sequence[_Member]) -> _Layout:
         """Return how the members of an object or list are separated."""
         if not members:
             outer = self.newline + self._indent_at(start)
@@ -124,12 +115,7 @@ class _Editor:
         closing = self.text[members[-1].end : end - 1]
         return _Layout(opening, usual, tuple(separators), closing)
 
-    def _new_member(
-        self,
-        name: str | None,
-        value: Any,
-        indent: str | None,
-    ) -> str:
+    def _new_member(self, name: str | None, value: Any, indent: str | None) -> str:
         written = self._written(value, indent)
         if name is None:
             return written
@@ -189,23 +175,14 @@ class _Layout:
         _, newline, indent = self.usual.rpartition("\n")
         return indent if newline else None
 
-    def separator(
-        self,
-        previous: int | None,
-        following: int | None,
-    ) -> str:
+    def separator(self, previous: int | None, following: int | None) -> str:
         """Return what separates two members, by their old positions."""
         if previous is not None and following == previous + 1:
             return self.separators[previous]
         return self.usual
 
 
-def _pairs(
-    old: Sequence[str],
-    new: Sequence[str],
-    *,
-    replaced: bool,
-) -> dict[int, int]:
+def _pairs(old: Sequence[str], new: Sequence[str], *, replaced: bool) -> dict[int, int]:
     """Return for new positions the old position of the same member.
 
     Args:

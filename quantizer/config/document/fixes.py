@@ -16,9 +16,7 @@ MAX_TRIED_CHARACTERS = 1_000_000
 
 
 def with_sound_fixes(
-    source: Text,
-    findings: Sequence[Diagnostic],
-    check: FileCheck,
+    source: Text, findings: Sequence[Diagnostic], check: FileCheck
 ) -> tuple[Diagnostic, ...]:
     """Return the findings, each with its known fix if that leaves fewer errors in the file.
 
@@ -65,10 +63,7 @@ def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
     return replace(source, text="".join(pieces))
 
 
-def _has_error_at(
-    place: Place | None,
-    findings: Sequence[Diagnostic],
-) -> bool:
+def _has_error_at(place: Place | None, findings: Sequence[Diagnostic]) -> bool:
     """Return whether the value that a fix writes breaks another rule."""
     if place is None:
         return False
@@ -94,10 +89,7 @@ def _order(fix: Fix) -> tuple[bool, int, int]:
     return not fix.is_known, fix.turn, fix.edits[0].start
 
 
-def _count_errors(
-    findings: Iterable[Diagnostic],
-    applied: Iterable[Fix] = (),
-) -> float:
+def _count_errors(findings: Iterable[Diagnostic], applied: Iterable[Fix] = ()) -> float:
     """Return the number of errors that the file had before the fixes, as far as they are left,
     or has because of them.
 

@@ -36,10 +36,7 @@ top.
 """
 
 
-def missing_keys(
-    members: JsonMapping,
-    schema: JsonMapping,
-) -> list[str]:
+def missing_keys(members: JsonMapping, schema: JsonMapping) -> list[str]:
     """Return the keys that an object lacks and its block of the schema requires.
 
     A misspelt key counts as present: it is reported as unknown.
@@ -52,11 +49,7 @@ def missing_keys(
     return [key for key in missing if key not in misspelt]
 
 
-def completions(
-    document: Document,
-    path: JsonPath,
-    missing: Sequence[str],
-) -> Iterator[Fix]:
+def completions(document: Document, path: JsonPath, missing: Sequence[str]) -> Iterator[Fix]:
     """Yield what to write for the keys that the object at `path` lacks, the likeliest first."""
     form = form_of(document.value)
     if form == "layered" and path[:1] != ("algorithms",):
@@ -80,11 +73,7 @@ def paste(members: JsonMapping) -> str:
     return json.dumps(members, ensure_ascii=False)[1:-1]
 
 
-def _layered_completion(
-    document: Document,
-    path: JsonPath,
-    missing: Sequence[str],
-) -> Fix:
+def _layered_completion(document: Document, path: JsonPath, missing: Sequence[str]) -> Fix:
     """Return what completes the top, a layer entry or an overall block of the layered form."""
     value = document.value
     is_overall = path[-1:] == (_OVERALL,)
@@ -118,11 +107,7 @@ def _preset(value: JsonMapping) -> JsonMapping:
     return preset
 
 
-def _parameters(
-    value: JsonMapping,
-    level: JsonMapping,
-    missing: Sequence[str],
-) -> JsonObject:
+def _parameters(value: JsonMapping, level: JsonMapping, missing: Sequence[str]) -> JsonObject:
     """Return the keys to add to `level`, the file or one of its layer entries, so that its
     overall block is complete.
 
@@ -162,10 +147,7 @@ def _parameters(
 
 
 def _overall(
-    missing: Sequence[str],
-    stated: JsonObject,
-    wide: JsonMapping,
-    datatypes: Sequence[Any],
+    missing: Sequence[str], stated: JsonObject, wide: JsonMapping, datatypes: Sequence[Any]
 ) -> JsonObject:
     """Return the members that complete an overall block.
 
@@ -188,10 +170,7 @@ def _is_cast(datatype: Any) -> bool:
 
 
 def _tensor_block(
-    overall: JsonObject,
-    words: JsonMapping,
-    wide: JsonMapping,
-    stated: JsonObject,
+    overall: JsonObject, words: JsonMapping, wide: JsonMapping, stated: JsonObject
 ) -> JsonObject:
     """Return the keys that a role's block needs, so that the values of `overall` do not replace
     those in effect for the role.
@@ -216,9 +195,7 @@ def _blocks(level: JsonMapping) -> tuple[JsonObject, dict[str, JsonObject]]:
 
 
 def _examples(
-    value: JsonMapping,
-    path: JsonPath,
-    key: str,
+    value: JsonMapping, path: JsonPath, key: str
 ) -> Iterator[tuple[JsonObject, bool]]:
     """Yield values for a key of the hierarchical form or of an algorithm, and whether each is
     known to be meant, as all wider levels state it.
@@ -239,10 +216,7 @@ def _examples(
         yield {key: {"weight": {"dtype": "int8"}}}, False
 
 
-def _wider_dtypes(
-    value: JsonMapping,
-    path: JsonPath,
-) -> tuple[str, ...]:
+def _wider_dtypes(value: JsonMapping, path: JsonPath) -> tuple[str, ...]:
     """Return the dtypes that wider levels state for the tensor at `path`: the global level,
     and for a name all types.
     """
@@ -262,11 +236,7 @@ def _wider_dtypes(
     return tuple(dtypes)
 
 
-def _insertions(
-    document: Document,
-    path: JsonPath,
-    members: JsonMapping,
-) -> tuple[Edit, ...]:
+def _insertions(document: Document, path: JsonPath, members: JsonMapping) -> tuple[Edit, ...]:
     """Return the edits that add members to the object at `path` and to blocks in it."""
     present = value_at(document.value, path)
     new = {key: member for key, member in members.items() if key not in present}
@@ -277,11 +247,7 @@ def _insertions(
     return tuple(edits)
 
 
-def _insertion(
-    document: Document,
-    path: JsonPath,
-    members: JsonMapping,
-) -> Edit:
+def _insertion(document: Document, path: JsonPath, members: JsonMapping) -> Edit:
     """Return the edit that writes members after the last one, laid out as it is."""
     text = document.source.text
     pointer = pointer_to(*path)
@@ -305,27 +271,18 @@ def _insertion(
     return Edit(end, end, added)
 
 
-def _written(
-    members: JsonMapping,
-    indent: str,
-) -> list[str]:
+def _written(members: JsonMapping, indent: str) -> list[str]:
     return [f"{json.dumps(key)}: {_dumped(value, indent)}" for key, value in members.items()]
 
 
-def _dumped(
-    value: Any,
-    indent: str,
-) -> str:
+def _dumped(value: Any, indent: str) -> str:
     if not isinstance(value, dict) or not indent or not value:
         return json.dumps(value, ensure_ascii=False)
     inner = indent + "  "
     return "{" + inner + ("," + inner).join(_written(value, "")) + indent + "}"
 
 
-def _indent(
-    text: str,
-    position: int,
-) -> str:
+def _indent(text: str, position: int) -> str:
     """Return the spaces that begin the line of a position."""
     line = text[text.rfind("\n", 0, position) + 1 : position]
     return line[: len(line) - len(line.lstrip())]

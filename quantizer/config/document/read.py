@@ -100,12 +100,7 @@ def _decode(name: str, data: bytes) -> Text:
     return Text(name, text, encoding)
 
 
-def _undecodable(
-    name: str,
-    data: bytes,
-    position: int,
-    message: str,
-) -> ConfigError:
+def _undecodable(name: str, data: bytes, position: int, message: str) -> ConfigError:
     """Return the finding at the line and column of a byte.
 
     The excerpt shows a replacement character for what is not UTF-8.
@@ -118,11 +113,7 @@ def _undecodable(
 
 
 def _unreadable(
-    name: str,
-    message: str,
-    help_: str | None = None,
-    *,
-    code: str = "QZ001",
+    name: str, message: str, help_: str | None = None, *, code: str = "QZ001"
 ) -> ConfigError:
     return ConfigError([Diagnostic(code, message, Place(name, 1, 1), help=help_)])
 

@@ -90,11 +90,7 @@ def bounds(schema: JsonMapping) -> list[str]:
     return [f"{word} {schema[key]}" for key, word in _BOUNDS.items() if key in schema]
 
 
-def help_for_value(
-    key: str,
-    value: Any,
-    form: Form,
-) -> str:
+def help_for_value(key: str, value: Any, form: Form) -> str:
     """Return which key a wrong value of `key` belongs to, or where the right ones are
     listed.
     """
@@ -108,10 +104,7 @@ def help_for_value(
     return "`quantizer schema` prints all keys"
 
 
-def _help_for_switch(
-    switch: str,
-    form: Form,
-) -> str:
+def _help_for_switch(switch: str, form: Form) -> str:
     """Return how a switch of the layered form is written in a form."""
     if form == "layered":
         return f'it is the switch "{switch}"'
@@ -126,11 +119,7 @@ def _is_switch(key: str, value: Any) -> bool:
     return key == "name" and isinstance(value, str) and value in _SWITCHES
 
 
-def value_fixes(
-    document: Document,
-    path: JsonPath,
-    schema: JsonMapping,
-) -> Iterator[Fix]:
+def value_fixes(document: Document, path: JsonPath, schema: JsonMapping) -> Iterator[Fix]:
     """Yield replacements of the value at `path`: its meaning in another spelling, then
     examples.
 
@@ -154,11 +143,7 @@ def value_fixes(
     owner = _owner(key, value, form_of(document.value))
     reason = f'{quoted(value)} is a value of "{owner}"; ' if owner else ""
     label = f'"{key}": ' if path[-1:] == (key,) else ""
-    examples = (
-        schema.get("default"),
-        *schema.get("examples", ()),
-        *schema.get("enum", ()),
-    )
+    examples = (schema.get("default"), *schema.get("examples", ()), *schema.get("enum", ()))
     for example in examples:
         if example not in (None, {}, []):
             text = f"{reason}for example {label}{quoted(example)}"
@@ -174,12 +159,7 @@ def last_key(path: JsonPath) -> str:
     return next((part for part in reversed(path) if isinstance(part, str)), "")
 
 
-def help_for_key(
-    key: str,
-    known: Collection[str],
-    present: Collection[str],
-    form: Form,
-) -> str:
+def help_for_key(key: str, known: Collection[str], present: Collection[str], form: Form) -> str:
     """Return the block where a key that is not known here belongs, or the present key that it
     repeats, or all known keys.
     """
@@ -195,11 +175,7 @@ def help_for_key(
     return f"known keys here: {names}"
 
 
-def key_fixes(
-    document: Document,
-    path: JsonPath,
-    known: Collection[str],
-) -> Iterator[Fix]:
+def key_fixes(document: Document, path: JsonPath, known: Collection[str]) -> Iterator[Fix]:
     """Yield the known key that the one at `path` is, misspelt or in the other form's words."""
     key = str(path[-1])
     form = form_of(document.value)
@@ -223,19 +199,14 @@ def _distinct(*words: str | None) -> list[str]:
     return list(dict.fromkeys(word for word in words if word))
 
 
-def _synonym(
-    value: str,
-    words: Collection[str],
-) -> str | None:
+def _synonym(value: str, words: Collection[str]) -> str | None:
     """Return the option that other tools have this word for."""
     word = _SYNONYMS.get("".join(filter(str.isalnum, value.lower())))
     return word if word in words else None
 
 
 def _literals(
-    document: Document,
-    path: JsonPath,
-    schema: JsonMapping,
+    document: Document, path: JsonPath, schema: JsonMapping
 ) -> Iterator[tuple[str, tuple[Edit, ...]]]:
     """Yield the literal of the wanted type that a value of another type means: the form to
     show, and the form to write.
@@ -267,11 +238,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _owner(
-    key: str,
-    value: Any,
-    form: Form,
-) -> str | None:
+def _owner(key: str, value: Any, form: Form) -> str | None:
     """Return the other key that a word is an option of."""
     owner = _keys_by_option(form).get(value) if isinstance(value, str) else None
     return owner if owner != key else None

@@ -14,10 +14,7 @@ _GROUP_KEYS = ("prev_op", "layers", "inp")
 """The members of a group of layers that something reads."""
 
 
-def read_algorithms(
-    document: ValidDocument,
-    *blocks: str,
-) -> tuple[Algorithm, ...]:
+def read_algorithms(document: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
     """Return the algorithms of the blocks, in order; unknown ones are left out."""
     algorithms: list[Algorithm] = []
     for path in _entries(document, *blocks):
@@ -27,10 +24,7 @@ def read_algorithms(
     return tuple(algorithms)
 
 
-def read_names(
-    document: ValidDocument,
-    *blocks: str,
-) -> tuple[tuple[str, Place | None], ...]:
+def read_names(document: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
     """Return the name of every entry of the blocks, in order, and its place."""
     names: list[tuple[str, Place | None]] = []
     for path in _entries(document, *blocks):
@@ -55,10 +49,7 @@ def algorithm_entry(settings: AlgoConfig) -> JsonObject:
     return entry
 
 
-def _entries(
-    document: ValidDocument,
-    *blocks: str,
-) -> list[JsonPath]:
+def _entries(document: ValidDocument, *blocks: str) -> list[JsonPath]:
     """Return the paths of the entries of the blocks; one entry may stand without a list."""
     paths: list[JsonPath] = []
     for block in blocks:
@@ -69,18 +60,11 @@ def _entries(
     return paths
 
 
-def _items(
-    document: ValidDocument,
-    *path: str | int,
-) -> list[JsonPath]:
+def _items(document: ValidDocument, *path: str | int) -> list[JsonPath]:
     return [(*path, index) for index in document.items(*path)]
 
 
-def _read_entry(
-    document: ValidDocument,
-    path: JsonPath,
-    kind: type[AlgoConfig],
-) -> Algorithm:
+def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:
     """Return the algorithm of an entry of the file, with the places of its settings."""
     hints = get_type_hints(kind)
     stated: dict[str, Sourced] = {}
@@ -102,9 +86,7 @@ def _read_entry(
 
 
 def _unread(
-    document: ValidDocument,
-    path: JsonPath,
-    kind: type[AlgoConfig],
+    document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]
 ) -> Iterator[tuple[str, tuple[str, Place | None]]]:
     """Yield the stated keys that nothing reads, each with the reason and its first place."""
     for key, setting in settings_of(kind).items():
@@ -118,10 +100,7 @@ def _unread(
             return
 
 
-def _valid_part(
-    document: ValidDocument,
-    *path: str | int,
-) -> Any:
+def _valid_part(document: ValidDocument, *path: str | int) -> Any:
     """Return a value without the invalid items of a list, and of a group of layers the members
     that something reads.
     """

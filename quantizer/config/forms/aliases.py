@@ -107,12 +107,7 @@ class _CanonicalCopy:
         pointers = self._old_pointers.items()
         return {new: by_pointer[old] for new, old in pointers if old in by_pointer}
 
-    def _object(
-        self,
-        value: JsonObject,
-        old: JsonPath,
-        new: JsonPath,
-    ) -> JsonObject:
+    def _object(self, value: JsonObject, old: JsonPath, new: JsonPath) -> JsonObject:
         members: JsonObject = {}
         for key, item in value.items():
             word = other_spelling(key, new)
@@ -123,12 +118,7 @@ class _CanonicalCopy:
             members[word] = self.value(item, (*old, key), (*new, word))
         return members
 
-    def _two_stages(
-        self,
-        value: list[Any],
-        old: JsonPath,
-        new: JsonPath,
-    ) -> Any:
+    def _two_stages(self, value: list[Any], old: JsonPath, new: JsonPath) -> Any:
         spec = self.value(value[0], (*old, 0), new)
         second = pointer_to(*old, 1, "dtype")
         self._old_pointers[pointer_to(*new, "scale_format")] = second
@@ -137,26 +127,14 @@ class _CanonicalCopy:
         return spec | {"scale_format": "e4m3"}
 
     def _replaced(
-        self,
-        spelling: str,
-        word: str,
-        path: JsonPath,
-        *,
-        is_key: bool = False,
+        self, spelling: str, word: str, path: JsonPath, *, is_key: bool = False
     ) -> str:
         if spelling != word:
             text = f"{quoted(spelling)} is read as {quoted(word)}"
             self._note(text, pointer_to(*path), f"write {quoted(word)}", is_key=is_key)
         return word
 
-    def _note(
-        self,
-        text: str,
-        pointer: str,
-        help_: str,
-        *,
-        is_key: bool = False,
-    ) -> None:
+    def _note(self, text: str, pointer: str, help_: str, *, is_key: bool = False) -> None:
         place = self._document.place(pointer, key=is_key)
         self.notes.append(Diagnostic("QZ116", text, place, "note", help=help_))
 

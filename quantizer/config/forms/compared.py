@@ -12,10 +12,7 @@ _SELECTOR_KEYS = ("layer_name", "layer_type")
 """The keys that identify an entry of a list: entries are compared by them, not by place."""
 
 
-def compare_configs(
-    first: Config,
-    second: Config,
-) -> dict[str, tuple[Any, Any]]:
+def compare_configs(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
     """Return the values that differ once both files are complete, by JSON pointer; a
     missing value is None.
 
@@ -36,10 +33,7 @@ def compare_configs(
     return differences
 
 
-def _leaves(
-    value: Any,
-    path: JsonPath = (),
-) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: JsonPath = ()) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))

@@ -34,10 +34,7 @@ def dtype_word(spec: QuantizationSpec) -> str | None:
     words = [integer_word(spec)]
     if not spec.symmetric:
         words.append(f"int{spec.bit_width}")
-    return next(
-        (word for word in words if word in INTEGERS),
-        None,
-    )
+    return next((word for word in words if word in INTEGERS), None)
 
 
 @dataclass(frozen=True)

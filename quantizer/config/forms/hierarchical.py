@@ -212,13 +212,7 @@ class _Translator(ValidDocument):
                 path = (block, text)
                 selector = Selector(kind, text, self.place(*path, key=True))
                 label = f'{block}["{text}"]'
-                yield HierarchicalLevel(
-                    selector,
-                    label,
-                    path,
-                    self._specs(*path),
-                    everywhere,
-                )
+                yield HierarchicalLevel(selector, label, path, self._specs(*path), everywhere)
         yield from self._cache_levels(everywhere)
 
     def _cache_levels(self, everywhere: Mapping[Role, Fields]) -> Iterator[HierarchicalLevel]:
@@ -240,11 +234,7 @@ class _Translator(ValidDocument):
             cached = specs.pop(ROLE_OF[_CACHE_KEY], None)
             if specs:
                 yield HierarchicalLevel(
-                    Selector("name", text, place),
-                    label,
-                    path,
-                    specs,
-                    everywhere,
+                    Selector("name", text, place), label, path, specs, everywhere
                 )
             if cached:
                 kind: Literal["cache", "cache_source"] = "cache_source"

@@ -19,11 +19,7 @@ _EQUALIZATION = "cle"
 _PER_CHANNEL_OBSERVER = "PerChannelMinMaxObserver"
 
 
-def with_method(
-    document: JsonMapping,
-    roles: Collection[Role],
-    method: str,
-) -> JsonObject:
+def with_method(document: JsonMapping, roles: Collection[Role], method: str) -> JsonObject:
     """Return the document in which some roles find their ranges with another method.
 
     Levels where the tensors have no range, such as those in float, stay as they are.
@@ -156,11 +152,7 @@ def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
     return [entries] if isinstance(entries, dict) else list(entries)
 
 
-def _set_entries(
-    document: JsonObject,
-    key: str,
-    entries: list[JsonObject],
-) -> None:
+def _set_entries(document: JsonObject, key: str, entries: list[JsonObject]) -> None:
     """Set the algorithms of a list; in the hierarchical form, a single one has no list."""
     is_single = len(entries) == 1 and key != "algorithms"
     document[key] = entries
@@ -169,8 +161,7 @@ def _set_entries(
 
 
 def _layered_blocks(
-    document: JsonObject,
-    roles: Collection[Role],
+    document: JsonObject, roles: Collection[Role]
 ) -> Iterator[tuple[JsonObject, Role]]:
     """Yield the levels that quantize these roles as integers, each with the role."""
     for level in (document, *(document.get("layer_quantize_config") or ())):
@@ -203,10 +194,7 @@ def _set_layered(level: JsonObject, role: Role, word: str, value: Any) -> bool:
     return True
 
 
-def _stated_specs(
-    document: JsonMapping,
-    roles: Collection[Role],
-) -> Iterator[JsonObject]:
+def _stated_specs(document: JsonMapping, roles: Collection[Role]) -> Iterator[JsonObject]:
     """Yield the specs of these roles that decide a granularity, at all levels.
 
     The specs are parts of the document, so that callers can change them in it.
@@ -219,9 +207,7 @@ def _stated_specs(
                 yield spec
 
 
-def _hierarchical_levels(
-    document: JsonMapping,
-) -> Iterator[JsonMapping]:
+def _hierarchical_levels(document: JsonMapping) -> Iterator[JsonMapping]:
     yield document.get("global_quant_config") or {}
     for block in ("layer_type_quant_config", "layer_quant_config"):
         for level in (document.get(block) or {}).values():

@@ -90,11 +90,7 @@ def in_place(
     return value, paths
 
 
-def _write_observer(
-    value: Any,
-    block: JsonPath,
-    spec: QuantizationSpec,
-) -> JsonPath | None:
+def _write_observer(value: Any, block: JsonPath, spec: QuantizationSpec) -> JsonPath | None:
     """Write a spec's range method into a block, and return the path of its percentage."""
     _set(value, (*block, "observer_cls"), observer_word(spec))
     path = (*block, "percentage")
@@ -129,8 +125,7 @@ def by_layer(
 
 
 def _layered_entries(
-    document: JsonMapping,
-    layers: Mapping[str, Mapping[Role, QuantizationSpec]],
+    document: JsonMapping, layers: Mapping[str, Mapping[Role, QuantizationSpec]]
 ) -> tuple[JsonObject, Paths]:
     """Return a document with entries for layers, and where the fields of their specs are."""
     paths: dict[_FieldKey, JsonPath | None] = {}
@@ -151,11 +146,7 @@ def _layered_entries(
     return value, paths
 
 
-def _level(
-    document: Document,
-    tensor: SpecChange,
-    field: str,
-) -> JsonPath:
+def _level(document: Document, tensor: SpecChange, field: str) -> JsonPath:
     """Return the level that states a field, or where none does, the method or the dtype; the
     top if all is by default.
     """
@@ -166,10 +157,7 @@ def _level(
     return ()
 
 
-def _level_of(
-    document: Document,
-    origin: str,
-) -> JsonPath | None:
+def _level_of(document: Document, origin: str) -> JsonPath | None:
     path = document.paths_at.get(origin)
     if not path:
         return path
@@ -177,11 +165,7 @@ def _level_of(
     return path[:depth]
 
 
-def _set(
-    value: Any,
-    path: JsonPath,
-    word: Any,
-) -> None:
+def _set(value: Any, path: JsonPath, word: Any) -> None:
     """Write a word at a path, or with None remove it."""
     *before, last = path
     for part in before:

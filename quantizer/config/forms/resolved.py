@@ -7,12 +7,7 @@ from typing import Any
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.hierarchical import (
-    ALGORITHM_LISTS,
-    CACHE_BLOCK,
-    ROLE_OF,
-    SPEC_KEYS,
-)
+from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, CACHE_BLOCK, ROLE_OF, SPEC_KEYS
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, Config, Settings
 
@@ -44,10 +39,7 @@ def resolved_document(config: Config) -> JsonObject:
     return {**switches, **document, **_algorithm_lists(config, "algorithms")}
 
 
-def _algorithm_lists(
-    config: Config,
-    *keys: str,
-) -> JsonObject:
+def _algorithm_lists(config: Config, *keys: str) -> JsonObject:
     """Return the lists of algorithms that are not empty, each with all its settings as they
     took effect.
     """
@@ -72,10 +64,7 @@ def _passes(entries: Any) -> list[JsonObject]:
     return [algorithm_entry(SWITCHES[name]()) for name in names if name in SWITCHES]
 
 
-def _hierarchical(
-    document: JsonObject,
-    settings: Settings,
-) -> JsonObject:
+def _hierarchical(document: JsonObject, settings: Settings) -> JsonObject:
     """Return every level with every key of every spec; at the global level with the defaults
     that hold there.
     """

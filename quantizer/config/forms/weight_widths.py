@@ -16,10 +16,7 @@ from quantizer.errors import UsageError
 _LayerSpecs = Mapping[Role, QuantizationSpec]
 
 
-def with_layer_entries(
-    document: JsonMapping,
-    layers: Mapping[str, _LayerSpecs],
-) -> JsonObject:
+def with_layer_entries(document: JsonMapping, layers: Mapping[str, _LayerSpecs]) -> JsonObject:
     """Return the document with an entry for each of `layers`. Comments ("//" keys) stay.
 
     The layered form needs complete entries, so there the other tensors are repeated; in the

@@ -86,9 +86,7 @@ def _scopes(layered: Layered) -> Iterator[_Scope]:
 
 
 def _conflict(
-    conflict: Conflict,
-    merged: Mapping[str, Sourced],
-    device: Place | None,
+    conflict: Conflict, merged: Mapping[str, Sourced], device: Place | None
 ) -> Diagnostics:
     """Yield an error at the value written last, or a warning at the idle value; nothing if a
     value is missing, which is reported.

@@ -72,10 +72,7 @@ def _validator(form: Form, algorithms: tuple[str, ...]) -> Validator:
 
 
 def _unique_items(
-    _: Validator,
-    wanted: bool,
-    items: Any,
-    schema: Any,
+    _: Validator, wanted: bool, items: Any, schema: Any
 ) -> Iterator[ValidationError]:
     """Yield each repeated item. jsonschema's own check compares all pairs, which takes minutes
     for a long list.
@@ -151,10 +148,7 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
 
 
 def _repeated_item(
-    document: Document,
-    path: JsonPath,
-    item: Any,
-    schema: JsonObject,
+    document: Document, path: JsonPath, item: Any, schema: JsonObject
 ) -> Diagnostic:
     *list_path, index = path
     pointer = pointer_to(*path)

@@ -59,10 +59,7 @@ def all_codes() -> Mapping[str, JsonMapping]:
 
 @lru_cache(maxsize=4096)
 def conflicts(
-    spec: QuantizationSpec,
-    role: Role,
-    device: str,
-    form: str = "layered",
+    spec: QuantizationSpec, role: Role, device: str, form: str = "layered"
 ) -> tuple[Conflict, ...]:
     """Return the rules that `spec` breaks as the spec of a `role` tensor on `device` ("DPU",
     "CPU", "GPU", "IPU").
@@ -102,11 +99,7 @@ def _validators(integers: bool, form: str) -> tuple[tuple[JsonMapping, Draft7Val
     return tuple(validators)
 
 
-def _conflict(
-    rule: JsonMapping,
-    message: str,
-    form: str,
-) -> Conflict:
+def _conflict(rule: JsonMapping, message: str, form: str) -> Conflict:
     severity = rule.get("severity", "error")
     names = (*rule["then"]["properties"], *rule["if"]["properties"])
     return Conflict(

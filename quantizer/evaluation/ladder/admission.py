@@ -86,11 +86,7 @@ def _plan(ground: Ground, config: Config) -> Plan:
     return resolve_plan(config, graph, ground.original)
 
 
-def _effect(
-    rung: Rung,
-    config: Config,
-    plan: Plan,
-) -> tuple[Any, ...]:
+def _effect(rung: Rung, config: Config, plan: Plan) -> tuple[Any, ...]:
     """Return all that a rung does to a model. Rungs with the same effect have the same
     results.
     """

@@ -13,17 +13,8 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.ablation import ablate_calibrated
-from quantizer.evaluation.analyze import (
-    NOISE_BATCHES,
-    analyze_weights,
-    width_candidates,
-)
-from quantizer.evaluation.cheapest import (
-    FloatPart,
-    cheapest_parts,
-    float_parts,
-    needed_layers,
-)
+from quantizer.evaluation.analyze import NOISE_BATCHES, analyze_weights, width_candidates
+from quantizer.evaluation.cheapest import FloatPart, cheapest_parts, float_parts, needed_layers
 from quantizer.evaluation.ladder.rungs import OutOfTimeError, Rung, Standing, Trial
 from quantizer.evaluation.width_changes import WidthChanges, chosen_specs
 from quantizer.evaluation.width_choice import Budget, best_choice
@@ -58,11 +49,7 @@ def wider_weights(standing: Standing) -> Iterator[Trial]:
     candidates, _ = width_candidates(plan)
     passes = "network" if len(candidates) <= _MAX_MEASURED else "fast"
     analysis = analyze_weights(
-        plan,
-        (narrow, _WIDE_BITS),
-        standing.ground.batches,
-        passes,
-        after_layer=lambda: None,
+        plan, (narrow, _WIDE_BITS), standing.ground.batches, passes, after_layer=lambda: None
     )
     for share in _SHARES:
         bits = narrow + share * (_WIDE_BITS - narrow)

@@ -56,11 +56,7 @@ def _edited(edit: Callable[[JsonMapping], JsonObject], rung: Rung) -> Rung:
     return replace(rung, document=edit(rung.document))
 
 
-def _trial(
-    change: str,
-    edit: Callable[..., JsonObject],
-    **arguments: Any,
-) -> Trial:
+def _trial(change: str, edit: Callable[..., JsonObject], **arguments: Any) -> Trial:
     """Return the trial that calls `edit(document, **arguments)`."""
     return Trial(change, partial(_edited, partial(edit, **arguments)))
 

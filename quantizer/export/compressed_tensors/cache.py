@@ -99,9 +99,7 @@ def cache_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
 
 
 def compressed_cache(
-    graph: Graph,
-    tensors: Mapping[Key, QuantizedTensor],
-    model: nn.Module,
+    graph: Graph, tensors: Mapping[Key, QuantizedTensor], model: nn.Module
 ) -> CompressedCache | None:
     """Return the quantized cache of a network without refusals; None if it is float."""
     specs = {key: tensor.spec for key, tensor in tensors.items()}

@@ -153,8 +153,7 @@ class CompressedCheckpoint:
 
 
 def checkpoint_of_network(
-    deployment: Deployment,
-    target: str = TARGET_NAME,
+    deployment: Deployment, target: str = TARGET_NAME
 ) -> CompressedCheckpoint:
     """Return the checkpoint of a traced model. `target` stands for the exporter in messages.
 
@@ -215,9 +214,7 @@ class StoredParts:
 
 
 def complete_checkpoint(
-    stored: StoredParts,
-    model: nn.Module,
-    graph: Graph,
+    stored: StoredParts, model: nn.Module, graph: Graph
 ) -> CompressedCheckpoint:
     """Return the checkpoint of these parts. Layers that engines fuse get one factor.
 
@@ -255,9 +252,7 @@ def plain_layer_remarks(graph: Graph, layers: Mapping[str, CompressedLayer]) -> 
 
 
 def with_experts(
-    checkpoint: CompressedCheckpoint,
-    model: nn.Module,
-    stacks: Mapping[str, QuantizedTensor],
+    checkpoint: CompressedCheckpoint, model: nn.Module, stacks: Mapping[str, QuantizedTensor]
 ) -> CompressedCheckpoint:
     """Return the checkpoint of a mixture of experts, by the names that files have.
 
@@ -299,10 +294,7 @@ def _without_codes(name: str, target: str) -> UsageError:
     return cannot_store(target, why, _NO_CODES_REMEDY)
 
 
-def float_remarks(
-    specs: TensorSpecs,
-    placement: CodePlacement,
-) -> tuple[str, ...]:
+def float_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...]:
     """Return a sentence on layers whose quantized weights are not codes, if there are any."""
     layers = value_layers(specs, placement)
     if not layers:
@@ -333,10 +325,7 @@ def build_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ..
     )
 
 
-def token_remarks(
-    specs: TensorSpecs,
-    placement: CodePlacement,
-) -> tuple[str, ...]:
+def token_remarks(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...]:
     """Return a sentence on layers for whose tokens transformers does not find separate scales.
 
     It keeps the first two axes of an input, whatever the number of axes.

@@ -40,10 +40,7 @@ class Mixture:
 
         return dict(revert_weight_conversion(self.model, dict(tensors)))  # type: ignore[arg-type]
 
-    def stored_except_experts(
-        self,
-        tensors: Mapping[str, Tensor],
-    ) -> dict[str, Tensor]:
+    def stored_except_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `stored` returns, but leave the tensors of experts as they are."""
         prefixes: list[str] = []
         for path, module in self.model.named_modules():
@@ -62,11 +59,7 @@ class Mixture:
         [name] = self.stored({path + _WEIGHT: torch.zeros(())})
         return name.removesuffix(_WEIGHT)
 
-    def parts(
-        self,
-        path: str,
-        stack: QuantizedTensor,
-    ) -> dict[str, CompressedLayer]:
+    def parts(self, path: str, stack: QuantizedTensor) -> dict[str, CompressedLayer]:
         """Return the layers of the experts whose tensor is at `path`, by their paths in files.
 
         Raises:

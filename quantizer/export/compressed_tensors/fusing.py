@@ -36,10 +36,7 @@ _OTHER_FACTORS = "calibrate again: this version gives them one factor"
 
 
 def fused_refusals(
-    graph: Graph,
-    specs: TensorSpecs,
-    linears: Mapping[str, Node],
-    inputs: Mapping[str, Key],
+    graph: Graph, specs: TensorSpecs, linears: Mapping[str, Node], inputs: Mapping[str, Key]
 ) -> Iterator[Refusal]:
     """Yield a refusal for each layer that an engine fuses with one of another scheme.
 
@@ -68,8 +65,7 @@ def fused_refusals(
 
 
 def with_shared_factors(
-    graph: Graph,
-    layers: Mapping[str, CompressedLayer],
+    graph: Graph, layers: Mapping[str, CompressedLayer]
 ) -> dict[str, CompressedLayer]:
     """Return the layers, where those of nvfp4 that engines fuse have one factor.
 
@@ -101,8 +97,7 @@ def with_shared_factors(
 
 
 def partial_block_remarks(
-    graph: Graph,
-    layers: Mapping[str, CompressedLayer],
+    graph: Graph, layers: Mapping[str, CompressedLayer]
 ) -> tuple[str, ...]:
     """Return a sentence on fused layers that end within a block, if there are any: the blocks
     of the next layer would begin there.
@@ -134,11 +129,7 @@ def fused_names(graph: Graph) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _words(
-    specs: TensorSpecs,
-    inputs: Mapping[str, Key],
-    layer: str,
-) -> tuple[object, ...]:
+def _words(specs: TensorSpecs, inputs: Mapping[str, Key], layer: str) -> tuple[object, ...]:
     key = inputs.get(layer)
     input_spec = None if key is None else specs[key]
     return engine_words(specs[layer, "weights"], input_spec)

@@ -74,10 +74,7 @@ def _format_refusal(spec: QuantizationSpec) -> Reason | None:
 
 
 def input_refusal(
-    spec: QuantizationSpec,
-    weight: QuantizationSpec,
-    rank: int,
-    features: int,
+    spec: QuantizationSpec, weight: QuantizationSpec, rank: int, features: int
 ) -> Reason | None:
     """Return why a reader cannot quantize a layer's input as test mode does; None if it can.
 
@@ -118,9 +115,7 @@ def input_refusal(
 
 
 def _groups_refusal(
-    spec: QuantizationSpec,
-    weight: QuantizationSpec,
-    features: int,
+    spec: QuantizationSpec, weight: QuantizationSpec, features: int
 ) -> Reason | None:
     """Return why engines do not combine an input with a weight in blocks, or inputs in groups
     with a weight.
@@ -145,10 +140,7 @@ def _groups_refusal(
 
 
 def _microscaled_refusal(
-    spec: QuantizationSpec,
-    weight: QuantizationSpec,
-    rank: int,
-    features: int,
+    spec: QuantizationSpec, weight: QuantizationSpec, rank: int, features: int
 ) -> Reason | None:
     """Return why a reader cannot quantize the input of a weight in mxfp4, mxfp8 or nvfp4."""
     if weight.scale_type == "e4m3":

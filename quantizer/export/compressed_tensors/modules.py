@@ -129,10 +129,7 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     return complete_checkpoint(stored, model, graph)
 
 
-def _specs(
-    graph: Graph,
-    quantized: Mapping[str, InPlace],
-) -> dict[Key, QuantizationSpec]:
+def _specs(graph: Graph, quantized: Mapping[str, InPlace]) -> dict[Key, QuantizationSpec]:
     """Return the specs of the modules' quantizers, by the keys of their nodes in the graph."""
     keys: dict[Key, Key] = {}
     names: dict[str, str] = {}

@@ -111,10 +111,7 @@ def place_codes(graph: Graph, specs: TensorSpecs) -> CodePlacement:
     return CodePlacement(linears, experts, inputs, tuple(refusals))
 
 
-def value_layers(
-    specs: TensorSpecs,
-    placement: CodePlacement,
-) -> tuple[str, ...]:
+def value_layers(specs: TensorSpecs, placement: CodePlacement) -> tuple[str, ...]:
     """Return the layers whose rounded weights are stored as values instead of codes.
 
     Without any codes there is no checkpoint: return none.
@@ -164,10 +161,7 @@ def _place_activation(
 
 
 def _expert_refusal(
-    experts: Mapping[str, Node],
-    specs: TensorSpecs,
-    layer: str,
-    features: int,
+    experts: Mapping[str, Node], specs: TensorSpecs, layer: str, features: int
 ) -> Reason | None:
     """Return why the weights of experts cannot be stored as codes."""
     spec = specs[layer, "weights"]

@@ -18,10 +18,7 @@ _PARTS = 4
 _SHAPE_BYTES = 16
 
 
-def float_bytes(
-    model: nn.Module,
-    coded: Collection[str],
-) -> int:
+def float_bytes(model: nn.Module, coded: Collection[str]) -> int:
     """Return the most bytes that the tensors take in files that are not codes.
 
     Args:
@@ -40,12 +37,7 @@ def float_bytes(
 
 
 def coded_bytes(
-    name: str,
-    shape: tuple[int, int],
-    spec: QuantizationSpec,
-    *,
-    scales: int,
-    experts: int = 1,
+    name: str, shape: tuple[int, int], spec: QuantizationSpec, *, scales: int, experts: int = 1
 ) -> int:
     """Return the most bytes that a weight takes in files as codes.
 

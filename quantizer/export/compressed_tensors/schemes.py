@@ -98,10 +98,7 @@ class CompressedLayer:
         return tensors
 
 
-def engine_words(
-    weight: QuantizationSpec,
-    inputs: QuantizationSpec | None,
-) -> tuple[Any, ...]:
+def engine_words(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> tuple[Any, ...]:
     """Return what must be equal in layers that an engine fuses.
 
     Args:
@@ -169,10 +166,7 @@ def _common_scheme(spec: QuantizationSpec) -> dict[str, Any]:
     return {"num_bits": bits, "type": kind, "symmetric": is_symmetric(spec)}
 
 
-def _packed_layout(
-    weight: QuantizedTensor,
-    codes: Tensor,
-) -> dict[str, Tensor]:
+def _packed_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     """Return codes from 0 on, each row a stream of bits in words.
 
     Zero points are packed likewise, but along the rows.
@@ -190,10 +184,7 @@ def _packed_layout(
     return tensors
 
 
-def _int8_layout(
-    weight: QuantizedTensor,
-    codes: Tensor,
-) -> dict[str, Tensor]:
+def _int8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     tensors = {
         "weight": _as_signed(codes, weight.spec),
         "weight_scale": scales_by_row(weight.scale, codes),
@@ -214,19 +205,14 @@ def _fp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale": scale}
 
 
-def _mxfp8_layout(
-    weight: QuantizedTensor,
-    codes: Tensor,
-) -> dict[str, Tensor]:
+def _mxfp8_layout(weight: QuantizedTensor, codes: Tensor) -> dict[str, Tensor]:
     """Return codes with scales that are exponents plus 127."""
     parts = pack_scales(weight.scale, weight.spec.scale_type)
     return {"weight": codes, "weight_scale": parts["scale"]}
 
 
 def _fp4_layout(
-    weight: QuantizedTensor,
-    codes: Tensor,
-    global_scale: Tensor | None,
+    weight: QuantizedTensor, codes: Tensor, global_scale: Tensor | None
 ) -> dict[str, Tensor]:
     """Return codes with scales that are exponents plus 127, or fp8 numbers.
 

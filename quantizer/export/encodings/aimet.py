@@ -37,10 +37,7 @@ def installed_aimet() -> str | None:
 
 
 def aimet_check(
-    name: str,
-    content: bytes,
-    text: str,
-    deployment: Deployment,
+    name: str, content: bytes, text: str, deployment: Deployment
 ) -> EngineCheck | None:
     """Return how aimet-onnx reads the files on the deployment's call; None without it.
 

@@ -136,9 +136,7 @@ def _with_offset(encoding: TensorEncoding) -> JsonObject:
 
 
 def read_document(
-    document: JsonMapping,
-    shapes: dict[str, tuple[int, ...]],
-    axes: dict[str, int],
+    document: JsonMapping, shapes: dict[str, tuple[int, ...]], axes: dict[str, int]
 ) -> list[TensorEncoding]:
     """Return the encodings of a file, as its readers understand it.
 
@@ -176,11 +174,7 @@ def _read_with_axis(entry: JsonMapping, shapes: dict[str, tuple[int, ...]]) -> T
 
 
 def _read_with_offset(
-    entry: JsonMapping,
-    shape: tuple[int, ...],
-    axis: int,
-    *,
-    is_parameter: bool,
+    entry: JsonMapping, shape: tuple[int, ...], axis: int, *, is_parameter: bool
 ) -> TensorEncoding:
     """Read an entry of a version with an offset for each scale.
 

@@ -66,10 +66,7 @@ def _rename_readers(graph: GraphProto, name: str) -> None:
                 node.input[index] = name + _READ
 
 
-def _quantized(
-    values: NDArray[np.float32],
-    encoding: TensorEncoding,
-) -> NDArray[np.float32]:
+def _quantized(values: NDArray[np.float32], encoding: TensorEncoding) -> NDArray[np.float32]:
     """Return the values of a parameter's codes."""
     scale = _spread(encoding.scale.astype(np.float32), encoding, values.shape)
     zero_point = _spread(encoding.zero_point, encoding, values.shape)
@@ -79,9 +76,7 @@ def _quantized(
 
 
 def _spread(
-    values: NDArray[Any],
-    encoding: TensorEncoding,
-    shape: tuple[int, ...],
+    values: NDArray[Any], encoding: TensorEncoding, shape: tuple[int, ...]
 ) -> NDArray[Any]:
     """Return scales or zero points in a shape that broadcasts to the tensor's."""
     axis = encoding.axis
@@ -95,10 +90,7 @@ def _spread(
 
 
 def _nodes(
-    graph: GraphProto,
-    encoding: TensorEncoding,
-    source: str,
-    result: str,
+    graph: GraphProto, encoding: TensorEncoding, source: str, result: str
 ) -> list[NodeProto]:
     """Return nodes that quantize an activation, and add their constants to the graph."""
     scale = float(encoding.scale)

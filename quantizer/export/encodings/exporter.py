@@ -41,12 +41,7 @@ class EncodingsExporter(Exporter[EncodedFile]):
     them again, in any way, gets the same codes.
     """
 
-    def refusals(
-        self,
-        graph: Graph,
-        specs: TensorSpecs,
-        opset: int,
-    ) -> Iterator[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what ONNX or encodings cannot hold."""
         opset = DEFAULT_OPSET if opset == -1 else opset
         yield from graph_refusals(graph, opset)
@@ -58,11 +53,7 @@ class EncodingsExporter(Exporter[EncodedFile]):
         return path, network, network.with_name(f"{network.name}.data")
 
     @contextmanager
-    def write(
-        self,
-        deployment: Deployment,
-        path: Path,
-    ) -> Iterator[EncodedFile]:
+    def write(self, deployment: Deployment, path: Path) -> Iterator[EncodedFile]:
         """Write both files; they are verified before they are published.
 
         Raises:
@@ -93,11 +84,7 @@ class EncodingsExporter(Exporter[EncodedFile]):
             yield EncodedFile(path.name, source, text, tested, _remarks(lowered))
         write_bytes(path, text.encode())
 
-    def verify(
-        self,
-        deployment: Deployment,
-        written: EncodedFile,
-    ) -> Verification:
+    def verify(self, deployment: Deployment, written: EncodedFile) -> Verification:
         """Read both files and compute what the encodings mean on all batches.
 
         aimet-onnx runs them, too, if it is installed. It refuses nothing.

@@ -104,8 +104,7 @@ def lower_to_encodings(model: ir.Model, lowering: Lowering) -> EncodedNetwork:
 
 
 def _parameter_encodings(
-    mark: ir.Node,
-    tensor: QuantizedTensor,
+    mark: ir.Node, tensor: QuantizedTensor
 ) -> dict[ir.Value, TensorEncoding]:
     """Remove the mark of a weight and return the encodings of the initializers that are left.
 
@@ -204,9 +203,7 @@ def _encoding_of_activation(tensor: QuantizedTensor) -> TensorEncoding:
 
 
 def _place_activation(
-    mark: ir.Node,
-    lowering: Lowering,
-    activations: dict[ir.Value, TensorEncoding],
+    mark: ir.Node, lowering: Lowering, activations: dict[ir.Value, TensorEncoding]
 ) -> None:
     """Remove the mark of an activation. The value before it gets the encoding.
 
@@ -287,8 +284,7 @@ def _is_fused(node: ir.Node, cut: ir.Node) -> bool:
 
 
 def _clip_bounds(
-    graph: ir.Graph,
-    activations: Mapping[ir.Value, TensorEncoding],
+    graph: ir.Graph, activations: Mapping[ir.Value, TensorEncoding]
 ) -> dict[ir.Value, TensorEncoding]:
     """Return encodings for the bounds of Clip operators before an encoded value.
 
@@ -328,9 +324,7 @@ def _has_other_readers(source: ir.Value, encoding: TensorEncoding, lowering: Low
 
 
 def _is_repeated_value(
-    value: ir.Value,
-    encoding: TensorEncoding,
-    activations: Mapping[ir.Value, TensorEncoding],
+    value: ir.Value, encoding: TensorEncoding, activations: Mapping[ir.Value, TensorEncoding]
 ) -> bool:
     """Return whether a value only moves values that have the same encoding already."""
     node = value.producer()

@@ -8,11 +8,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.errors import UsageError
 from quantizer.export.compressed_tensors.schemes import Reason
-from quantizer.export.encodings.document import (
-    ENCODINGS_VERSIONS,
-    WITH_AXES,
-    TensorEncoding,
-)
+from quantizer.export.encodings.document import ENCODINGS_VERSIONS, WITH_AXES, TensorEncoding
 from quantizer.export.exporter import Refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.rounding import NEAREST
@@ -83,10 +79,7 @@ def _activation_reason(spec: QuantizationSpec) -> Reason | None:
 
 
 def _weight_reason(
-    spec: QuantizationSpec,
-    node: Node,
-    role: str,
-    graph: Graph,
+    spec: QuantizationSpec, node: Node, role: str, graph: Graph
 ) -> Reason | None:
     if role != "weights":
         return (

@@ -75,10 +75,7 @@ def block_type(spec: QuantizationSpec) -> BlockType | None:
     return None
 
 
-def block_refusal(
-    spec: QuantizationSpec,
-    inputs: int,
-) -> Reason | None:
+def block_refusal(spec: QuantizationSpec, inputs: int) -> Reason | None:
     """Return why the weight of a layer with `inputs` inputs cannot be stored in blocks; None if
     it can.
     """
@@ -154,10 +151,7 @@ def with_float16_scale(tensor: QuantizedTensor) -> QuantizedTensor:
     return replace(stored, codes=rescaled.to(codes.dtype).contiguous())
 
 
-def short_scale(
-    scale: Tensor,
-    zero_point: Tensor,
-) -> Tensor:
+def short_scale(scale: Tensor, zero_point: Tensor) -> Tensor:
     """Return the nearest float16 scales whose products with the zero point are float16,
     too.
 

@@ -53,12 +53,7 @@ class GgufExporter(Exporter[GgufFile]):
     are those of the calibration, with their scales rounded to float16.
     """
 
-    def refusals(
-        self,
-        graph: Graph,
-        specs: TensorSpecs,
-        opset: int,
-    ) -> tuple[Refusal, ...]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> tuple[Refusal, ...]:
         """Return what blocks cannot hold."""
         if not any(node.row.looks_up for node in graph.nodes):
             return (_NO_LANGUAGE_MODEL,)

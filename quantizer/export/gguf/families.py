@@ -143,12 +143,7 @@ FAMILIES = {
         required={"norm_topk_prob": True},
         has_head_size=True,
     ),
-    "phi": Family(
-        "phi2",
-        keys=_LAYER_NORM,
-        required=_UNTIED,
-        rotates_part=True,
-    ),
+    "phi": Family("phi2", keys=_LAYER_NORM, required=_UNTIED, rotates_part=True),
     "phi3": Family("phi3", is_read=True),
     "gemma": Family("gemma", required=_TIED, added=1.0, has_head_size=True),
     "gemma2": Family(
@@ -187,15 +182,10 @@ FAMILIES = {
     "falcon": Family("falcon", keys=_OLDER_NORM, constants={"attention.head_count_kv": 1}),
     "starcoder2": Family("starcoder2", keys={"attention.layer_norm_epsilon": "norm_epsilon"}),
     "stablelm": Family(
-        "stablelm",
-        keys=_LAYER_NORM | _PARALLEL,
-        required=_UNTIED,
-        rotates_part=True,
+        "stablelm", keys=_LAYER_NORM | _PARALLEL, required=_UNTIED, rotates_part=True
     ),
     "cohere": Family(
-        "command-r",
-        keys=_LAYER_NORM | {"logit_scale": "logit_scale"},
-        required=_TIED,
+        "command-r", keys=_LAYER_NORM | {"logit_scale": "logit_scale"}, required=_TIED
     ),
     "cohere2": Family(
         "cohere2",

@@ -83,11 +83,7 @@ class Arrangement:
         """
         if value.dim() != _STACK_RANK:
             return self.rows(x)
-        stack = x.view(
-            len(value),
-            -1,
-            x.shape[-1],
-        )
+        stack = x.view(len(value), -1, x.shape[-1])
         return self.rows(stack)
 
     def values(self, x: Tensor) -> Tensor:
@@ -147,11 +143,7 @@ def _as_values(x: Tensor) -> GgufTensor:
     return GgufTensor(x.float().numpy(), "F32")
 
 
-def write_gguf(
-    path: Path,
-    outline: Outline,
-    tensors: Mapping[str, GgufTensor],
-) -> None:
+def write_gguf(path: Path, outline: Outline, tensors: Mapping[str, GgufTensor]) -> None:
     """Write the file.
 
     Raises:
@@ -161,12 +153,7 @@ def write_gguf(
     try:
         keys = {**outline.keys, FILE_TYPE_KEY: _file_type(tensors)}
         for name, key in keys.items():
-            writer.add_key_value(
-                name,
-                key.value,
-                key.type,
-                key.element_type,
-            )
+            writer.add_key_value(name, key.value, key.type, key.element_type)
         if _ALIGNMENT_KEY in outline.keys:
             writer.data_alignment = outline.keys[_ALIGNMENT_KEY].value
         for name, tensor in tensors.items():

@@ -38,22 +38,14 @@ def packed_super_blocks(tensor: QuantizedTensor) -> Tensor:
     if layout.minima is None:
         parts = _with_signed_scales(by_block, scales, factor)
     else:
-        minima, minimum_factor = _split(
-            tensor.zero_point,
-            layout.minima,
-            layout.groups,
-        )
+        minima, minimum_factor = _split(tensor.zero_point, layout.minima, layout.groups)
         factors = _half_bytes(torch.cat([factor, minimum_factor], 1))
         parts = [factors, _six_bits(scales.to(torch.uint8), minima.to(torch.uint8))]
         parts += _with_minimum(by_block.view(torch.uint8), format_named(tensor.spec.dtype).bits)
     return torch.cat(parts, 1).reshape(len(codes), -1)
 
 
-def _split(
-    numbers: Tensor,
-    codes: ScaleCodes,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+def _split(numbers: Tensor, codes: ScaleCodes, groups: int) -> tuple[Tensor, Tensor]:
     """Return the codes and factors of scales.
 
     Raises:
@@ -99,27 +91,15 @@ def _with_minimum(codes: Tensor, bits: int) -> list[Tensor]:
     return parts
 
 
-def _with_signed_scales(
-    codes: Tensor,
-    scales: Tensor,
-    factor: Tensor,
-) -> list[Tensor]:
+def _with_signed_scales(codes: Tensor, scales: Tensor, factor: Tensor) -> list[Tensor]:
     """Return the bytes of 6-bit codes, of their scales and of the factor.
 
     Each half of a super-block has four runs.
     """
     unsigned = (codes + 32).view(torch.uint8)
-    first, second, third, fourth = unsigned.view(
-        -1,
-        2,
-        4,
-        _RUN,
-    ).unbind(2)
+    first, second, third, fourth = unsigned.view(-1, 2, 4, _RUN).unbind(2)
     low = torch.cat(
-        [
-            first & _LOW | (third & _LOW) << _NIBBLE,
-            second & _LOW | (fourth & _LOW) << _NIBBLE,
-        ],
+        [first & _LOW | (third & _LOW) << _NIBBLE, second & _LOW | (fourth & _LOW) << _NIBBLE],
         2,
     )
     high = first >> 4 | second >> 4 << 2 | third >> 4 << 4 | fourth >> 4 << 6
@@ -138,11 +118,7 @@ def packed_levels(tensor: QuantizedTensor) -> Tensor:
     if codes is None:
         raise ValueError("Only a weight that was encoded can be stored in blocks.")
     levels = torch.tensor(format_named(tensor.spec.dtype).levels).to(codes.dtype)
-    numbers = torch.bucketize(
-        codes,
-        levels,
-        out_int32=True,
-    ).to(torch.uint8)
+    numbers = torch.bucketize(codes, levels, out_int32=True).to(torch.uint8)
     by_block = numbers.reshape(-1, _RUN)
     low, high = torch.split(by_block, _HALF_BLOCK, 1)
     pairs = torch.stack([low, high], -1)

@@ -113,11 +113,7 @@ def _keys(
     values["token_type"] = types
     # It reports templates for pairs of texts, which files of language models do not need
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
-    special = gguf.SpecialVocab(
-        folder,
-        load_merges=not has_pieces,
-        n_vocab=size,
-    )
+    special = gguf.SpecialVocab(folder, load_merges=not has_pieces, n_vocab=size)
     if special.merges:
         values["merges"] = special.merges
     numbers = special.special_token_ids

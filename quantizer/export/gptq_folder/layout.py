@@ -103,10 +103,7 @@ def _weight_refusal(graph: Graph, node: Node, spec: QuantizationSpec) -> Reason 
     return None
 
 
-def _other_schemes(
-    linears: Mapping[str, Node],
-    specs: TensorSpecs,
-) -> Iterator[Refusal]:
+def _other_schemes(linears: Mapping[str, Node], specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield a refusal for each layer that has another scheme than the first."""
     first: GptqScheme | None = None
     for layer in linears:

@@ -13,9 +13,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.graph.ir import Graph, Node, references
 
 
-def fold_constants(
-    deployment: Deployment,
-) -> Deployment:
+def fold_constants(deployment: Deployment) -> Deployment:
     """Return the deployment with constants instead of layers that follow from no input.
 
     They have the values of test mode.
@@ -48,9 +46,7 @@ def fold_constants(
     return replace(deployment, graph=folded, solution=solution)
 
 
-def _constant(
-    node: Node,
-) -> Node:
+def _constant(node: Node) -> Node:
     """Return the node as one that gives a tensor of the node's name."""
     return replace(
         node,
@@ -62,11 +58,7 @@ def _constant(
     )
 
 
-def _of_nodes(
-    solution: Solution,
-    graph: Graph,
-    names: set[str],
-) -> Solution:
+def _of_nodes(solution: Solution, graph: Graph, names: set[str]) -> Solution:
     """Return the solution without what the folded layers have quantized."""
     computing = graph.by_name.keys() - names
     tensors = dict(solution.tensors)
@@ -82,32 +74,20 @@ def _of_nodes(
     for layer in solution.corrections:
         if layer not in computing:
             del corrections[layer]
-    return replace(
-        solution,
-        tensors=tensors,
-        weights=weights,
-        corrections=corrections,
-    )
+    return replace(solution, tensors=tensors, weights=weights, corrections=corrections)
 
 
-def _stored(
-    values: dict[str, Any],
-    name: str,
-) -> Callable[[Any], None]:
+def _stored(values: dict[str, Any], name: str) -> Callable[[Any], None]:
     """Return a function that keeps a value by name."""
 
-    def store(
-        value: Any,
-    ) -> None:
+    def store(value: Any) -> None:
         """Keep a copy of a value."""
         values[name] = value.clone()
 
     return store
 
 
-def _fixed_nodes(
-    graph: Graph,
-) -> set[str]:
+def _fixed_nodes(graph: Graph) -> set[str]:
     """Return the nodes whose values follow from the network's own tensors."""
     fixed: set[str] = set()
     for node in graph.nodes:
@@ -116,10 +96,7 @@ def _fixed_nodes(
     return fixed
 
 
-def _folded(
-    graph: Graph,
-    fixed: set[str],
-) -> set[str]:
+def _folded(graph: Graph, fixed: set[str]) -> set[str]:
     """Return the fixed tensors that the rest reads and that multiplications have made."""
     multiplied: set[str] = set()
     read = set(references(graph.output))

@@ -69,9 +69,7 @@ class ExecutorchExporter(MobileExporter):
 
     def load(self, program: ExportedProgram) -> None:
         """Convert a program of one operator for XNNPACK, and run it on its example."""
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
-            XnnpackPartitioner,
-        )
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
         from executorch.runtime import Runtime
 
@@ -98,9 +96,7 @@ class ExecutorchExporter(MobileExporter):
 
     def compile(self, source: MobileProgram, name: str) -> MobileFile:
         """Convert the program for XNNPACK, and count what XNNPACK computes."""
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
-            XnnpackPartitioner,
-        )
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
 
         infer_batches(source.program)

@@ -55,10 +55,7 @@ class LitertExporter(MobileExporter):
     """
 
     engine = MobileEngine(
-        "LiteRT",
-        compiler="litert-torch",
-        has_least_code=False,
-        float_axes=(0, 1, 2),
+        "LiteRT", compiler="litert-torch", has_least_code=False, float_axes=(0, 1, 2)
     )
     form = ProgramForm(
         "int8",
@@ -98,11 +95,7 @@ class LitertExporter(MobileExporter):
         size = batch_size(deployment.graph, (deployment.args, deployment.kwargs))
         return None if size is None else 1
 
-    def compile(
-        self,
-        source: MobileProgram,
-        name: str,
-    ) -> MobileFile:
+    def compile(self, source: MobileProgram, name: str) -> MobileFile:
         """Convert the program, and count what is multiplied in int8."""
         with contextlib.redirect_stdout(io.StringIO()):
             content = _converted(source)
@@ -132,10 +125,7 @@ class LitertExporter(MobileExporter):
         deployment = written.tested
         names = TfliteNames(deployment.input_names, deployment.output_names)
 
-        def outputs(
-            args: tuple[Any, ...],
-            kwargs: Mapping[str, Any],
-        ) -> list[Tensor]:
+        def outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
             """Return the outputs of a call; of each sample alone, if the file holds one."""
             call = (args, dict(kwargs))
             if written.most_samples is None:
@@ -294,11 +284,7 @@ def _run_apart(run: Any, deployment: Deployment, call: Any) -> list[Tensor]:
     return outputs
 
 
-def _run(
-    run: Any,
-    names: TfliteNames,
-    call: Any,
-) -> list[Tensor]:
+def _run(run: Any, names: TfliteNames, call: Any) -> list[Tensor]:
     """Return the outputs of a file as floats."""
     details = run.get_input_details()
     feed: dict[str, Any] = {}
@@ -331,11 +317,7 @@ def _from_output(values: Any, run: Any, name: str) -> Tensor:
     return tensor
 
 
-def _samples(
-    deployment: Deployment,
-    call: Any,
-    indices: list[int],
-) -> Any:
+def _samples(deployment: Deployment, call: Any, indices: list[int]) -> Any:
     """Return the call of some samples of a batch."""
     leaves, spec = pytree.tree_flatten(call)
     for position, axis in enumerate(axes_of_graph(deployment.graph)):

@@ -13,33 +13,14 @@ from quantizer.export.mobile.rewrites import ONE_SCALE
 from quantizer.export.torch_export.qdq import DEQUANTIZE, QUANTIZE
 
 _ATEN = torch.ops.aten
-_SQUARES = (
-    _ATEN.square.default,
-    _ATEN.pow.Tensor_Scalar,
-)
-_TRANSPOSED = (
-    _ATEN.conv_transpose1d.default,
-    _ATEN.conv_transpose2d.input,
-)
-_SOFTMAX = (
-    _ATEN.softmax.int,
-    _ATEN._softmax.default,
-)
-_SHARES = (
-    *_SOFTMAX,
-    _ATEN.sigmoid.default,
-    _ATEN.sigmoid_.default,
-)
+_SQUARES = (_ATEN.square.default, _ATEN.pow.Tensor_Scalar)
+_TRANSPOSED = (_ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input)
+_SOFTMAX = (_ATEN.softmax.int, _ATEN._softmax.default)
+_SHARES = (*_SOFTMAX, _ATEN.sigmoid.default, _ATEN.sigmoid_.default)
 """Operators with values from 0 to 1."""
-_SIGNED_SHARES = (
-    _ATEN.tanh.default,
-    _ATEN.tanh_.default,
-)
+_SIGNED_SHARES = (_ATEN.tanh.default, _ATEN.tanh_.default)
 """Operators with values from -1 to 1."""
-_LEAKY = (
-    _ATEN.leaky_relu.default,
-    _ATEN.leaky_relu_.default,
-)
+_LEAKY = (_ATEN.leaky_relu.default, _ATEN.leaky_relu_.default)
 _JOINS = (_ATEN.cat.default, _ATEN.stack.default)
 _INEXACT_IN_LITERT = (
     *_JOINS,
@@ -56,24 +37,8 @@ _INEXACT_IN_LITERT = (
 Most have one scale and zero point for all values that they read and make. That of leaky ReLU
 multiplies by factors of 8 bits.
 """
-_LAYERS = (
-    "linear",
-    "conv1d",
-    "conv2d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-)
-_PRODUCTS = (
-    "add",
-    "sub",
-    "rsub",
-    "mul",
-    "div",
-    "mm",
-    "bmm",
-    "matmul",
-    "einsum",
-)
+_LAYERS = ("linear", "conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d")
+_PRODUCTS = ("add", "sub", "rsub", "mul", "div", "mm", "bmm", "matmul", "einsum")
 """The converter rounds the first or the second operand of these, in place or not, and the
 weights of layers to 8 bits, if they are constants in float.
 """

@@ -41,33 +41,23 @@ ONE_SCALE = (
 
 Values may be rounded before or after them: they move values, or keep their order.
 """
-_PARTS = (
-    _ATEN.chunk.default,
-    _ATEN.split.Tensor,
-    _ATEN.split_with_sizes.default,
-)
+_PARTS = (_ATEN.chunk.default, _ATEN.split.Tensor, _ATEN.split_with_sizes.default)
 """Operators that cut a value into parts, along an axis that is their last argument, or 0."""
 _CONVOLUTIONS_1D = {
     _ATEN.conv1d.default: _CONVOLUTION,
     _ATEN.conv_transpose1d.default: _ATEN.conv_transpose2d.input,
 }
 """The same convolutions with two axes."""
-_MISHES = (
-    _ATEN.mish.default,
-    _ATEN.mish_.default,
+_MISHES = (_ATEN.mish.default, _ATEN.mish_.default)
+_FACTORS = {_ATEN.softplus.default: 1.0, _ATEN.log_sigmoid.default: -1.0} | dict.fromkeys(
+    _MISHES, 1.0
 )
-_FACTORS = {
-    _ATEN.softplus.default: 1.0,
-    _ATEN.log_sigmoid.default: -1.0,
-} | dict.fromkeys(_MISHES, 1.0)
 """The factor of the softplus that is in an operator, if its call gives none."""
 _LIST_FILLS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 """The value that a second axis gets, by the argument of a convolution."""
 
 
-def infer_batches(
-    program: ExportedProgram,
-) -> None:
+def infer_batches(program: ExportedProgram) -> None:
     """Let each reshape find the batch size itself: XNNPACK refuses sizes that are computed."""
     for target in _RESHAPES:
         for node in program.graph.find_nodes(op="call_function", target=target):
@@ -80,9 +70,7 @@ def infer_batches(
     program.graph_module.recompile()
 
 
-def average_images(
-    program: ExportedProgram,
-) -> None:
+def average_images(program: ExportedProgram) -> None:
     """Let each average over height and width keep these axes, and drop them afterwards.
 
     Only that has int8 kernels. If the average is quantized next, its codes come first.
@@ -112,10 +100,7 @@ def average_images(
     program.graph_module.recompile()
 
 
-def _quantized(
-    node: Node,
-    quantize: Node,
-) -> Node:
+def _quantized(node: Node, quantize: Node) -> Node:
     """Insert a quantization of a node and its dequantization, with the scale of `quantize`;
     return the latter.
     """
@@ -129,9 +114,7 @@ def _quantized(
     return values
 
 
-def fold_padding(
-    program: ExportedProgram,
-) -> None:
+def fold_padding(program: ExportedProgram) -> None:
     """Let convolutions pad with zeros themselves, where both ends get as many.
 
     A quantized zero is exact, so the values are the same. LiteRT would transpose images before
@@ -176,9 +159,7 @@ def _padding_before(node: Node) -> Node | None:
     return None
 
 
-def _symmetric_amounts(
-    pad: Node,
-) -> list[int] | None:
+def _symmetric_amounts(pad: Node) -> list[int] | None:
     """Return how many zeros are added at each end of height and width, if both get as many."""
     arguments: Any = pad.args
     _, sizes, *others = arguments
@@ -193,9 +174,7 @@ def _symmetric_amounts(
     return [top, left]
 
 
-def round_before_moves(
-    program: ExportedProgram,
-) -> None:
+def round_before_moves(program: ExportedProgram) -> None:
     """Round values to the scale after an operator of `ONE_SCALE` before it.
 
     Engines fail or compute other values where these scales differ.
@@ -222,10 +201,7 @@ def round_before_moves(
     program.graph_module.recompile()
 
 
-def source_of_codes(
-    value: Node,
-    reader: Node,
-) -> tuple[Node, Node]:
+def source_of_codes(value: Node, reader: Node) -> tuple[Node, Node]:
     """Return where a value comes from before operators of `ONE_SCALE`, and what reads it there.
 
     Such operators are passed only while nothing else reads what they return.
@@ -236,9 +212,7 @@ def source_of_codes(
     return value, reader
 
 
-def slice_parts(
-    program: ExportedProgram,
-) -> None:
+def slice_parts(program: ExportedProgram) -> None:
     """Write the parts of a value as slices. ExecuTorch fixes the batch at a chunk."""
     graph = program.graph
     for target in _PARTS:
@@ -258,9 +232,7 @@ def slice_parts(
     program.graph_module.recompile()
 
 
-def write_softplus(
-    program: ExportedProgram,
-) -> None:
+def write_softplus(program: ExportedProgram) -> None:
     """Write softplus, and what is a function of it, without a choice between two values.
 
     ExecuTorch's kernel of `where` takes images in another layout than XNNPACK gives.
@@ -283,10 +255,7 @@ def write_softplus(
     program.graph_module.recompile()
 
 
-def _softplus(
-    value: Node,
-    factor: float,
-) -> Node:
+def _softplus(value: Node, factor: float) -> Node:
     """Insert log(1 + exp(factor * value)) / factor, in which nothing overflows."""
     scaled = _called(_ATEN.mul.Tensor, value, factor)
     size = _called(_ATEN.abs.default, scaled)
@@ -300,11 +269,7 @@ def _softplus(
     return _called(_ATEN.mul.Tensor, total, inverse)
 
 
-def _called(
-    target: Any,
-    value: Node,
-    *others: Any,
-) -> Node:
+def _called(target: Any, value: Node, *others: Any) -> Node:
     """Insert a call whose result is like its first argument."""
     result = value.graph.call_function(target, (value, *others))
     result.meta["val"] = value.meta["val"]
@@ -339,11 +304,7 @@ def add_axes(program: ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def _with_axis(
-    node: Node,
-    target: Any,
-    arguments: tuple[Any, ...],
-) -> None:
+def _with_axis(node: Node, target: Any, arguments: tuple[Any, ...]) -> None:
     """Replace a convolution by one whose input gets a last axis, which its output loses."""
     graph = node.graph
     value: Any = node.args[0]

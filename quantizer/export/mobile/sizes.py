@@ -15,10 +15,7 @@ _FLOPS = 2
 
 
 @torch.no_grad()
-def multiply_adds(
-    deployment: Deployment,
-    layers: Collection[str],
-) -> dict[str, int]:
+def multiply_adds(deployment: Deployment, layers: Collection[str]) -> dict[str, int]:
     """Return how many multiply-adds each of some layers takes for the deployment's call."""
     network = deployment.network()
     inputs = network.inputs(deployment.args, deployment.kwargs)

@@ -46,13 +46,7 @@ class TfliteFile(TfliteTables):
             if sizes[:1] == [1]:
                 tensors[place].shapeSignature = [-1, *sizes[1:]]
 
-    def finish(
-        self,
-        names: TfliteNames,
-        origin: str,
-        *,
-        in_float: bool,
-    ) -> None:
+    def finish(self, names: TfliteNames, origin: str, *, in_float: bool) -> None:
         """Name inputs and outputs, add how the file was made, and choose their type.
 
         Args:
@@ -76,11 +70,7 @@ class TfliteFile(TfliteTables):
         entry.buffer = self.buffer(origin.encode())
         self.model.metadata = [*(self.model.metadata or []), entry]
 
-    def _named(
-        self,
-        names: Sequence[str],
-        places: Sequence[int],
-    ) -> list[Any]:
+    def _named(self, names: Sequence[str], places: Sequence[int]) -> list[Any]:
         """Return the tensors of a signature."""
         rows: list[Any] = []
         for name, place in zip(names, places, strict=True):

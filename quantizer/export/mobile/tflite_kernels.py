@@ -50,9 +50,7 @@ _WITH_FLOAT_OUTPUTS = ("CONV_2D", "FULLY_CONNECTED")
 _CODES = (-128, 127)
 
 
-def integer_scales(
-    file: TfliteTables,
-) -> Iterator[tuple[float, ...]]:
+def integer_scales(file: TfliteTables) -> Iterator[tuple[float, ...]]:
     """Yield the scales of each weight that is multiplied in int8."""
     for row in file.graph.operators:
         places = _VALUE_AND_WEIGHT.get(file.name(row))
@@ -66,9 +64,7 @@ def integer_scales(
             yield tuple(file.graph.tensors[weight].quantization.scale)
 
 
-def drop_factors(
-    file: TfliteTables,
-) -> None:
+def drop_factors(file: TfliteTables) -> None:
     """Drop products with 2 and 0.5 before and after operators that they do not change.
 
     They have kept the converter from int8 kernels.
@@ -88,12 +84,7 @@ def drop_factors(
     _drop_unread(file)
 
 
-def _join(
-    file: TfliteTables,
-    makers: dict[int, Any],
-    row: Any,
-    half: Any,
-) -> None:
+def _join(file: TfliteTables, makers: dict[int, Any], row: Any, half: Any) -> None:
     """Let an operator read values before they are doubled, and make what was halved."""
     doubled: list[tuple[Any, int, int]] = []
     for place in row.inputs:
@@ -117,21 +108,13 @@ def _join(
     makers[row.outputs[0]] = row
 
 
-def _replace(
-    row: Any,
-    place: int,
-    other: int,
-) -> None:
+def _replace(row: Any, place: int, other: int) -> None:
     """Let an operator read another tensor."""
     inputs = np.array(row.inputs)
     row.inputs = np.where(inputs == place, other, inputs).tolist()
 
 
-def _is_product(
-    file: TfliteTables,
-    row: Any,
-    factor: float,
-) -> bool:
+def _is_product(file: TfliteTables, row: Any, factor: float) -> bool:
     """Return whether an operator multiplies floats by a number, and does nothing else."""
     if file.name(row) != "MUL" or row.builtinOptions.fusedActivationFunction:
         return False
@@ -139,10 +122,7 @@ def _is_product(
     return file.is_float(number) and file.data(number) == np.float32(factor).tobytes()
 
 
-def _is_homogeneous(
-    file: TfliteTables,
-    row: Any,
-) -> bool:
+def _is_homogeneous(file: TfliteTables, row: Any) -> bool:
     """Return whether factors before an operator of floats may as well come after it."""
     functions = file.schema.ActivationFunctionType
     function = getattr(row.builtinOptions, "fusedActivationFunction", functions.NONE)
@@ -150,9 +130,7 @@ def _is_homogeneous(
     return file.name(row) in _HOMOGENEOUS and has_no_bounds and file.is_float(row.outputs[0])
 
 
-def _drop_unread(
-    file: TfliteTables,
-) -> None:
+def _drop_unread(file: TfliteTables) -> None:
     """Drop products and dequantizations that nothing reads."""
     graph = file.graph
     read = {*graph.outputs}
@@ -165,9 +143,7 @@ def _drop_unread(
     graph.operators = rows[::-1]
 
 
-def compute_in_float(
-    file: TfliteTables,
-) -> None:
+def compute_in_float(file: TfliteTables) -> None:
     """Compute in float what has no fast or no exact int8 kernel, and round to the same codes.
 
     XNNPACK gives values another scale with a factor of 8 bits, so that codes are a step off.
@@ -194,10 +170,7 @@ def compute_in_float(
     graph.operators = rows
 
 
-def _is_slow(
-    file: TfliteTables,
-    row: Any,
-) -> bool:
+def _is_slow(file: TfliteTables, row: Any) -> bool:
     """Return whether an operator has int8 values and no fast int8 kernel."""
     if not all(map(file.is_int8, [*row.inputs, *row.outputs])):
         return False
@@ -208,10 +181,7 @@ def _is_slow(
     return file.name(row) in _SLOW_IN_INT8
 
 
-def code_weights(
-    file: TfliteTables,
-    scales: Sequence[Sequence[float]],
-) -> None:
+def code_weights(file: TfliteTables, scales: Sequence[Sequence[float]]) -> None:
     """Multiply codes in the layers that read codes and make floats.
 
     LiteRT has kernels for float inputs and int8 weights. They round each row or image to int8,
@@ -238,10 +208,7 @@ def code_weights(
 
 
 def _coded(
-    file: TfliteTables,
-    makers: dict[int, Any],
-    place: int,
-    scales: Sequence[Sequence[float]],
+    file: TfliteTables, makers: dict[int, Any], place: int, scales: Sequence[Sequence[float]]
 ) -> int | None:
     """Return the place of the codes of a weight in float; None if it has other scales."""
     tensors = file.graph.tensors
@@ -266,11 +233,7 @@ def _coded(
     return None
 
 
-def _weights(
-    file: TfliteTables,
-    codes: NDArray[np.int8],
-    steps: NDArray[np.float32],
-) -> int:
+def _weights(file: TfliteTables, codes: NDArray[np.int8], steps: NDArray[np.float32]) -> int:
     """Add codes with a scale for each output, and zeros for the two ends of the inputs."""
     sizes = [*[(0, 0)] * (codes.ndim - 1), (0, 2)]
     place = file.constant("INT8", np.pad(codes, sizes))
@@ -281,11 +244,7 @@ def _weights(
     return place
 
 
-def _with_ends(
-    file: TfliteTables,
-    row: Any,
-    codes: int,
-) -> list[Any]:
+def _with_ends(file: TfliteTables, row: Any, codes: int) -> list[Any]:
     """Give the input of a layer the ends of its codes; return the operators for that."""
     schema = file.schema
     value = row.inputs[0]

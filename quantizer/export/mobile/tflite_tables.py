@@ -28,10 +28,7 @@ class TfliteTables:
     operators: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls: type[_Tables],
-        content: bytes,
-    ) -> _Tables:
+    def of(cls: type[_Tables], content: bytes) -> _Tables:
         """Return the tables of a file."""
         from ai_edge_litert import schema_py_generated
         from ai_edge_litert.tools import flatbuffer_utils
@@ -54,41 +51,26 @@ class TfliteTables:
         """Return the table of the network."""
         return self.model.subgraphs[0]
 
-    def name(
-        self,
-        row: Any,
-    ) -> str:
+    def name(self, row: Any) -> str:
         """Return the name of an operator."""
         code = self.model.operatorCodes[row.opcodeIndex]
         return self.operators[max(code.builtinCode, code.deprecatedBuiltinCode)]
 
-    def count(
-        self,
-        operator: str,
-    ) -> int:
+    def count(self, operator: str) -> int:
         """Return how many operators of a kind the file has."""
         return sum(self.name(row) == operator for row in self.graph.operators)
 
-    def is_int8(
-        self,
-        place: int,
-    ) -> bool:
+    def is_int8(self, place: int) -> bool:
         """Return whether a tensor is int8."""
         is_int8: bool = self.graph.tensors[place].type == self.schema.TensorType.INT8
         return is_int8
 
-    def is_float(
-        self,
-        place: int,
-    ) -> bool:
+    def is_float(self, place: int) -> bool:
         """Return whether a tensor is float32."""
         is_float: bool = self.graph.tensors[place].type == self.schema.TensorType.FLOAT32
         return is_float
 
-    def data(
-        self,
-        place: int,
-    ) -> bytes:
+    def data(self, place: int) -> bytes:
         """Return the values of a tensor that has them in the file; none for other tensors."""
         buffer = self.model.buffers[self.graph.tensors[place].buffer]
         return b"" if buffer.data is None else bytes(buffer.data)
@@ -101,10 +83,7 @@ class TfliteTables:
                 makers[place] = row
         return makers
 
-    def readers(
-        self,
-        place: int,
-    ) -> list[Any]:
+    def readers(self, place: int) -> list[Any]:
         """Return the operators that read a tensor."""
         return [row for row in self.graph.operators if place in row.inputs]
 
@@ -113,11 +92,7 @@ class TfliteTables:
         is_returned = place in self.graph.outputs
         return len(self.readers(place)) == 1 and not is_returned
 
-    def tensor(
-        self,
-        kind: str,
-        shape: Sequence[int],
-    ) -> int:
+    def tensor(self, kind: str, shape: Sequence[int]) -> int:
         """Add a tensor, and return its place.
 
         Args:
@@ -131,42 +106,27 @@ class TfliteTables:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    def constant(
-        self,
-        kind: str,
-        values: NDArray[Any],
-    ) -> int:
+    def constant(self, kind: str, values: NDArray[Any]) -> int:
         """Add a tensor with values, and return its place."""
         place = self.tensor(kind, values.shape)
         self.graph.tensors[place].buffer = self.buffer(values.tobytes())
         return place
 
-    def buffer(
-        self,
-        data: bytes,
-    ) -> int:
+    def buffer(self, data: bytes) -> int:
         """Add bytes to the file, and return their place."""
         buffer = self.schema.BufferT()
         buffer.data = np.frombuffer(data, np.uint8)
         self.model.buffers.append(buffer)
         return len(self.model.buffers) - 1
 
-    def float_of(
-        self,
-        place: int,
-    ) -> int:
+    def float_of(self, place: int) -> int:
         """Add a float tensor of the same shape, and return its place."""
         tensor = self.graph.tensors[place]
         added = self.tensor("FLOAT32", tensor.shape)
         self.graph.tensors[added].shapeSignature = tensor.shapeSignature
         return added
 
-    def operator(
-        self,
-        name: str,
-        inputs: Sequence[int],
-        result: int,
-    ) -> Any:
+    def operator(self, name: str, inputs: Sequence[int], result: int) -> Any:
         """Return an operator with one output, and no options."""
         number = getattr(self.schema.BuiltinOperator, name)
         code_index = -1

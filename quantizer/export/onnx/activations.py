@@ -199,11 +199,7 @@ def _clip(builder: NodeBuilder, x: ir.Value, ends: Tensor) -> ir.Value:
     return builder.add("Clip", x, low, high)
 
 
-def _quantize_float8(
-    builder: NodeBuilder,
-    tensor: QuantizedTensor,
-    x: ir.Value,
-) -> ir.Value:
+def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value) -> ir.Value:
     """Add QuantizeLinear to an 8-bit float format.
 
     Values outside are cut off before, as runtimes differ in what they make of them. Max and Min
@@ -228,11 +224,7 @@ def _cast(builder: NodeBuilder, dtype: str, x: ir.Value) -> ir.Value:
     return builder.cast(narrow, ir.DataType.FLOAT)
 
 
-def round_units(
-    builder: NodeBuilder,
-    mode: str,
-    x: ir.Value,
-) -> ir.Value:
+def round_units(builder: NodeBuilder, mode: str, x: ir.Value) -> ir.Value:
     """Add nodes that round a value to integers.
 
     Args:

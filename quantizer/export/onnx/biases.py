@@ -46,9 +46,7 @@ class SumBias:
 
 
 def with_runtime_biases(
-    graph: Graph,
-    solution: Solution,
-    form: BiasForm = BiasForm.KERNELS,
+    graph: Graph, solution: Solution, form: BiasForm = BiasForm.KERNELS
 ) -> Solution:
     """Return the solution with corrections that round biases as the file's engine does.
 
@@ -71,17 +69,12 @@ def with_runtime_biases(
     return replace(solution, corrections=corrections)
 
 
-def _bias_of(
-    network: Network,
-    layer: str,
-) -> Tensor:
+def _bias_of(network: Network, layer: str) -> Tensor:
     return network.layers[layer].get_parameter("bias").detach()
 
 
 def _with_coarser_scales(
-    solution: Solution,
-    steps: Mapping[str, Tensor],
-    network: Network,
+    solution: Solution, steps: Mapping[str, Tensor], network: Network
 ) -> Solution:
     """Return coarser scales for channels whose biases would fill more than half of int32."""
     tensors = dict(solution.tensors)
@@ -97,11 +90,7 @@ def _with_coarser_scales(
     return replace(solution, tensors=tensors)
 
 
-def _coarser(
-    weights: QuantizedTensor,
-    factor: Tensor,
-    axis: int,
-) -> QuantizedTensor:
+def _coarser(weights: QuantizedTensor, factor: Tensor, axis: int) -> QuantizedTensor:
     """Return weights with the scale of each index of an axis multiplied by a factor."""
     codes = weights.codes
     if codes is not None:
@@ -110,17 +99,10 @@ def _coarser(
         zero_point = weights.zero_point.view(shape)
         distances = (codes - zero_point) / factor.view(shape)
         codes = torch.round(distances).add(zero_point).to(codes.dtype)
-    return replace(
-        weights,
-        scale=weights.scale * factor,
-        codes=codes,
-    )
+    return replace(weights, scale=weights.scale * factor, codes=codes)
 
 
-def sum_biases(
-    network: Network,
-    steps: Mapping[str, Tensor],
-) -> dict[str, SumBias]:
+def sum_biases(network: Network, steps: Mapping[str, Tensor]) -> dict[str, SumBias]:
     """Return the biases that fit int32, by layer."""
     biases: dict[str, SumBias] = {}
     for layer, step in steps.items():
@@ -131,9 +113,7 @@ def sum_biases(
 
 
 def overflowing(
-    network: Network,
-    solution: Solution,
-    largest: int = 2 * MAX_SUM_BIAS - 1,
+    network: Network, solution: Solution, largest: int = 2 * MAX_SUM_BIAS - 1
 ) -> set[str]:
     """Return the layers whose biases no int32 holds in steps of their sums.
 
@@ -161,9 +141,7 @@ def overflowing(
 
 
 def sum_steps(
-    graph: Graph,
-    solution: Solution,
-    form: BiasForm = BiasForm.KERNELS,
+    graph: Graph, solution: Solution, form: BiasForm = BiasForm.KERNELS
 ) -> dict[str, Tensor]:
     """Return the steps of the sums of each layer with a bias in such steps.
 
@@ -194,10 +172,7 @@ def sum_steps(
     return steps
 
 
-def _has_bias(
-    node: Node,
-    solution: Solution,
-) -> bool:
+def _has_bias(node: Node, solution: Solution) -> bool:
     return "bias" in node.params or node.name in solution.corrections
 
 

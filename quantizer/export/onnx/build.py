@@ -13,12 +13,7 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.export import refuse
 from quantizer.export.deployment import Deployment
 from quantizer.export.float32 import in_float32
-from quantizer.export.onnx.biases import (
-    overflowing,
-    sum_biases,
-    sum_steps,
-    with_runtime_biases,
-)
+from quantizer.export.onnx.biases import overflowing, sum_biases, sum_steps, with_runtime_biases
 from quantizer.export.onnx.cleaning import clean_proto
 from quantizer.export.onnx.conventions import EXACT, BiasForm, Conventions
 from quantizer.export.onnx.int8_weights import WeightStorage
@@ -84,10 +79,7 @@ class NetworkToWrite:
 
     @classmethod
     def of(
-        cls,
-        deployment: Deployment,
-        weights: str,
-        conventions: Conventions,
+        cls, deployment: Deployment, weights: str, conventions: Conventions
     ) -> "NetworkToWrite":
         """Return what `build_onnx` translates and lowers, for its arguments."""
         is_half_even = conventions.rounds_half_even
@@ -121,10 +113,7 @@ class NetworkToWrite:
         return translate_network(self.wide, self.network, self.quantizations, self.opset)
 
     def lowered(
-        self,
-        model: ir.Model,
-        quantizations: Quantizations,
-        left_out: Collection[Key] = (),
+        self, model: ir.Model, quantizations: Quantizations, left_out: Collection[Key] = ()
     ) -> ModelProto:
         """Return a translated model with nodes and codes in the places of its marks.
 
@@ -159,9 +148,7 @@ class NetworkToWrite:
 
 
 def build_onnx(
-    deployment: Deployment,
-    weights: str,
-    conventions: Conventions = EXACT,
+    deployment: Deployment, weights: str, conventions: Conventions = EXACT
 ) -> BuiltOnnx:
     """Return the network with QuantizeLinear and DequantizeLinear.
 
@@ -188,10 +175,7 @@ def build_onnx(
     return BuiltOnnx(proto, floating, to_write.tested, storage, remarks)
 
 
-def operator_set(
-    specs: TensorSpecs,
-    conventions: Conventions = EXACT,
-) -> int:
+def operator_set(specs: TensorSpecs, conventions: Conventions = EXACT) -> int:
     """Return 20, or 21 if only that has a type of codes or the blocks of a weight."""
     opsets = [DEFAULT_OPSET]
     for (_, role), spec in specs.items():

@@ -67,10 +67,7 @@ class NodeBuilder:
         return self.constant(part, torch.tensor(values), ir.DataType.INT64)
 
     def constant(
-        self,
-        part: str,
-        value: Tensor | float,
-        data_type: ir.DataType = ir.DataType.FLOAT,
+        self, part: str, value: Tensor | float, data_type: ir.DataType = ir.DataType.FLOAT
     ) -> ir.Value:
         """Add an initializer and return its value."""
         name = f"{self.name}.{part}"

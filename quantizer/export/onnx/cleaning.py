@@ -16,11 +16,7 @@ from quantizer.graph.lengths import Length
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
-def clean_proto(
-    model: ModelProto,
-    graph: Graph,
-    input_names: Sequence[str],
-) -> None:
+def clean_proto(model: ModelProto, graph: Graph, input_names: Sequence[str]) -> None:
     """Remove metadata and value shapes, and name producer, graph, domains and open sizes."""
     model.producer_name = "quantizer"
     model.producer_version = quantizer.__version__
@@ -40,8 +36,7 @@ def clean_proto(
             if dimension.HasField("dim_param"):
                 size = dimension.dim_param
                 dimension.dim_param = names.get(size) or _SYMBOL.sub(
-                    lambda symbol: names[symbol[0]],
-                    size,
+                    lambda symbol: names[symbol[0]], size
                 )
 
 
@@ -76,9 +71,7 @@ def _names_of_size(size: str, length: Length | None) -> dict[str, str]:
 
 
 def _size_names(
-    model: ModelProto,
-    graph: Graph,
-    input_names: Sequence[str],
+    model: ModelProto, graph: Graph, input_names: Sequence[str]
 ) -> Mapping[str, str]:
     """Return what torch's symbols stand for: the batch, a length, or a size from values.
 

@@ -38,16 +38,7 @@ _SPELLINGS = frozenset(
 # The operators that are decomposed here. `getitem` takes a tensor out of the list that `split`
 # returns, and `chunk` becomes `split`.
 _DECOMPOSED = frozenset(
-    [
-        "chunk",
-        "einsum",
-        "expand",
-        "getitem",
-        "linear",
-        "select",
-        "split",
-        "unsqueeze",
-    ]
+    ["chunk", "einsum", "expand", "getitem", "linear", "select", "split", "unsqueeze"]
 )
 
 
@@ -141,10 +132,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 def _einsum(
-    equation: str,
-    tensors: Sequence[Tensor],
-    *,
-    path: Sequence[int] | None = None,
+    equation: str, tensors: Sequence[Tensor], *, path: Sequence[int] | None = None
 ) -> Any:
     """Compute a product of two complex tensors as four products of real ones."""
     is_complex = any(tensor.is_complex() for tensor in tensors)

@@ -115,10 +115,7 @@ CONVENTIONS: dict[str, Conventions] = {
     "exact": EXACT,
     "fast": Conventions(rounds_half_even=True, is_packed=True, quantizes_gates=True),
     "tuned": Conventions(
-        rounds_half_even=True,
-        quantizes_gates=True,
-        decodes_ahead=True,
-        is_tuned=True,
+        rounds_half_even=True, quantizes_gates=True, decodes_ahead=True, is_tuned=True
     ),
     "tensorrt": Conventions(
         limits=Limits(

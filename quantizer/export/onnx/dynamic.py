@@ -45,11 +45,7 @@ class _Rounded:
 
 
 def quantize_dynamic(
-    builder: NodeBuilder,
-    spec: QuantizationSpec,
-    x: ir.Value,
-    *,
-    in_floats: bool = False,
+    builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value, *, in_floats: bool = False
 ) -> ir.Value:
     """Add nodes that quantize and dequantize `x`; return the result.
 
@@ -91,9 +87,7 @@ def quantize_dynamic(
 
 
 def quantize_row_codes(
-    builder: NodeBuilder,
-    spec: QuantizationSpec,
-    x: ir.Value,
+    builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value
 ) -> QuantizedRows:
     """Add nodes that quantize each row of `x`, for `scale_rows`."""
     rounded = _rounded(builder, spec, x)
@@ -112,22 +106,14 @@ def quantize_row_codes(
 
 
 def scale_rows(
-    builder: NodeBuilder,
-    rows: QuantizedRows,
-    weights: QuantizedTensor,
-    weight: ir.Value,
+    builder: NodeBuilder, rows: QuantizedRows, weights: QuantizedTensor, weight: ir.Value
 ) -> ir.Value:
     """Add the product of rows with a weight, [inputs, outputs]; return that of the values.
 
     One scale for each row cannot be part of an integer kernel, so it is multiplied afterwards,
     and so is what a zero point adds to each sum. The product's node is called `builder.name`.
     """
-    sums = builder.add(
-        "MatMul",
-        rows.codes,
-        weight,
-        node_name=builder.name,
-    )
+    sums = builder.add("MatMul", rows.codes, weight, node_name=builder.name)
     if rows.zero_point is not None:
         assert weights.codes is not None
         codes = weights.codes.to(torch.float64) - weights.zero_point.reshape(-1, 1)
@@ -143,11 +129,7 @@ def has_row_codes(spec: QuantizationSpec) -> bool:
     return spec.is_dynamic and spec.qscheme == "per_token" and is_narrow
 
 
-def _rounded(
-    builder: NodeBuilder,
-    spec: QuantizationSpec,
-    x: ir.Value,
-) -> _Rounded:
+def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Rounded:
     """Add nodes that round a value with a scale that they compute from it."""
     low, high = _range(builder, spec, x)
     scale = _scale(builder, spec, low, high)
@@ -178,9 +160,7 @@ def _rounded(
 
 
 def _range(
-    builder: NodeBuilder,
-    spec: QuantizationSpec,
-    x: ir.Value,
+    builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """Return the least and the greatest value, with zero in the range."""
     inputs = [x]
@@ -196,18 +176,11 @@ def _range(
     low = builder.add("ReduceMin", *inputs, keepdims=keepdims)
     high = builder.add("ReduceMax", *inputs, keepdims=keepdims)
     zero = builder.constant("zero", 0.0)
-    return builder.add(
-        "Min",
-        low,
-        zero,
-    ), builder.add("Max", high, zero)
+    return builder.add("Min", low, zero), builder.add("Max", high, zero)
 
 
 def _scale(
-    builder: NodeBuilder,
-    spec: QuantizationSpec,
-    low: ir.Value,
-    high: ir.Value,
+    builder: NodeBuilder, spec: QuantizationSpec, low: ir.Value, high: ir.Value
 ) -> ir.Value:
     """Return the distance of two codes, at least the smallest normal number: 0 / 0 is NaN."""
     if spec.symmetric:
@@ -216,9 +189,5 @@ def _scale(
     else:
         span = float(spec.quant_max - spec.quant_min)
         width = builder.add("Sub", high, low)
-    step = builder.add(
-        "Div",
-        width,
-        builder.constant("span", span),
-    )
+    step = builder.add("Div", width, builder.constant("span", span))
     return builder.add("Max", step, builder.constant("smallest", SMALLEST_SCALE))

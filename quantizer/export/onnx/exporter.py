@@ -17,12 +17,7 @@ from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.layer_choice import (
-    DEPLOY_FILE,
-    LayerChoice,
-    network_digest,
-    read_choice,
-)
+from quantizer.export.layer_choice import DEPLOY_FILE, LayerChoice, network_digest, read_choice
 from quantizer.export.onnx.activations import activation_refusal
 from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.build import OPSETS, build_onnx, operator_set
@@ -67,22 +62,14 @@ class OnnxExporter(Exporter[OnnxModel]):
         """Return the conventions of the profile."""
         return CONVENTIONS[self.choice("onnx_profile")]
 
-    def refusals(
-        self,
-        graph: Graph,
-        specs: TensorSpecs,
-        opset: int,
-    ) -> Iterator[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what ONNX cannot express, and what ONNX Runtime cannot run."""
         yield from self.format_refusals(graph, specs, opset)
         if self.conventions.limits is None:
             yield from float8_key_refusals(graph, specs)
 
     def format_refusals(
-        self,
-        graph: Graph,
-        specs: TensorSpecs,
-        opset: int,
+        self, graph: Graph, specs: TensorSpecs, opset: int
     ) -> Iterator[Refusal]:
         """Yield what ONNX cannot express, for any engine."""
         conventions = self.conventions

@@ -56,10 +56,7 @@ def products_between_codes(model: ModelProto, products: Sequence[Product]) -> Ke
     return Kernels(tuple(integer), reasons, "of quantized values", sizes)
 
 
-def _hands_on_codes(
-    node: NodeProto,
-    dequantized: dict[str, _Qparams],
-) -> bool:
+def _hands_on_codes(node: NodeProto, dequantized: dict[str, _Qparams]) -> bool:
     """Return whether what a node makes are values of its dequantized input.
 
     An engine moves the dequantization behind it. Joined values need one scale.
@@ -74,10 +71,7 @@ def _hands_on_codes(
     return node.op_type in MOVE_OPERATORS and node.input[0] in dequantized
 
 
-def _pads_with_values(
-    node: NodeProto,
-    constants: dict[str, TensorProto],
-) -> bool:
+def _pads_with_values(node: NodeProto, constants: dict[str, TensorProto]) -> bool:
     """Return whether a node is a Pad that fills with something else than zeros."""
     if node.op_type != "Pad" or len(node.input) < 3 or not node.input[2]:
         return False
@@ -140,13 +134,7 @@ def kernels_of_products(
 
 
 def _reason(
-    layer: str,
-    graph: Graph,
-    where: Layout,
-    solution: Solution,
-    *,
-    reader: str,
-    engine: str,
+    layer: str, graph: Graph, where: Layout, solution: Solution, *, reader: str, engine: str
 ) -> str:
     """Return the first thing in the config that keeps a layer in float, and what to change;
     empty if there is none.

@@ -26,11 +26,7 @@ class LayerCheck:
         rows: the comparison of each.
     """
 
-    def __init__(
-        self,
-        model: ModelProto,
-        deployment: Deployment,
-    ) -> None:
+    def __init__(self, model: ModelProto, deployment: Deployment) -> None:
         self.network = deployment.network()
         self.tensors = deployment.solution.tensors
         self.values: dict[Key, str] = {}
@@ -41,17 +37,10 @@ class LayerCheck:
         self.model.CopyFrom(model)
         for key, name in self.values.items():
             data_type = onnx.helper.np_dtype_to_tensor_dtype(self._zeros[key].dtype)
-            output = onnx.helper.make_tensor_value_info(
-                name,
-                data_type,
-                None,
-            )
+            output = onnx.helper.make_tensor_value_info(name, data_type, None)
             self.model.graph.output.append(output)
 
-    def _find_codes(
-        self,
-        model: ModelProto,
-    ) -> None:
+    def _find_codes(self, model: ModelProto) -> None:
         """Find the values that hold codes, and the zero points that are stored for them."""
         initializers = {tensor.name: tensor for tensor in model.graph.initializer}
         for node in model.graph.node:
@@ -62,10 +51,7 @@ class LayerCheck:
                 self.values[key] = node.input[0]
                 self._zeros[key] = numpy_helper.to_array(initializers[node.input[2]])
 
-    def _key_of(
-        self,
-        node: NodeProto,
-    ) -> Key | None:
+    def _key_of(self, node: NodeProto) -> Key | None:
         """Return what a node dequantizes; its name is `<layer>.<role>.<number>.<operator>`."""
         stem = node.name.rpartition(".")[0].rpartition(".")[0]
         layer, _, role = stem.rpartition(".")
@@ -103,12 +89,7 @@ class LayerCheck:
                 value = self._compared(output_key, value, codes)
             execution.put(value)
 
-    def _compared(
-        self,
-        key: Key,
-        value: Tensor,
-        codes: Mapping[str, NDArray[Any]],
-    ) -> Tensor:
+    def _compared(self, key: Key, value: Tensor, codes: Mapping[str, NDArray[Any]]) -> Tensor:
         """Compare a value's codes with the session's, and return the value of the latter."""
         scale = self.tensors[key].scale
         stored = torch.from_numpy(codes[self.values[key]])

@@ -36,10 +36,7 @@ def limit_refusals(limits: Limits, graph: Graph, specs: TensorSpecs) -> Iterator
             yield Refusal(why, remedy, layer, role)
 
 
-def float8_key_refusals(
-    graph: Graph,
-    specs: TensorSpecs,
-) -> Iterator[Refusal]:
+def float8_key_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
     """Yield the fp8 keys of attentions that are one operator in the graph.
 
     In a file, such keys are transposed after they are quantized. ONNX Runtime 1.31 transposes
@@ -109,10 +106,7 @@ def _sign_reason(limits: Limits) -> Reason:
 
 
 def _weight_reasons(
-    limits: Limits,
-    node: Node,
-    spec: QuantizationSpec,
-    input_spec: QuantizationSpec | None,
+    limits: Limits, node: Node, spec: QuantizationSpec, input_spec: QuantizationSpec | None
 ) -> Iterator[Reason]:
     """Yield why an engine cannot hold the spec of a weight, each with a remedy."""
     if spec.dtype != "int" or spec.bit_width > _WEIGHT_BITS:

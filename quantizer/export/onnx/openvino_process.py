@@ -18,11 +18,7 @@ def main() -> None:
     known = set(core.get_property("CPU", "SUPPORTED_PROPERTIES"))
     for path, settings in json.loads(Path("runs.json").read_text("utf-8")).items():
         known_settings = {name: settings[name] for name in settings if name in known}
-        compiled = core.compile_model(
-            "model.onnx",
-            "CPU",
-            known_settings,
-        )
+        compiled = core.compile_model("model.onnx", "CPU", known_settings)
         names = [value.get_any_name() for value in compiled.inputs]
         with np.load("inputs.npz") as inputs:
             results = compiled({name: inputs[name] for name in names})

@@ -59,11 +59,7 @@ def _largest_of_regions(x: Tensor, sizes: Sequence[int]) -> Any:
     return values, values
 
 
-def _reduced_regions(
-    x: Tensor,
-    sizes: Sequence[int],
-    reduce: Callable[..., Tensor],
-) -> Tensor:
+def _reduced_regions(x: Tensor, sizes: Sequence[int], reduce: Callable[..., Tensor]) -> Tensor:
     """Reduce each region of an adaptive pooling to one value, axis by axis."""
     for axis, count in enumerate(sizes, start=-len(sizes)):
         length = x.shape[axis]
@@ -80,9 +76,7 @@ def _reduced_regions(
 
 
 def _nearest(
-    x: Tensor,
-    output_size: Sequence[int] | None,
-    scale_factors: Sequence[float] | None,
+    x: Tensor, output_size: Sequence[int] | None, scale_factors: Sequence[float] | None
 ) -> Any:
     """Take the rows and columns that torch takes, if Resize would take others.
 
@@ -106,12 +100,7 @@ def _nearest(
     return result if is_other else NotImplemented
 
 
-def _kth_value(
-    x: Tensor,
-    k: int,
-    dim: int = -1,
-    keepdim: bool = False,
-) -> Any:
+def _kth_value(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     """Sort the values, and take the one of rank `k` with its place."""
     if not x.dim():
         return NotImplemented
@@ -124,11 +113,7 @@ def _kth_value(
     return tuple(results)
 
 
-def _median(
-    x: Tensor,
-    dim: int,
-    keepdim: bool = False,
-) -> Any:
+def _median(x: Tensor, dim: int, keepdim: bool = False) -> Any:
     """Take the lower one of two values in the middle, as torch does."""
     if not x.dim():
         return NotImplemented
@@ -158,12 +143,7 @@ def _search(
     return is_below.sum(-1, dtype=dtype)
 
 
-def _distances(
-    x: Tensor,
-    y: Tensor,
-    p: float = 2.0,
-    _mode: int | None = None,
-) -> Tensor:
+def _distances(x: Tensor, y: Tensor, p: float = 2.0, _mode: int | None = None) -> Tensor:
     """Compute the distance of each pair of vectors."""
     differences = x.unsqueeze(-2) - y.unsqueeze(-3)
     distances: Tensor = torch.linalg.vector_norm(differences, p, -1)
@@ -177,10 +157,7 @@ def _hypotenuse(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _is_member(
-    x: Tensor,
-    members: Tensor,
-    _unique: bool = False,
-    invert: bool = False,
+    x: Tensor, members: Tensor, _unique: bool = False, invert: bool = False
 ) -> Tensor:
     """Compare each value with each member."""
     is_equal = x.unsqueeze(-1) == members.flatten()
@@ -190,12 +167,7 @@ def _is_member(
     return is_member
 
 
-def _with_diagonal(
-    x: Tensor,
-    values: Tensor,
-    offset: int = 0,
-    *dims: int,
-) -> Tensor:
+def _with_diagonal(x: Tensor, values: Tensor, offset: int = 0, *dims: int) -> Tensor:
     """Take the values of a diagonal where a mask of rows and columns says so."""
     axes = (*dims, *(0, 1)[len(dims) :])
     matrices = x.movedim(axes, (-2, -1))

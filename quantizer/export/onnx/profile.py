@@ -35,10 +35,7 @@ def quantized_linearly(solution: Solution) -> Solution:
     return _with_activations(solution, round_mode="half_even", narrow_range=False)
 
 
-def _with_activations(
-    solution: Solution,
-    **changes: Any,
-) -> Solution:
+def _with_activations(solution: Solution, **changes: Any) -> Solution:
     """Return the solution with other values of fields in the specs of activations."""
     tensors = dict(solution.tensors)
     for (layer, role), tensor in solution.tensors.items():
@@ -48,11 +45,7 @@ def _with_activations(
     return replace(solution, tensors=tensors)
 
 
-def packed_product(
-    builder: NodeBuilder,
-    weights: QuantizedTensor,
-    x: ir.Value,
-) -> ir.Value:
+def packed_product(builder: NodeBuilder, weights: QuantizedTensor, x: ir.Value) -> ir.Value:
     """Add the product of `x` with weights transposed as MatMulNBits, called `builder.name`.
 
     Args:

@@ -75,12 +75,7 @@ class _Windows:
 # operator as it is.
 
 
-def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *arguments: Any,
-) -> Any:
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Any:
     """Multiply the windows of each group by its filters."""
     settings = dict(zip(_SETTINGS, arguments, strict=False))
     groups = settings.get("groups", 1)
@@ -124,12 +119,7 @@ def _columns(x: Tensor, windows: _Windows) -> Tensor:
     return functional.unfold(x, kernel, dilations, 0, strides)
 
 
-def _transposed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *arguments: Any,
-) -> Any:
+def _transposed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *arguments: Any) -> Any:
     """Multiply each position by the filters of its group, and add up windows that overlap."""
     settings = dict(zip(_SETTINGS_OF_TRANSPOSED, arguments, strict=False))
     groups = settings.get("groups", 1)
@@ -161,11 +151,7 @@ def _transposed(
     values = groups * math.prod(weight.shape[1:])
     columns = products.reshape(batch, values, -1)
     sums = functional.fold(
-        columns,
-        tuple(covered),
-        kernel,
-        windows.dilations,
-        stride=windows.strides,
+        columns, tuple(covered), kernel, windows.dilations, stride=windows.strides
     )
     sums = functional.pad(sums, edges)
     return _with_bias(sums, bias)

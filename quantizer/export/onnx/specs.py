@@ -41,11 +41,7 @@ def input_key(layer: str, graph: Graph, specs: SpecsByKey) -> Key | None:
     return None
 
 
-def layer_input_spec(
-    layer: str,
-    graph: Graph,
-    specs: SpecsByKey,
-) -> QuantizationSpec | None:
+def layer_input_spec(layer: str, graph: Graph, specs: SpecsByKey) -> QuantizationSpec | None:
     """Return how a layer's input is quantized."""
     key = input_key(layer, graph, specs)
     return None if key is None else specs[key]
@@ -117,12 +113,7 @@ def adapt_weights(
     return replace(solution, tensors=tensors)
 
 
-def quantized_apart(
-    graph: Graph,
-    solution: Solution,
-    *,
-    any_rounding: bool,
-) -> Solution:
+def quantized_apart(graph: Graph, solution: Solution, *, any_rounding: bool) -> Solution:
     """Return the solution with values that only a join reads quantized before it, too.
 
     The codes are the same, and integer kernels can make them. A rounding that takes operators
@@ -156,11 +147,7 @@ def _keeps_codes(graph: Graph, join: Join) -> bool:
     return True
 
 
-def _part_factors(
-    graph: Graph,
-    where: Layout,
-    join: Join,
-) -> dict[str, float]:
+def _part_factors(graph: Graph, where: Layout, join: Join) -> dict[str, float]:
     """Return the factors of a join's parts before quantization, by the layer that made them."""
     scaling = graph.by_name[join.group.point]
     factors: dict[str, float] = {}
@@ -198,12 +185,7 @@ def weight_storage(graph: Graph, solution: Solution) -> WeightStorage:
     return storage
 
 
-def _meets_integers(
-    key: Key,
-    spec: QuantizationSpec,
-    graph: Graph,
-    specs: SpecsByKey,
-) -> bool:
+def _meets_integers(key: Key, spec: QuantizationSpec, graph: Graph, specs: SpecsByKey) -> bool:
     """Return whether a weight meets integers, or may, as in recurrent layers."""
     layer, role = key
     if base_role(role) != "weights" or not is_narrow(spec) or spec.qscheme == "per_group":
@@ -263,9 +245,7 @@ def _for_floats(
     count = group_size // block_size
     in_blocks = replace(spec, qscheme="per_group", ch_axis=1, group_size=block_size)
     return _rescaled(
-        tensor,
-        in_blocks,
-        lambda scales: scales.expand(outputs, -1).repeat_interleave(count, 1),
+        tensor, in_blocks, lambda scales: scales.expand(outputs, -1).repeat_interleave(count, 1)
     )
 
 

@@ -138,9 +138,7 @@ def _runs_at_once(timer: Timer, shortest: float) -> int:
 
 
 def _seconds(
-    session: onnxruntime.InferenceSession,
-    feed: Mapping[str, NDArray[Any]],
-    runs: int,
+    session: onnxruntime.InferenceSession, feed: Mapping[str, NDArray[Any]], runs: int
 ) -> float:
     """Return the seconds of one run, as the mean of several."""
     start = time.perf_counter()

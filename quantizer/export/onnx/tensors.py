@@ -54,9 +54,7 @@ def weight_type(spec: QuantizationSpec, opset: int) -> IntegerType | None:
 
 
 def activation_type(
-    spec: QuantizationSpec,
-    opset: int,
-    conventions: Conventions = EXACT,
+    spec: QuantizationSpec, opset: int, conventions: Conventions = EXACT
 ) -> tuple[IntegerType, int] | None:
     """Return the type for the codes of an activation, if any, and the offset to add to codes.
 
@@ -94,11 +92,7 @@ def _narrowest(
     return None
 
 
-def stored_tensor(
-    name: str,
-    values: Tensor,
-    data_type: ir.DataType,
-) -> ir.TensorProtocol:
+def stored_tensor(name: str, values: Tensor, data_type: ir.DataType) -> ir.TensorProtocol:
     """Return values as a tensor of an ONNX type, which holds them."""
     if values.is_floating_point():
         values = values.detach().float()

@@ -127,10 +127,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
 
 
 def _multiplications(
-    file: OnnxFile,
-    deployment: Deployment,
-    session: onnxruntime.InferenceSession,
-    folder: str,
+    file: OnnxFile, deployment: Deployment, session: onnxruntime.InferenceSession, folder: str
 ) -> Kernels:
     """Return what a session multiplies in integers, of a run on the deployment's call.
 
@@ -263,10 +260,7 @@ def _outputs(
 
 
 def named_inputs(
-    model: ModelProto,
-    deployment: Deployment,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    model: ModelProto, deployment: Deployment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, NDArray[Any]]:
     """Return the call's tensors that a file has as inputs, by name."""
     names = {value.name for value in model.graph.input}

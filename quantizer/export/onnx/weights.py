@@ -81,28 +81,18 @@ def quantize_weights(
     return builder.add("DequantizeLinear", *inputs, **attributes)
 
 
-def _is_restored(
-    tensor: QuantizedTensor,
-    values: Tensor,
-) -> bool:
+def _is_restored(tensor: QuantizedTensor, values: Tensor) -> bool:
     """Return whether DequantizeLinear, which computes in float32, restores the values."""
     assert tensor.codes is not None
     spec = tensor.spec
     codes = to_rows(tensor.codes, spec.cut).to(torch.int64)
     distances = (codes - tensor.zero_point.reshape(-1, 1)).to(torch.float32)
     restored = distances * tensor.scale.reshape(-1, 1)
-    return torch.equal(
-        from_rows(restored, tuple(values.shape), spec.cut),
-        values,
-    )
+    return torch.equal(from_rows(restored, tuple(values.shape), spec.cut), values)
 
 
 def _dequantize_stack(
-    builder: NodeBuilder,
-    tensor: QuantizedTensor,
-    kind: IntegerType,
-    *,
-    ahead: bool,
+    builder: NodeBuilder, tensor: QuantizedTensor, kind: IntegerType, *, ahead: bool
 ) -> ir.Value:
     """Write a transposed convolution's weight with groups, whose scales are along two axes.
 
@@ -127,30 +117,20 @@ def _dequantize_stack(
     return builder.add("Mul", floats, builder.constant("scale", scale))
 
 
-def _spread_groups(
-    values: Tensor,
-    spec: QuantizationSpec,
-    shape: tuple[int, ...],
-) -> Tensor:
+def _spread_groups(values: Tensor, spec: QuantizationSpec, shape: tuple[int, ...]) -> Tensor:
     """Return the scales of a stack along its first two axes, in a shape that broadcasts."""
     rows = values.reshape(-1, 1).expand(-1, spec.group_size or 1)
     return from_rows(rows.contiguous(), shape, spec.cut)
 
 
-def _along_axis(
-    scales: Tensor,
-    spec: QuantizationSpec,
-) -> Tensor:
+def _along_axis(scales: Tensor, spec: QuantizationSpec) -> Tensor:
     """Return scales with groups along the axis that is cut, as in ONNX."""
     if spec.qscheme == "per_group" and spec.ch_axis is not None:
         return scales.movedim(-1, spec.ch_axis)
     return scales
 
 
-def _stored_type(
-    tensor: QuantizedTensor,
-    opset: int,
-) -> IntegerType | None:
+def _stored_type(tensor: QuantizedTensor, opset: int) -> IntegerType | None:
     """Return the type of the codes; None if there is none.
 
     DequantizeLinear takes 32-bit codes without a zero point, and groups from set 21 on.

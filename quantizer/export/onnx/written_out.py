@@ -14,13 +14,7 @@ from quantizer.export.onnx.other_forms import other_forms
 from quantizer.export.onnx.sample_filters import products_for
 
 _ATEN = torch.ops.aten
-_BAG_OPTIONS = (
-    "mode",
-    "sparse",
-    "per_sample_weights",
-    "include_last_offset",
-    "padding_idx",
-)
+_BAG_OPTIONS = ("mode", "sparse", "per_sample_weights", "include_last_offset", "padding_idx")
 _POOL_OPTIONS = ("ceil_mode", "count_include_pad", "divisor_override")
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _EMBEDDING_BAG = _ATEN.embedding_bag.padding_idx
@@ -85,10 +79,7 @@ def _attention_of_heads(
     return attended
 
 
-def _norm_of_statistics(
-    x: Tensor,
-    *arguments: Any,
-) -> Any:
+def _norm_of_statistics(x: Tensor, *arguments: Any) -> Any:
     """Compute an instance norm by tracked statistics as a batch norm.
 
     torch.onnx would use the statistics of each sample.
@@ -96,22 +87,11 @@ def _norm_of_statistics(
     weight, bias, running_mean, running_var, use_input_stats, *others = arguments
     if use_input_stats:
         return NotImplemented
-    return _ATEN.batch_norm.default(
-        x,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        False,
-        *others,
-    )
+    return _ATEN.batch_norm.default(x, weight, bias, running_mean, running_var, False, *others)
 
 
 def _circular_pad(
-    x: Tensor,
-    pad: Sequence[int],
-    mode: str = "constant",
-    value: float | None = None,
+    x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Any:
     """Pad with values of the other end by indices; OpenVINO has no such padding."""
     if mode != "circular":
@@ -199,11 +179,7 @@ def _average_by_divisor(average: Callable[..., Tensor]) -> Callable[..., Any]:
         for axis in reversed(range(dims)):
             needed = (windows[axis] - 1) * strides[axis] + kernel[axis]
             amounts += [pads[axis], needed - pads[axis] - x.shape[axis - dims]]
-        mean = average(
-            torch.nn.functional.pad(x, amounts),
-            kernel,
-            strides,
-        )
+        mean = average(torch.nn.functional.pad(x, amounts), kernel, strides)
         return mean * (math.prod(kernel) / divisor)
 
     return compute

@@ -35,12 +35,7 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
     OpenVINO has integer kernels for int8 weights only.
     """
 
-    def refusals(
-        self,
-        graph: Graph,
-        specs: TensorSpecs,
-        opset: int,
-    ) -> Iterator[Refusal]:
+    def refusals(self, graph: Graph, specs: TensorSpecs, opset: int) -> Iterator[Refusal]:
         """Yield what ONNX cannot express, and what OpenVINO cannot run."""
         yield from OnnxExporter().format_refusals(graph, specs, opset)
         for (layer, role), spec in specs.items():
@@ -75,11 +70,7 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
             shutil.copyfile(folder / "model.bin", weights)
             shutil.copyfile(folder / "model.xml", network)
 
-    def verify(
-        self,
-        deployment: Deployment,
-        written: OpenVinoIr,
-    ) -> Verification:
+    def verify(self, deployment: Deployment, written: OpenVinoIr) -> Verification:
         """Run the files in OpenVINO, in float32 and as users do, and measure their speed."""
         verification = verify_ir(written.session, written.built.tested)
         remarks = (*written.built.remarks, *verification.remarks)

@@ -84,9 +84,7 @@ class Engine:
         self.floating: Any = None
         self.inputs: dict[str, Any] = {}
 
-    def kernels(
-        self,
-    ) -> list[tuple[list[str], bool]]:
+    def kernels(self) -> list[tuple[list[str], bool]]:
         """Return the names of each operator that multiplies, and whether it does so with
         integers.
         """
@@ -122,10 +120,7 @@ class Engine:
                 rows.append((names, kind, _attributes(node), _shapes(node)))
         return rows
 
-    def run(
-        self,
-        number: int,
-    ) -> None:
+    def run(self, number: int) -> None:
         """Run all settings on one call and store the outputs by name."""
         with np.load(f"inputs_{number}.npz") as inputs:
             self.inputs = dict(inputs)
@@ -137,11 +132,7 @@ class Engine:
                     arrays[f"{index}:{name}"] = results[value]
         np.savez(f"outputs_{number}.npz", **arrays)
 
-    def time(
-        self,
-        which: str,
-        runs: int,
-    ) -> float:
+    def time(self, which: str, runs: int) -> float:
         """Return the seconds of one run."""
         compiled = self.compiled[-1]
         if which == "float":
@@ -154,10 +145,7 @@ class Engine:
             compiled(inputs)
         return (time.perf_counter() - start) / runs
 
-    def _named(
-        self,
-        compiled: Any,
-    ) -> dict[str, Any]:
+    def _named(self, compiled: Any) -> dict[str, Any]:
         """Return the inputs by the names that a compiled model has for them."""
         named: dict[str, Any] = {}
         for value in compiled.inputs:
@@ -167,33 +155,23 @@ class Engine:
         return named
 
 
-def _info(
-    node: Any,
-    key: str,
-) -> str:
+def _info(node: Any, key: str) -> str:
     """Return what a compiled model says of an operator."""
     value = node.get_rt_info()[key]
     return str(value.astype(str))
 
 
-def _original_names(
-    node: Any,
-) -> str:
+def _original_names(node: Any) -> str:
     """Return the names of what an operator of a compiled model was made of."""
     return _info(node, "originalLayersNames")
 
 
-def _friendly_name(
-    node: Any,
-) -> str:
+def _friendly_name(node: Any) -> str:
     """Return the name of an operator before it is compiled."""
     return str(node.get_friendly_name())
 
 
-def _names(
-    node: Any,
-    name_of: Callable[[Any], str],
-) -> list[str]:
+def _names(node: Any, name_of: Callable[[Any], str]) -> list[str]:
     """Return the names of an operator, and then of those that read it one after the other.
 
     OpenVINO appends words to the names of what it rewrites, and gives the name of what it takes
@@ -225,7 +203,10 @@ def _shapes(node: Any) -> list[list[int] | None]:
     shapes: list[list[int] | None] = []
     for value in (*node.input_values(), node.output(0)):
         shape = value.get_partial_shape()
-        shapes.append(None if shape.is_dynamic else list(shape.to_shape()))
+        if shape.is_dynamic:
+            shapes.append(None)
+        else:
+            shapes.append(list(shape.to_shape()))
     return shapes
 
 

@@ -127,10 +127,7 @@ class IrSession:
         """Return the seconds of one run of the last call, "model" or "float"."""
         return float(self.ask("time", which, runs))
 
-    def ask(
-        self,
-        *question: object,
-    ) -> Any:
+    def ask(self, *question: object) -> Any:
         """Return the answer of the process to one line.
 
         Raises:
@@ -160,9 +157,7 @@ class IrSession:
 
 
 def multiply_adds(
-    kind: str,
-    attributes: Mapping[str, Any],
-    shapes: Sequence[Shape | None],
+    kind: str, attributes: Mapping[str, Any], shapes: Sequence[Shape | None]
 ) -> int:
     """Return how many multiply-adds an operator of OpenVINO takes; 0 if a size is open.
 
@@ -210,10 +205,7 @@ def _known_name(names: Sequence[str], named: Mapping[str, str]) -> str:
 
 @contextmanager
 def ir_session(
-    folder: Path,
-    name: str,
-    built: BuiltOnnx,
-    deployment: Deployment,
+    folder: Path, name: str, built: BuiltOnnx, deployment: Deployment
 ) -> Iterator[IrSession]:
     """Yield a session of OpenVINO that works in an empty folder.
 

@@ -64,10 +64,7 @@ def verify_ir(session: IrSession, deployment: Deployment) -> Verification:
     return replace(in_float32, default_session=default, remarks=remarks)
 
 
-def _accepted(
-    verification: Verification,
-    session: IrSession,
-) -> Verification:
+def _accepted(verification: Verification, session: IrSession) -> Verification:
     """Return the figures in float32.
 
     Raises:

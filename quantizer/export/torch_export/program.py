@@ -193,10 +193,7 @@ def _with_signature(
     by the parameters.
     """
 
-    def call(
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -211,11 +208,7 @@ def _proven_length(length: Length) -> Any:
     last: int | None = None
     if length.most is not None:
         last = length.most // length.step
-    steps = Dim(
-        f"{length.name}_steps",
-        min=first,
-        max=last,
-    )
+    steps = Dim(f"{length.name}_steps", min=first, max=last)
     return length.step * steps + offset
 
 
@@ -242,10 +235,7 @@ def _export(
 
 
 def _dynamic_shapes(
-    graph: Graph,
-    call: Call,
-    batch: Any,
-    of_length: Callable[[Length], Any],
+    graph: Graph, call: Call, batch: Any, of_length: Callable[[Length], Any]
 ) -> Any:
     """Return the open dimensions of each tensor, in the nested structure of the call.
 

@@ -48,10 +48,7 @@ class CodeType:
 
 
 # torch's compiler has fast kernels for uint8, ExecuTorch's XNNPACK for int8.
-CODE_TYPES = {
-    "uint8": CodeType(torch.uint8, 0, 255),
-    "int8": CodeType(torch.int8, -128, 127),
-}
+CODE_TYPES = {"uint8": CodeType(torch.uint8, 0, 255), "int8": CodeType(torch.int8, -128, 127)}
 
 
 class Activation(nn.Module):
@@ -62,11 +59,7 @@ class Activation(nn.Module):
     quantize operator meets no half-way point.
     """
 
-    def __init__(
-        self,
-        tensor: QuantizedTensor,
-        code_type: CodeType,
-    ) -> None:
+    def __init__(self, tensor: QuantizedTensor, code_type: CodeType) -> None:
         super().__init__()
         spec = tensor.spec
         offset = code_type.offset(spec)
@@ -83,10 +76,7 @@ class Activation(nn.Module):
             low, high = (ends - tensor.zero_point) * tensor.scale
             self.bounds = float(low), float(high)
 
-    def forward(
-        self,
-        x: Tensor,
-    ) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the values of the codes of `x`."""
         if self.rounding is not None:
             x = self.rounding(x)
@@ -97,10 +87,7 @@ class Activation(nn.Module):
         return y if x.dtype == y.dtype else y.to(x.dtype)
 
 
-def has_operators(
-    spec: QuantizationSpec,
-    dtype: torch.dtype | None,
-) -> bool:
+def has_operators(spec: QuantizationSpec, dtype: torch.dtype | None) -> bool:
     """Return whether an activation is integers of at most 8 bits with one static scale."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False

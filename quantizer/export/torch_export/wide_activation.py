@@ -28,11 +28,7 @@ class WideActivation(Activation):
     ends: Tensor
 
     def __init__(
-        self,
-        tensor: QuantizedTensor,
-        code_type: CodeType,
-        channels: int,
-        axes: int | None,
+        self, tensor: QuantizedTensor, code_type: CodeType, channels: int, axes: int | None
     ) -> None:
         super().__init__(tensor, code_type)
         self.is_image = bool(axes)

@@ -20,22 +20,12 @@ def remove_dropout(graph: Graph) -> Graph:
 
 def convert_relu6_to_relu(graph: Graph) -> Graph:
     """Convert every ReLU6, module or function, to a ReLU of the same name."""
-    return _convert(
-        graph,
-        "relu6",
-        op="relu",
-        target="aten.relu.default",
-    )
+    return _convert(graph, "relu6", op="relu", target="aten.relu.default")
 
 
 def convert_silu_to_hswish(graph: Graph) -> Graph:
     """Convert every SiLU, module or function, to a Hardswish of the same name."""
-    return _convert(
-        graph,
-        "silu",
-        op="hardswish",
-        target="aten.hardswish.default",
-    )
+    return _convert(graph, "silu", op="hardswish", target="aten.hardswish.default")
 
 
 def dpu_leaky_relu(graph: Graph) -> Graph:

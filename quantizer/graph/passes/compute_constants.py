@@ -68,11 +68,4 @@ def _tensor(node: Node, *, is_trained: bool) -> Node:
     if is_trained:
         op = "parameter"
     params = {"weight": node.name}
-    return replace(
-        node,
-        op=op,
-        target=op,
-        inputs={},
-        attrs={},
-        params=params,
-    )
+    return replace(node, op=op, target=op, inputs={}, attrs={}, params=params)

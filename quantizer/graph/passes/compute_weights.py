@@ -45,11 +45,7 @@ def fixed_nodes(graph: Graph) -> set[str]:
     return fixed
 
 
-def _computed_parameters(
-    graph: Graph,
-    node: Node,
-    fixed: set[str],
-) -> dict[str, str]:
+def _computed_parameters(graph: Graph, node: Node, fixed: set[str]) -> dict[str, str]:
     """Return the nodes that compute a layer's weight and bias, by role."""
     computed: dict[str, str] = {}
     if not node.row.weight:
@@ -65,31 +61,20 @@ def _computed_parameters(
     return computed
 
 
-def value_of(
-    graph: Graph,
-    name: str,
-    values: dict[str, Any],
-) -> Any:
+def value_of(graph: Graph, name: str, values: dict[str, Any]) -> Any:
     """Return what a fixed node computes; `values` holds what is known already."""
     if name not in values:
         node = graph.by_name[name]
         if node.is_tensor:
             values[name] = graph.weight(node)
         else:
-            inputs = map_refs(
-                node.inputs,
-                lambda read: value_of(graph, read, values),
-            )
+            inputs = map_refs(node.inputs, lambda read: value_of(graph, read, values))
             with torch.no_grad():
                 values[name] = call(node.target, {**node.attrs, **inputs})
     return values[name]
 
 
-def without_idle(
-    graph: Graph,
-    fixed: set[str],
-    owners: dict[str, str],
-) -> Graph:
+def without_idle(graph: Graph, fixed: set[str], owners: dict[str, str]) -> Graph:
     """Return the graph without fixed nodes that nothing reads any more.
 
     `absorbed` names for each of them the layer for which it computed something.

@@ -48,10 +48,7 @@ def _scaled_sum(graph: Graph, node: Node) -> Node:
     return replace(node, target="dpu.avg_pool2d", attrs=attrs)
 
 
-def _avg_pool2d(
-    node: Node,
-    sizes: _Sizes,
-) -> _Window | None:
+def _avg_pool2d(node: Node, sizes: _Sizes) -> _Window | None:
     kernel = pair(node.attrs["kernel_size"])
     stride = pair(node.attrs.get("stride") or kernel)
     padding = pair(node.attrs.get("padding") or 0)
@@ -66,10 +63,7 @@ def _avg_pool2d(
     return kernel, stride, padding
 
 
-def _adaptive_avg_pool2d(
-    node: Node,
-    sizes: _Sizes,
-) -> _Window | None:
+def _adaptive_avg_pool2d(node: Node, sizes: _Sizes) -> _Window | None:
     wanted = node.attrs.get("output_size")
     if wanted is None or node.shape is None:
         return None
@@ -83,10 +77,7 @@ def _adaptive_avg_pool2d(
     return kernel, kernel, (0, 0)
 
 
-def _mean(
-    node: Node,
-    sizes: _Sizes,
-) -> _Window | None:
+def _mean(node: Node, sizes: _Sizes) -> _Window | None:
     dims = node.attrs.get("dim")
     if not isinstance(dims, (list, tuple)) or node.attrs.get("dtype") is not None:
         return None

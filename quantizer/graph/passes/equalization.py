@@ -69,10 +69,7 @@ def find_pairs(graph: Graph) -> tuple[LayerPair, ...]:
     return tuple(pairs)
 
 
-def _is_scalable(
-    graph: Graph,
-    node: Node,
-) -> bool:
+def _is_scalable(graph: Graph, node: Node) -> bool:
     """Return whether a node is a convolution or linear layer that shares no parameters."""
     if not node.is_multiplying or node.inputs.keys() != {"input"}:
         return False
@@ -94,12 +91,7 @@ def cross_layer_equalization(graph: Graph) -> Graph:
         if pair.first.name not in layers:
             layers[pair.first.name] = _LayerRanges(graph, pair.first)
         before = layers[pair.first.name]
-        layers[pair.second.name] = _LayerRanges(
-            graph,
-            pair.second,
-            pair,
-            before,
-        )
+        layers[pair.second.name] = _LayerRanges(graph, pair.second, pair, before)
     for _ in range(_MAX_SWEEPS):
         largest = 0.0
         for pair in pairs:
@@ -171,21 +163,11 @@ class _LayerRanges:
         widest = values.max().clamp(min=torch.finfo(torch.float64).tiny)
         self.values = values * self.weight.max() / widest
 
-    def parameters(
-        self,
-        graph: Graph,
-    ) -> dict[str, Tensor]:
+    def parameters(self, graph: Graph) -> dict[str, Tensor]:
         """Return the scaled weight and bias."""
         weight = graph.weight(self.node)
         inputs = self.inputs[self.channels]
-        tensors = {
-            "weight": rescale_weight(
-                self.node,
-                weight,
-                self.outputs,
-                inputs,
-            )
-        }
+        tensors = {"weight": rescale_weight(self.node, weight, self.outputs, inputs)}
         if "bias" in self.node.params:
             bias = graph.tensors[self.node.params["bias"]]
             scaled = bias * self.outputs.to(bias.device)
@@ -193,10 +175,7 @@ class _LayerRanges:
         return tensors
 
 
-def _output_ranges(
-    graph: Graph,
-    node: Node,
-) -> Tensor | None:
+def _output_ranges(graph: Graph, node: Node) -> Tensor | None:
     """Return how wide each output channel is by a folded batch norm, else by the bias; None
     without either.
     """
@@ -208,40 +187,20 @@ def _output_ranges(
     return None
 
 
-def _balance(
-    first: _LayerRanges,
-    second: _LayerRanges,
-) -> float:
+def _balance(first: _LayerRanges, second: _LayerRanges) -> float:
     """Make the channels of a pair equally wide, and return the exponent of the largest
     factor.
     """
     r1 = torch.maximum(first.weight.amax(2).flatten(), first.values)
     widths = second.weight.amax(1).flatten()
-    r2 = torch.zeros_like(second.inputs).scatter_reduce(
-        0,
-        second.columns,
-        widths,
-        "amax",
-    )
+    r2 = torch.zeros_like(second.inputs).scatter_reduce(0, second.columns, widths, "amax")
     squared = r1 / r2  # r2 is 0 for a channel that is not read
-    s = torch.where(
-        (squared > 0) & squared.isfinite(),
-        squared.sqrt(),
-        1.0,
-    )
+    s = torch.where((squared > 0) & squared.isfinite(), squared.sqrt(), 1.0)
     first.outputs *= 1 / s
     first.values *= 1 / s
-    first.weight *= (1 / s).reshape(
-        len(first.weight),
-        -1,
-        1,
-    )
+    first.weight *= (1 / s).reshape(len(first.weight), -1, 1)
     second.inputs *= s
-    second.weight *= s[second.columns].reshape(
-        len(second.weight),
-        1,
-        -1,
-    )
+    second.weight *= s[second.columns].reshape(len(second.weight), 1, -1)
     return _largest_exponent(s)
 
 
@@ -286,10 +245,7 @@ def find_absorptions(graph: Graph) -> Iterator[Absorption]:
             yield Absorption(pair, high)
 
 
-def absorb_high_biases(
-    graph: Graph,
-    refused: Collection[str] = (),
-) -> Graph:
+def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
     """Return the graph with high biases moved to the layers after them.
 
     Args:
@@ -314,13 +270,7 @@ def absorb_high_biases(
         response = taps @ absorption.high_inputs.reshape(len(taps), -1, 1)
         biases[second.name] = biases[second.name] + response.flatten()
         count = int(high.count_nonzero())
-        changes.append(
-            PassChange(
-                "absorb_high_biases",
-                (first.name, second.name),
-                count,
-            )
-        )
+        changes.append(PassChange("absorb_high_biases", (first.name, second.name), count))
     if not changes:
         return graph
     rounded: dict[str, dict[str, Tensor]] = {}
@@ -341,10 +291,7 @@ def _passes_shift(pair: LayerPair) -> bool:
     return len(others) < len(pair.between) and all(map(passes_shifts, others))
 
 
-def _bias(
-    graph: Graph,
-    node: Node,
-) -> Tensor:
+def _bias(graph: Graph, node: Node) -> Tensor:
     """Return the layer's bias in float64, zeros if it has none."""
     if "bias" in node.params:
         return graph.tensors[node.params["bias"]].double()

@@ -87,18 +87,11 @@ class _Norm:
         """Return what the norm multiplies each channel by."""
         return self.gamma / self.deviation
 
-    def shifted(
-        self,
-        bias: Tensor | float,
-    ) -> Tensor:
+    def shifted(self, bias: Tensor | float) -> Tensor:
         """Return what the norm makes of a constant."""
         return (bias - self.mean) * self.factor + self.beta
 
-    def part(
-        self,
-        start: int,
-        stop: int,
-    ) -> _Norm:
+    def part(self, start: int, stop: int) -> _Norm:
         """Return the norm of some of the channels."""
         channels = slice(start, stop)
         return _Norm(
@@ -109,10 +102,7 @@ class _Norm:
         )
 
 
-def _norm_of(
-    graph: Graph,
-    node: Node,
-) -> _Norm:
+def _norm_of(graph: Graph, node: Node) -> _Norm:
     tensors = {key: graph.tensors[path].double() for key, path in node.params.items()}
     mean = tensors["running_mean"]
     variance = tensors["running_var"] + float(node.attrs.get("eps", 1e-5))
@@ -132,10 +122,7 @@ class _NormSources:
         """Return where channels go in the graph, computed on demand."""
         return ChannelLabels(self.graph)
 
-    def layers(
-        self,
-        norm: Node,
-    ) -> list[Node]:
+    def layers(self, norm: Node) -> list[Node]:
         """Return the layers into which a batch norm can fold, in the order of their channels;
         none if it cannot.
         """
@@ -153,12 +140,7 @@ class _NormSources:
             layers[source[0].name] = source[0]
         return list(layers.values()) if len(layers) == len(sources) else []
 
-    def _source(
-        self,
-        name: str,
-        reader: Node,
-        axis: int,
-    ) -> tuple[Node, int] | None:
+    def _source(self, name: str, reader: Node, axis: int) -> tuple[Node, int] | None:
         """Return the node before all that only moves the value `name`, and the axis of its
         value that holds the channels; None if others than `reader` read it.
 
@@ -179,10 +161,7 @@ class _NormSources:
         return self._source(source.name, node, before)
 
 
-def _makes_channels(
-    layer: Node,
-    axis: int,
-) -> bool:
+def _makes_channels(layer: Node, axis: int) -> bool:
     """Return whether a layer multiplies its only input, and has its output channels at an
     axis.
     """
@@ -198,11 +177,4 @@ def _channel_scale(norm: Node) -> Node:
     op = "channel_scale"
     params = {key: f"{key}@{norm.name}" for key in ("weight", "bias")}
     inputs = {"input": norm.inputs["input"]}
-    return replace(
-        norm,
-        op=op,
-        target=op,
-        inputs=inputs,
-        attrs={},
-        params=params,
-    )
+    return replace(norm, op=op, target=op, inputs=inputs, attrs={}, params=params)

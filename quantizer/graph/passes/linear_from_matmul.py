@@ -8,11 +8,7 @@ from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, Ref, rewire
 
-_PRODUCTS = {
-    "addmm": ("mat1", "mat2"),
-    "mm": ("input", "mat2"),
-    "matmul": ("input", "other"),
-}
+_PRODUCTS = {"addmm": ("mat1", "mat2"), "mm": ("input", "mat2"), "matmul": ("input", "other")}
 """The arguments of each product: the input and the matrix."""
 _TRANSPOSITIONS = ("transpose", "permute", "numpy_T", "mT")
 TRANSPOSED = "@transposed"
@@ -38,15 +34,7 @@ def linear_from_matmul(graph: Graph) -> Graph:
     for node in reversed(graph.nodes):
         readers = graph.consumers[node.name]
         is_trained = node.op == "parameter"
-        if (
-            not is_trained
-            and flipped(
-                graph,
-                Ref(node.name),
-                2,
-            )
-            is None
-        ):
+        if not is_trained and flipped(graph, Ref(node.name), 2) is None:
             continue
         if readers and all(reader in layers or reader in moved for reader in readers):
             moved[node.name] = moved.get(readers[0], readers[0])
@@ -56,11 +44,7 @@ def linear_from_matmul(graph: Graph) -> Graph:
     return rewire(changed.replaced(tensors=tensors), moved, absorbed)
 
 
-def trained_tensor(
-    graph: Graph,
-    value: object,
-    rank: int,
-) -> Node | None:
+def trained_tensor(graph: Graph, value: object, rank: int) -> Node | None:
     """Return the trained tensor of this rank that a value is, None if it is none."""
     if not isinstance(value, Ref):
         return None
@@ -68,11 +52,7 @@ def trained_tensor(
     return node if node.op == "parameter" and node.rank == rank else None
 
 
-def flipped(
-    graph: Graph,
-    value: object,
-    rank: int,
-) -> Node | None:
+def flipped(graph: Graph, value: object, rank: int) -> Node | None:
     """Return the trained tensor of which a value is the transpose of the last two axes."""
     node = graph.by_name[value.name] if isinstance(value, Ref) else None
     if node is None or node.op not in _TRANSPOSITIONS:
@@ -87,11 +67,7 @@ def flipped(
     return trained_tensor(graph, node.inputs.get("input"), rank)
 
 
-def _linear(
-    graph: Graph,
-    node: Node,
-    tensors: dict[str, Tensor],
-) -> Node | None:
+def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None:
     """Return the linear layer that computes a node, None if no such layer does.
 
     The layer's weight, [out, in], is added to `tensors` if the model has it transposed.

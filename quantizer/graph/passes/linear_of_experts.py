@@ -76,10 +76,7 @@ def linear_of_experts(graph: Graph) -> Graph:
     return rewire(changed, renamed, absorbed | renamed)
 
 
-def _grouped(
-    graph: Graph,
-    node: Node,
-) -> _ExpertProduct | None:
+def _grouped(graph: Graph, node: Node) -> _ExpertProduct | None:
     """Return the product of tokens that are sorted by expert.
 
     The layer's input "ends" says where the tokens of each expert end.
@@ -97,10 +94,7 @@ def _grouped(
     return _ExpertProduct(node, matrix, inputs, transposed is not None)
 
 
-def _picked(
-    graph: Graph,
-    node: Node,
-) -> _ExpertProduct | None:
+def _picked(graph: Graph, node: Node) -> _ExpertProduct | None:
     """Return the product of each token with a matrix that is picked for it.
 
     The model makes a matrix of each token for `bmm` with an axis of size one, which `node`
@@ -127,11 +121,7 @@ def _picked(
     return None
 
 
-def _layer(
-    graph: Graph,
-    product: _ExpertProduct,
-    tensors: dict[str, Tensor],
-) -> Node:
+def _layer(graph: Graph, product: _ExpertProduct, tensors: dict[str, Tensor]) -> Node:
     """Return the layer of a product, and add its weight to `tensors`."""
     stack = graph.weight(product.matrix)
     experts, outputs, inputs = stack.shape
@@ -162,10 +152,7 @@ def _columns(stack: Tensor) -> Tensor:
     return stack.mT.flatten(0, 1)
 
 
-def _idle(
-    graph: Graph,
-    products: list[_ExpertProduct],
-) -> dict[str, str]:
+def _idle(graph: Graph, products: list[_ExpertProduct]) -> dict[str, str]:
     """Return the nodes that only the products read and that their layers do not read, each with
     the last node of a product.
     """

@@ -124,10 +124,7 @@ class Axes:
         return self.bottom - self.y(value)
 
     def drawing(
-        self,
-        title: str,
-        *parts: Markup | Iterable[Markup],
-        hover: HoverTexts | None = None,
+        self, title: str, *parts: Markup | Iterable[Markup], hover: HoverTexts | None = None
     ) -> Markup:
         """Return the drawing.
 

@@ -58,12 +58,7 @@ class Point:
 
 
 def draw_histogram(
-    counts: Sequence[int],
-    low: float,
-    high: float,
-    ranges: Sequence[DrawnRange],
-    *,
-    title: str,
+    counts: Sequence[int], low: float, high: float, ranges: Sequence[DrawnRange], *, title: str
 ) -> Markup:
     """Return a histogram, with ranges above it.
 

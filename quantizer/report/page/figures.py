@@ -57,10 +57,7 @@ def sqnr_by_depth(content: JsonMapping) -> Markup | None:
         accumulated.append(row["accumulated_sqnr_db"])
     if not names:
         return None
-    series = [
-        Series(LOCAL, local, "second"),
-        Series(ACCUMULATED, accumulated, "first"),
-    ]
+    series = [Series(LOCAL, local, "second"), Series(ACCUMULATED, accumulated, "first")]
     axis_names = ("tensors in the order of execution →", _SQNR_AXIS)
     return charts.draw_lines(series, names, "dB", title="SQNR by depth", axis_names=axis_names)
 
@@ -168,11 +165,7 @@ def sqnr_by_batches(content: JsonMapping, row: JsonMapping) -> Markup | None:
 
 
 def _draw_by_batches(
-    row: JsonMapping,
-    series: list[Series],
-    y_name: str,
-    *,
-    title: str,
+    row: JsonMapping, series: list[Series], y_name: str, *, title: str
 ) -> Markup:
     counts = row["batches"]["counts"]
     names = [counted(count, "batch") for count in counts]

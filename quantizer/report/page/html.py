@@ -20,10 +20,7 @@ class Markup(str):
 
 
 def element(
-    name: str,
-    /,
-    *children: str | Iterable[str],
-    **attributes: str | float | None,
+    name: str, /, *children: str | Iterable[str], **attributes: str | float | None
 ) -> Markup:
     """Return an element. An attribute that is None is left out.
 

@@ -148,12 +148,7 @@ def _bytes_text(size: int) -> str:
 
 def export_cards(content: JsonMapping, export: JsonMapping) -> Iterator[Card]:
     """Yield the figures of an exported file."""
-    yield Card(
-        "size",
-        _bytes_text(export["bytes"]),
-        "lower is better",
-        "of the file",
-    )
+    yield Card("size", _bytes_text(export["bytes"]), "lower is better", "of the file")
     kernels = export.get("kernels")
     if kernels is not None and kernels["count"]:
         yield Card(

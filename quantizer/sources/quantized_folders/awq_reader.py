@@ -61,11 +61,7 @@ class AwqReader:
         layer.require_shape("scales", [groups, outputs])
         layer.part("qzeros", [torch.int32])
         layer.require_shape("qzeros", [groups, word_count])
-        load = partial(
-            self._values,
-            layer,
-            column_groups(inputs, group_size),
-        )
+        load = partial(self._values, layer, column_groups(inputs, group_size))
         weight = DeferredTensor((outputs, inputs), self._dtype, load)
         return DequantizedLayer({"weight": weight}, ("qweight", "qzeros", "scales"))
 

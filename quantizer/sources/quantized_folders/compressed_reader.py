@@ -44,15 +44,7 @@ _SHAPE = "weight_shape"
 _ZERO_POINT = "weight_zero_point"
 _GROUPS = "weight_g_idx"
 _GLOBAL_SCALE = "weight_global_scale"
-_NAMES = (
-    _WEIGHT,
-    _PACKED,
-    _SCALE,
-    _SHAPE,
-    _ZERO_POINT,
-    _GROUPS,
-    _GLOBAL_SCALE,
-)
+_NAMES = (_WEIGHT, _PACKED, _SCALE, _SHAPE, _ZERO_POINT, _GROUPS, _GLOBAL_SCALE)
 _INTEGERS = (torch.int32, torch.int64)
 _CODE_DTYPES = (torch.int8, *FLOAT8_DTYPES)
 _FP4_SCALE_DTYPES = (*BLOCK_SCALE_DTYPES, torch.float8_e4m3fn)

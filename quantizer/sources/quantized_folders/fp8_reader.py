@@ -92,11 +92,7 @@ def read_block_size(settings: MethodSettings, name: str) -> BlockSize | None:
     raise settings.refusal(name, value, "two integers above zero")
 
 
-def scale_shape_of(
-    layer: StoredLayer,
-    name: str,
-    dtypes: Collection[torch.dtype],
-) -> BlockSize:
+def scale_shape_of(layer: StoredLayer, name: str, dtypes: Collection[torch.dtype]) -> BlockSize:
     """Return the shape of scales as rows and columns: one scale is [1, 1], and one scale for
     each row [rows, 1].
 
@@ -115,10 +111,7 @@ def scale_shape_of(
 
 
 def row_blocks(
-    layer: StoredLayer,
-    name: str,
-    scale_shape: BlockSize,
-    shape: Sequence[int],
+    layer: StoredLayer, name: str, scale_shape: BlockSize, shape: Sequence[int]
 ) -> BlockSize:
     """Return the size of blocks of weights that have one scale for the tensor or for each row.
 

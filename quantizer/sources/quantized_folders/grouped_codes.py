@@ -76,10 +76,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
     return unpack(flat, _FP4, (rows, 2 * pairs))
 
 
-def float_scales(
-    stored: Tensor,
-    global_scale: Tensor | None = None,
-) -> Tensor:
+def float_scales(stored: Tensor, global_scale: Tensor | None = None) -> Tensor:
     """Return stored scales as float32.
 
     Args:

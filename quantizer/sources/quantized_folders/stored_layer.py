@@ -38,12 +38,7 @@ class StoredLayer:
         """Return the values of a tensor."""
         return self.parts[name].load()
 
-    def part(
-        self,
-        name: str,
-        dtypes: Collection[torch.dtype],
-        rank: int = 2,
-    ) -> DeferredTensor:
+    def part(self, name: str, dtypes: Collection[torch.dtype], rank: int = 2) -> DeferredTensor:
         """Return a tensor of the layer.
 
         Args:

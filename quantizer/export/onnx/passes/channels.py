@@ -23,10 +23,7 @@ from quantizer.export.onnx.int8_weights import missing_channels
 from quantizer.export.onnx.marks import Lowering
 
 
-def pad_channels(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def pad_channels(model: ir.Model, lowering: Lowering) -> None:
     """Pad the codes and int8 weights of convolutions with few input channels."""
     for node in list(model.graph):
         if node.op_type != "Conv":
@@ -41,11 +38,7 @@ def pad_channels(
         _pad(node, of_x, of_weights)
 
 
-def _pad(
-    conv: ir.Node,
-    of_x: ir.Node,
-    of_weights: ir.Node,
-) -> None:
+def _pad(conv: ir.Node, of_x: ir.Node, of_weights: ir.Node) -> None:
     """Pad the operands of a convolution.
 
     Args:
@@ -63,46 +56,18 @@ def _pad(
     missing = missing_channels(codes.shape, groups)
     if not missing:
         return
-    builder = NodeBuilder(
-        f"{conv.name}.channels",
-        conv,
-    )
+    builder = NodeBuilder(f"{conv.name}.channels", conv)
     values, scale, zero_point = of_x.inputs
-    amounts = builder.indices(
-        "amounts",
-        [0, 0, 0, 0, 0, missing, 0, 0],
-    )
-    padded = builder.add(
-        "Pad",
-        values,
-        amounts,
-        zero_point,
-    )
-    x = builder.add(
-        "DequantizeLinear",
-        padded,
-        scale,
-        zero_point,
-    )
+    amounts = builder.indices("amounts", [0, 0, 0, 0, 0, missing, 0, 0])
+    padded = builder.add("Pad", values, amounts, zero_point)
+    x = builder.add("DequantizeLinear", padded, scale, zero_point)
     conv.replace_input_with(0, x)
-    wide = torch.nn.functional.pad(
-        torch.from_numpy(codes),
-        (0, 0, 0, 0, 0, missing),
-    )
-    wide_codes = builder.constant(
-        "codes",
-        wide,
-        ir.DataType.INT8,
-    )
+    wide = torch.nn.functional.pad(torch.from_numpy(codes), (0, 0, 0, 0, 0, missing))
+    wide_codes = builder.constant("codes", wide, ir.DataType.INT8)
     attributes: dict[str, Any] = {}
     for name, attribute in of_weights.attributes.items():
         attributes[name] = attribute.value
-    weights = builder.add(
-        "DequantizeLinear",
-        wide_codes,
-        *factors,
-        **attributes,
-    )
+    weights = builder.add("DequantizeLinear", wide_codes, *factors, **attributes)
     conv.replace_input_with(1, weights)
     for node in (of_x, of_weights):
         if not node.outputs[0].uses():

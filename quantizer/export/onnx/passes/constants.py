@@ -15,10 +15,7 @@ from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.tensors import EIGHT_BITS
 
 
-def compute_constants(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def compute_constants(model: ir.Model, lowering: Lowering) -> None:
     """Replace such codes by initializers, and remove the nodes that made them."""
     computed: set[ir.Value] = set()
     codes: dict[ir.Value, None] = {}
@@ -48,10 +45,7 @@ def _has_8_bit_zero_point(node: ir.Node) -> bool:
     return zero_point is not None and is_constant(zero_point) and zero_point.dtype in EIGHT_BITS
 
 
-def _compute(
-    model: ir.Model,
-    values: Sequence[ir.Value],
-) -> list[Any]:
+def _compute(model: ir.Model, values: Sequence[ir.Value]) -> list[Any]:
     """Return the arrays of values that follow from initializers."""
     nodes: list[ir.Node] = []
     initializers: dict[ir.Value, None] = {}
@@ -78,11 +72,7 @@ def _compute(
         onnx.helper.make_opsetid(domain, version)
         for domain, version in model.opset_imports.items()
     ]
-    part = onnx.helper.make_model(
-        graph,
-        opset_imports=opsets,
-        ir_version=model.ir_version,
-    )
+    part = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version)
     content = part.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     arrays: list[Any] = session.run(None, {})

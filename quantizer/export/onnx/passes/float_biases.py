@@ -15,10 +15,7 @@ from quantizer.export.onnx.marks import Lowering
 _OUTPUT_AXES = {"Conv": 0, "ConvTranspose": 1, "Gemm": 1}
 
 
-def hide_float_biases(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def hide_float_biases(model: ir.Model, lowering: Lowering) -> None:
     """Add computed zeros to the biases of `float_layers`, and of layers with float weights."""
     for node in list(model.graph):
         if node.op_type not in _OUTPUT_AXES:
@@ -30,11 +27,7 @@ def hide_float_biases(
         if count is None:
             continue
         builder = NodeBuilder(f"{node.name}.bias", node)
-        codes = builder.constant(
-            "zeros",
-            torch.zeros(count),
-            ir.DataType.INT32,
-        )
+        codes = builder.constant("zeros", torch.zeros(count), ir.DataType.INT32)
         one = builder.constant("one", 1.0)
         zero_point = builder.constant("zeros_zero_point", 0, ir.DataType.INT32)
         zeros = builder.add("DequantizeLinear", codes, one, zero_point)

@@ -29,10 +29,7 @@ _TINY_SHARE = 1e-3
 _ROUNDING = 2**-20
 
 
-def quantize_gates(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def quantize_gates(model: ir.Model, lowering: Lowering) -> None:
     """Quantize each gate whose product with its own quantized input is quantized.
 
     A hard-sigmoid that is quantized itself becomes an Add without other codes.
@@ -54,10 +51,7 @@ def quantize_gates(
             replace_node(node, builder.add("Mul", x, gate))
 
 
-def _gate(
-    builder: NodeBuilder,
-    node: ir.Node,
-) -> ir.Value | None:
+def _gate(builder: NodeBuilder, node: ir.Node) -> ir.Value | None:
     """Return the dequantized gate of a HardSwish or of a Mul; None if it has none."""
     x = node.inputs[0]
     assert x is not None
@@ -103,10 +97,7 @@ def _add_in_integers(hard_sigmoid: ir.Node) -> None:
         # The gate's largest value, 1, has a code below 255, where the codes do not end
         return
     alpha, beta = _slope(hard_sigmoid)
-    builder = NodeBuilder(
-        str(hard_sigmoid.outputs[0].name),
-        hard_sigmoid,
-    )
+    builder = NodeBuilder(str(hard_sigmoid.outputs[0].name), hard_sigmoid)
     # With beta 0.5, the gate of x = 0 is halfway between two codes. So the constant is moved a
     # little toward the code that test mode rounds to
     code = round(float(np.float32(beta) / step_array))
@@ -114,26 +105,13 @@ def _add_in_integers(hard_sigmoid: ir.Node) -> None:
     if code * step > beta:
         share = _ROUNDING
     constant = beta / alpha * (1 + share)
-    shifted = _shifted(
-        builder,
-        x,
-        constant,
-    )
-    wide_step = builder.constant(
-        "gate.step",
-        step / alpha,
-    )
+    shifted = _shifted(builder, x, constant)
+    wide_step = builder.constant("gate.step", step / alpha)
     quantize.replace_input_with(1, wide_step)
     replace_node(hard_sigmoid, shifted)
 
 
-def _hard_sigmoid(
-    builder: NodeBuilder,
-    x: ir.Value,
-    *,
-    alpha: float,
-    beta: float,
-) -> ir.Value:
+def _hard_sigmoid(builder: NodeBuilder, x: ir.Value, *, alpha: float, beta: float) -> ir.Value:
     """Return clamp(alpha x + beta, 0, 1), dequantized from codes."""
     clipped = _clipped_codes(builder, x, alpha=alpha, beta=beta)
     if clipped is not None:
@@ -153,11 +131,7 @@ def _shifted(builder: NodeBuilder, x: ir.Value, constant: float) -> ir.Value:
 
 
 def _clipped_codes(
-    builder: NodeBuilder,
-    x: ir.Value,
-    *,
-    alpha: float,
-    beta: float,
+    builder: NodeBuilder, x: ir.Value, *, alpha: float, beta: float
 ) -> ir.Value | None:
     """Return clamp(alpha x + beta, 0, 1) from clipped codes of `x`.
 
@@ -185,38 +159,13 @@ def _clipped_codes(
     kind = UINT8.data_type
     if first > UINT8.low or last < UINT8.high:
         end = min(last, UINT8.high)
-        low = builder.constant(
-            "gate.low",
-            first,
-            kind,
-        )
-        high = builder.constant(
-            "gate.high",
-            end,
-            kind,
-        )
+        low = builder.constant("gate.low", first, kind)
+        high = builder.constant("gate.high", end, kind)
         assert codes is not None
-        codes = builder.add(
-            "Clip",
-            codes,
-            low,
-            high,
-        )
-    gate_scale = builder.constant(
-        "gate.scale",
-        1 / (last - first),
-    )
-    gate_zero = builder.constant(
-        "gate.zero_point",
-        first,
-        kind,
-    )
-    return builder.add(
-        "DequantizeLinear",
-        codes,
-        gate_scale,
-        gate_zero,
-    )
+        codes = builder.add("Clip", codes, low, high)
+    gate_scale = builder.constant("gate.scale", 1 / (last - first))
+    gate_zero = builder.constant("gate.zero_point", first, kind)
+    return builder.add("DequantizeLinear", codes, gate_scale, gate_zero)
 
 
 def _is_whole(count: float) -> bool:

@@ -4,12 +4,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from quantizer.export.onnx.builder import (
-    NodeBuilder,
-    array_of,
-    remove_node,
-    replace_node,
-)
+from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
 from quantizer.export.onnx.marks import Lowering, marks_of
 
 
@@ -93,12 +88,7 @@ def _replace_product(product: _Product, weight: ir.Value) -> None:
     operands = [rows, weight]
     if product.bias is not None:
         operands.append(product.bias)
-    total = builder.add(
-        "Gemm",
-        *operands,
-        node_name=product.node.name,
-        transB=1,
-    )
+    total = builder.add("Gemm", *operands, node_name=product.node.name, transB=1)
     if not is_flat:
         shape = _shape(builder, product, weight)
         total = builder.add("Reshape", total, shape)
@@ -107,11 +97,7 @@ def _replace_product(product: _Product, weight: ir.Value) -> None:
         remove_node(product.node)
 
 
-def _shape(
-    builder: NodeBuilder,
-    product: _Product,
-    weight: ir.Value,
-) -> ir.Value:
+def _shape(builder: NodeBuilder, product: _Product, weight: ir.Value) -> ir.Value:
     """Return the shape of a product, as a constant if at most one size is open."""
     assert weight.shape is not None
     outputs = weight.shape[0]

@@ -51,10 +51,7 @@ def straighten_linear(model: ir.Model, lowering: Lowering) -> None:
                     _subtract_bias(model.graph, product)
 
 
-def _only_transposes(
-    node: ir.Node,
-    weight: ir.Value,
-) -> bool:
+def _only_transposes(node: ir.Node, weight: ir.Value) -> bool:
     """Return whether a node uses a weight [outputs, inputs] only as its transpose."""
     attributes = node.attributes
     if node.op_type == "Transpose":
@@ -83,10 +80,7 @@ def _use_as_stored(node: ir.Node, weight: ir.Value) -> None:
     replace_node(node, total)
 
 
-def _subtract_bias(
-    graph: ir.Graph,
-    product: ir.Node,
-) -> None:
+def _subtract_bias(graph: ir.Graph, product: ir.Node) -> None:
     """Turn the Add of a bias after a product into a Sub of the negated bias."""
     readers = product.outputs[0].consumers()
     if len(readers) != 1 or readers[0].op_type != "Add":

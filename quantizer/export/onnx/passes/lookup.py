@@ -18,10 +18,7 @@ from quantizer.export.onnx.marks import Lowering
 _GATHERED_TYPES = (ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT32)
 
 
-def look_up_codes(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def look_up_codes(model: ir.Model, lowering: Lowering) -> None:
     """Replace each Gather of rows of a dequantized table by one of its codes."""
     for node in list(model.graph):
         if node.op_type != "DequantizeLinear" or not _is_table(node):
@@ -46,20 +43,14 @@ def _is_table(dequantize: ir.Node) -> bool:
     return all(_is_lookup(reader, table) for reader in table.consumers())
 
 
-def _is_lookup(
-    node: ir.Node,
-    table: ir.Value,
-) -> bool:
+def _is_lookup(node: ir.Node, table: ir.Value) -> bool:
     """Return whether a node picks rows of a table and does nothing else with it."""
     if node.op_type != "Gather" or node.attributes.get_int("axis", 0) != 0:
         return False
     return node.inputs[0] is table and node.inputs[1] is not table
 
 
-def _rows(
-    dequantize: ir.Node,
-    gather: ir.Node,
-) -> ir.Value:
+def _rows(dequantize: ir.Node, gather: ir.Node) -> ir.Value:
     """Add nodes that pick codes, and scales if rows have their own, and dequantize them."""
     codes, scale, *zero_points = dequantize.inputs
     indices = gather.inputs[1]
@@ -84,12 +75,4 @@ def _rows(
             column = builder.add("Unsqueeze", row_zero, last_axis)
             distance = builder.cast(column, ir.DataType.FLOAT)
             floats = builder.add("Sub", floats, distance)
-    return builder.add(
-        "Mul",
-        floats,
-        builder.add(
-            "Unsqueeze",
-            row_scales,
-            last_axis,
-        ),
-    )
+    return builder.add("Mul", floats, builder.add("Unsqueeze", row_scales, last_axis))

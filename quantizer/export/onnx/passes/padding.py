@@ -8,12 +8,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from quantizer.export.onnx.builder import (
-    NodeBuilder,
-    array_of,
-    producer_of,
-    replace_node,
-)
+from quantizer.export.onnx.builder import NodeBuilder, array_of, producer_of, replace_node
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.moves import only_moves, origins
 from quantizer.export.onnx.tensors import EIGHT_BITS
@@ -21,10 +16,7 @@ from quantizer.export.onnx.tensors import EIGHT_BITS
 _PADDING_ATTRIBUTES = ("pads", "count_include_pad")
 
 
-def pad_codes(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def pad_codes(model: ir.Model, lowering: Lowering) -> None:
     """Pad codes instead of dequantized values."""
     for node in list(model.graph):
         padded: ir.Value | None = None
@@ -72,12 +64,7 @@ def _padded(pad: ir.Node) -> ir.Value | None:
     if dequantize is None:
         return None
     builder = NodeBuilder(f"{pad.outputs[0].name}.padded", pad)
-    return _add_padding(
-        builder,
-        source,
-        dequantize,
-        [pad.inputs[1], *pad.inputs[3:]],
-    )
+    return _add_padding(builder, source, dequantize, [pad.inputs[1], *pad.inputs[3:]])
 
 
 def _add_padding(
@@ -129,10 +116,7 @@ def _spatial_size(value: ir.Value) -> list[int] | None:
 
 
 def _pads_of_windows(
-    size: Sequence[int],
-    pads: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
+    size: Sequence[int], pads: Sequence[int], kernel: Sequence[int], strides: Sequence[int]
 ) -> list[int]:
     """Return the padding without positions at the end that would make another window.
 

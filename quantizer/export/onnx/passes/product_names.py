@@ -23,10 +23,7 @@ order.
 """
 
 
-def name_products(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def name_products(model: ir.Model, lowering: Lowering) -> None:
     """Name each node that multiplies; a layer's further products get a number.
 
     torch.onnx writes attention as two products. The first one is a step inside that layer.
@@ -53,10 +50,7 @@ def name_products(
             node.name = f"{name}{NUMBERED}{counts[name]}"
 
 
-def _layers(
-    model: ir.Model,
-    lowering: Lowering,
-) -> dict[ir.Value, str]:
+def _layers(model: ir.Model, lowering: Lowering) -> dict[ir.Value, str]:
     """Return the layers of weights, marked or not, and of values that layers make."""
     layers: dict[ir.Value, str] = {}
     for layer, module in lowering.network.module_names.items():
@@ -76,11 +70,7 @@ def _layers(
     return layers
 
 
-def _layer(
-    node: ir.Node,
-    layers: dict[ir.Value, str],
-    lowering: Lowering,
-) -> str | None:
+def _layer(node: ir.Node, layers: dict[ir.Value, str], lowering: Lowering) -> str | None:
     """Return the layer whose weight a node multiplies by.
 
     For a product of activations, return the layer that quantizes it.

@@ -11,12 +11,7 @@ from quantizer.export.onnx.activations import (
     quantize_activation,
     takes_bounds,
 )
-from quantizer.export.onnx.builder import (
-    NodeBuilder,
-    array_of,
-    remove_node,
-    replace_node,
-)
+from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
 from quantizer.export.onnx.dynamic import (
     QuantizedRows,
     has_row_codes,

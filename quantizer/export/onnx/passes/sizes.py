@@ -12,10 +12,7 @@ from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.moves import PASSED_OPERATORS
 
 
-def write_sizes_as_sums(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def write_sizes_as_sums(model: ir.Model, lowering: Lowering) -> None:
     """Write single sizes as sums if the sum of a convolution and its bias is quantized."""
     if not any(_quantizes_sum(node) for node in model.graph):
         return
@@ -52,20 +49,13 @@ def _single_axis(node: ir.Node) -> int | None:
     return axes[0] if len(axes) == 1 else None
 
 
-def _as_sum(
-    node: ir.Node,
-    axis: int,
-) -> ir.Value:
+def _as_sum(node: ir.Node, axis: int) -> ir.Value:
     source = node.inputs[0]
     assert source is not None and source.shape is not None
     builder = NodeBuilder(f"{node.outputs[0].name}.summed", node)
     mask = [0] * len(source.shape)
     mask[axis] = 1
     sizes = builder.add("Shape", source)
-    single = builder.add(
-        "Mul",
-        sizes,
-        builder.indices("picked", mask),
-    )
+    single = builder.add("Mul", sizes, builder.indices("picked", mask))
     along = builder.indices("axis", [0])
     return builder.add("ReduceSum", single, along, keepdims=1)

@@ -9,10 +9,7 @@ from quantizer.export.onnx.marks import Lowering
 _BIASED = ("Conv", "ConvTranspose", "Gemm")
 
 
-def write_sum_biases(
-    model: ir.Model,
-    lowering: Lowering,
-) -> None:
+def write_sum_biases(model: ir.Model, lowering: Lowering) -> None:
     """Replace float biases by codes. torch.onnx has dropped biases of zeros."""
     for node in list(model.graph):
         name = node.name or ""
@@ -20,11 +17,7 @@ def write_sum_biases(
         if has_bias and name in lowering.biases:
             bias = lowering.biases[name]
             builder = NodeBuilder(f"{name}.bias", node)
-            codes = builder.constant(
-                "codes",
-                bias.codes,
-                ir.DataType.INT32,
-            )
+            codes = builder.constant("codes", bias.codes, ir.DataType.INT32)
             scale = builder.constant("scale", bias.step)
             # Without it, AIMET takes the type of the codes for uint8
             zero_points = torch.zeros_like(bias.step)

@@ -7,11 +7,7 @@ the codes that they take, and cutting off is monotone, as rounding is.
 
 import onnx_ir as ir
 
-from quantizer.export.onnx.builder import (
-    NodeBuilder,
-    is_constant,
-    producer_of,
-)
+from quantizer.export.onnx.builder import NodeBuilder, is_constant, producer_of
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.moves import only_moves, requantize
 

@@ -159,11 +159,7 @@ class BlockMap:
         """Return the block of the node of the file that has this name."""
         return self._block_of_node[name]
 
-    def seconds(
-        self,
-        profile: Profile,
-        left_out: Iterable[Kernel] = (),
-    ) -> dict[str, float]:
+    def seconds(self, profile: Profile, left_out: Iterable[Kernel] = ()) -> dict[str, float]:
         """Return the seconds that each block takes in a profile of this file.
 
         Args:

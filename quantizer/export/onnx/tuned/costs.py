@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from quantizer.export.onnx.tuned.blocks import (
-    BlockMap,
-    QuantizationPoint,
-    original_name,
-)
+from quantizer.export.onnx.tuned.blocks import BlockMap, QuantizationPoint, original_name
 from quantizer.export.onnx.tuned.cut import TwoSides
 from quantizer.export.onnx.tuned.meter import Kernel, Profile
 from quantizer.plan.model import Key
@@ -155,10 +151,7 @@ class ProfiledPair:
 
 
 def measured_costs(
-    pairs: Sequence[ProfiledPair],
-    quantized: BlockMap,
-    bare: BlockMap,
-    keys: Iterable[Key],
+    pairs: Sequence[ProfiledPair], quantized: BlockMap, bare: BlockMap, keys: Iterable[Key]
 ) -> Costs:
     """Return the costs of blocks and borders, on average over batches.
 

@@ -41,13 +41,7 @@ class TwoSides:
         self._capacities: _Capacities = {}
         self._total = 0.0
 
-    def cost(
-        self,
-        name: str,
-        *,
-        on_first: float,
-        on_second: float,
-    ) -> None:
+    def cost(self, name: str, *, on_first: float, on_second: float) -> None:
         """Add what a name costs on each side."""
         # A name on the second side is apart from `_FIRST`, which is always on the first
         self.cost_apart(_FIRST, name, on_second)

@@ -90,12 +90,7 @@ class TrialFiles:
             has more than 1 GB.
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        weights: str,
-        conventions: Conventions,
-    ) -> None:
+    def __init__(self, deployment: Deployment, weights: str, conventions: Conventions) -> None:
         self._weights = weights
         self._conventions = conventions
         to_write = NetworkToWrite.of(deployment, weights, conventions)

@@ -14,17 +14,9 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import DEPLOY_FORMAT, LayerChoice, network_digest
 from quantizer.export.onnx.conventions import Conventions
 from quantizer.export.onnx.tuned.blocks import START, BlockMap
-from quantizer.export.onnx.tuned.costs import (
-    ProfiledPair,
-    block_milliseconds,
-    measured_costs,
-)
+from quantizer.export.onnx.tuned.costs import ProfiledPair, block_milliseconds, measured_costs
 from quantizer.export.onnx.tuned.meter import Feed, Meter, Profile, RuntimeMeter
-from quantizer.export.onnx.tuned.trials import (
-    TrialFiles,
-    activation_keys,
-    without_activations,
-)
+from quantizer.export.onnx.tuned.trials import TrialFiles, activation_keys, without_activations
 from quantizer.export.onnx.verify import DEFAULT, failures_named, named_inputs
 from quantizer.export.speed import Speed
 from quantizer.graph.ir import Graph
@@ -57,9 +49,7 @@ class _Trial:
 
 
 def choose_layers(
-    deployment: Deployment,
-    weights: str,
-    conventions: Conventions,
+    deployment: Deployment, weights: str, conventions: Conventions
 ) -> LayerChoice:
     """Return what stays in float in the fastest file.
 
@@ -214,10 +204,7 @@ def _ratios(trial: _Trial) -> list[float]:
     return [round(speed.ratio, 3) for speed in trial.speeds]
 
 
-def _feeds(
-    deployment: Deployment,
-    model: ModelProto,
-) -> tuple[list[int], list[Feed]]:
+def _feeds(deployment: Deployment, model: ModelProto) -> tuple[list[int], list[Feed]]:
     """Return the sizes of the batches to measure, and the inputs of each, by name.
 
     The sizes are one sample and up to ten. A model with a fixed batch has only that one.
