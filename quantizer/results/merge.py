@@ -36,6 +36,9 @@ def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
             needed to calibrate.
     """
     first = infos[0]
+    if first.settings != config.settings:
+        why = "its header has other settings than its config"
+        raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
     for info in infos[1:]:
         text = f"{info.folder} cannot be merged with {first.folder}"
         for why in _differences(first.header, info.header):
