@@ -44,8 +44,8 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import find_ranges
 from quantizer.plan.floating import input_values
-from quantizer.plan.input_readers import InputReaders, channel_names, input_readers
 from quantizer.plan.model import Key, Plan, TensorPlan
+from quantizer.plan.readers import InputReaders, channel_names, input_readers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import ALIKE, PRODUCT, SAME
-from quantizer.graph.channel_labels import ChannelLabels, paths
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.labels import (
     NONE,
+    ChannelLabels,
     channels_along,
     compress_labels,
     distinct,
     numbered_labels,
+    paths,
 )
 from quantizer.graph.structure import Fold, InputGroup
 from quantizer.graph.targets import call

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.module_names import last_part
+from quantizer.graph.names import last_part
 
 _CONSTANT = "constant"
 """The name of a part that is filled in."""

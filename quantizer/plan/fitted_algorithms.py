@@ -12,9 +12,9 @@ from quantizer.config.wording import counted, first_names
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.structure import InputGroup, Structure
 from quantizer.numerics.codes import bits_of
+from quantizer.plan.fitted_layers import behind_norms
 from quantizer.plan.fitting import Fitting
 from quantizer.plan.model import Plan
-from quantizer.plan.sensitive_layers import behind_norms
 
 _SMOOTHED_BITS = 8
 _SMOOTHQUANT = {"name": "smoothquant", "alpha": 0.5, "scale_clamp_min": 0.001}

@@ -26,9 +26,9 @@ from quantizer.plan.layout import (
     Multiplication,
     quantization_point,
 )
+from quantizer.plan.mask_constants import chooses
 from quantizer.plan.model import is_entry
-from quantizer.plan.sentinels import chooses
-from quantizer.plan.value_readers import Reading, outer_readers, values_readers
+from quantizer.plan.readers import Reading, outer_readers, values_readers
 
 __all__ = [
     "EVERY_JOIN",

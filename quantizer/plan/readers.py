@@ -1,17 +1,82 @@
-"""Finds the layers that multiply values computed of inputs alone, and the channels that they
-read.
+"""Find what reads a node's values: directly or through moves and joins, how far from zero these
+values still matter to the readers, and which layers multiply values of inputs alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
-from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.edits import channels_of, input_weights, is_recurrent_layer
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.labels import ChannelLabels
 from quantizer.graph.structure import InputGroup
-from quantizer.plan.floating import input_values
+from quantizer.plan.floating import MASK, input_values
+from quantizer.plan.mask_constants import chooses
+
+Reading = tuple[str, str]
+"""A reader, "" for the network's output, and the node that it reads."""
+
+
+def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[Reading]:
+    """Yield what reads a node's values, directly or through moves.
+
+    Sentinels end at a choice among values, so there a choice is a reader.
+    """
+    for reader in graph.consumers[name]:
+        if not reader:
+            yield reader, name
+            continue
+        node = graph.by_name[reader]
+        ends_sentinels = floats.get(name) == MASK and chooses(node)
+        if node.row.kind == "passthrough" and not ends_sentinels:
+            yield from values_readers(graph, reader, floats)
+        else:
+            yield reader, name
+
+
+def outer_readers(
+    graph: Graph, name: str, floats: Mapping[str, str] | None = None
+) -> Iterator[Reading]:
+    """Yield what reads a node's values, directly or through moves and joins.
+
+    Args:
+        floats: of the layout. With it sentinels end at a choice.
+    """
+    pending = [name]
+    joins = {name}
+    while pending:
+        for reader, source in values_readers(graph, pending.pop(), floats or {}):
+            if not reader or not graph.by_name[reader].is_join:
+                yield reader, source
+            elif reader not in joins:
+                joins.add(reader)
+                pending.append(reader)
+
+
+_MOST_BITS = 8
+
+
+def useful_magnitude(graph: Graph, source: str, spec: QuantizationSpec) -> float | None:
+    """Return the magnitude beyond which all readers of a node saturate; None if some reader
+    does not.
+
+    With a power-of-two scale, the values beyond it would cost all others a bit or two. Other
+    scales lose less, so they have no such limit. Wider codes have room for all values.
+    """
+    is_short = spec.dtype == "int" and spec.bit_width <= _MOST_BITS
+    if not is_short or spec.scale_type != "poweroftwo":
+        return None
+    magnitudes = []
+    for reader, _ in outer_readers(graph, source):
+        # "" is the network's output
+        row = graph.by_name[reader].row if reader else None
+        if row is None or row.saturates is None:
+            return None
+        magnitudes.append(row.saturates)
+    return max(magnitudes, default=None)
+
 
 _MAX_NAMED = 8
 
