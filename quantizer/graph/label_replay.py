@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import RESHAPED
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ir import Graph, Node, references, walk_back
 from quantizer.graph.labels import example_shape, run_node
 from quantizer.graph.op_row import ELEMENTWISE
 from quantizer.graph.targets import resolve_target
@@ -134,18 +134,16 @@ class Replay:
 
     def _between(self, graph: Graph) -> set[str]:
         """Return the nodes that carry labels to the end."""
-        inside: set[str] = set()
-        pending = [self.end]
-        while pending:
-            name = pending.pop()
-            if name in inside or name in self.labelled:
-                continue
-            inside.add(name)
-            if name in self.carriers:
-                pending.append(self.carriers[name])
-            else:
-                pending += moved_operands(graph.by_name[name])
-        return inside
+
+        def operands(node: Node) -> list[str]:
+            if node.name in self.labelled:
+                return []
+            if node.name in self.carriers:
+                return [self.carriers[node.name]]
+            return moved_operands(node)
+
+        inside = {node.name for node in walk_back(graph, [self.end], operands)}
+        return inside - self.labelled
 
     def run(self, labels: Mapping[str, Any], seen: Seen) -> Any:
         """Return the labels of the last node's value.

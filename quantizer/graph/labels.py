@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import Commutes, LabelledCall, changes, is_padded
-from quantizer.graph.ir import Graph, Node, map_refs, references
+from quantizer.graph.ir import Graph, Node, derived, map_refs, references
 from quantizer.graph.targets import call
 
 NONE = -1
@@ -204,14 +204,12 @@ class ChannelLabels:
         return run_node(node, stand_in)
 
 
+@derived
 def meta_values(graph: Graph) -> dict[str, Any]:
     """Return what each node makes, as tensors without memory, and sizes as numbers.
 
     Nodes whose shape depends on values are left out. The table is shared by all callers.
     """
-    known: dict[str, Any] | None = graph.derived.get("meta_values")
-    if known is not None:
-        return known
     values: dict[str, Any] = {}
     tensors = {path: tensor.to(_META) for path, tensor in graph.tensors.items()}
     with torch.no_grad():
@@ -223,7 +221,6 @@ def meta_values(graph: Graph) -> dict[str, Any]:
             except (*UNFOLLOWED, AttributeError, AssertionError):
                 # The shape depends on values, or the layer is no operator of torch
                 continue
-    graph.derived["meta_values"] = values
     return values
 
 

@@ -4,9 +4,9 @@ audio towers, and the projectors behind them.
 """
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, depending
 
 _EXPERT_PATH = re.compile(r"(.*?)\.?experts\.(?:expert_?)?(\d+)\.")
 """The path of a layer of a single expert, as modules without a common tensor have it. Switch
@@ -211,10 +211,10 @@ def media_layers(graph: Graph) -> list[str]:
     if any(node.op == _ENTRY for node in graph.nodes):
         return [node.name for node in layers if _has_media_name(node)]
     media, decoder_inputs = _inputs(graph)
-    if not embeddings.isdisjoint(_reached(graph, decoder_inputs)):
+    if not embeddings.isdisjoint(depending(graph, decoder_inputs)):
         return []
-    of_text = _reached(graph, embeddings)
-    of_media = _reached(graph, media) - of_text
+    of_text = depending(graph, embeddings)
+    of_media = depending(graph, media) - of_text
     for node in reversed(graph.nodes):
         readers = graph.consumers[node.name]
         if node.op == "input" or node.name in of_text:
@@ -256,12 +256,3 @@ def _inputs(graph: Graph) -> tuple[set[str], set[str]]:
         elif node.is_float and node.rank >= _LEAST_AXES and not _NO_MEDIA.search(name):
             media.add(node.name)
     return media, of_decoder
-
-
-def _reached(graph: Graph, start: Set[str]) -> set[str]:
-    """Return the nodes whose values depend on those of some nodes, and these."""
-    reached = {*start}
-    for node in graph.nodes:
-        if not reached.isdisjoint(node.refs()):
-            reached.add(node.name)
-    return reached

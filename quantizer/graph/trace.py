@@ -128,10 +128,7 @@ def _trace(
         example, program, lengths = _export_sizes(module, call, choices, sizes)
     else:
         example, program = _export_batches(module, call, choices)
-    shapes: list[Sequence[int]] = []
-    for leaf in pytree.tree_leaves(example):
-        shapes.append(getattr(leaf, "shape", ()))
-    graph = Converter(program, module).graph(paths, shapes)
+    graph = Converter(program, module).graph(paths, leaf_shapes(example))
     if lengths:
         graph = graph.replaced(lengths=tuple(lengths))
     return graph

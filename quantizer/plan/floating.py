@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 import torch
 
 from quantizer.graph.axis_rules import ALIKE
-from quantizer.graph.ir import Graph, Node, readers, references
+from quantizer.graph.ir import Graph, Node, readers, references, walk_back
 from quantizer.plan.mask_constants import masks, sentinels
 
 DERIVED = "computed from constants and integers alone"
@@ -119,22 +119,28 @@ def scaled_inputs(graph: Graph) -> set[str]:
 
     A join that is scaled is quantized behind the factors anyway.
     """
-    scaled: set[str] = set()
     scales = [node for node in graph.nodes if node.op == "input_scale"]
     if not scales:
-        return scaled
+        return set()
     names = input_values(graph)
-    pending = []
+    sources = []
     for node in scales:
         source = graph.source(node)
         if source is not None and not source.is_join:
-            pending.append(source.name)
-    while pending:
-        name = pending.pop()
-        if name in names and name not in scaled:
-            scaled.add(name)
-            pending += graph.by_name[name].refs()
-    return scaled
+            sources.append(source.name)
+    return ancestors(graph, sources, names)
+
+
+def ancestors(graph: Graph, starts: Iterable[str], names: set[str]) -> set[str]:
+    """Return those of `names` that are among some nodes, or that these are computed of through
+    others of `names`.
+    """
+
+    def operands(node: Node) -> set[str]:
+        return names.intersection(node.refs())
+
+    nodes = walk_back(graph, names.intersection(starts), operands)
+    return {node.name for node in nodes}
 
 
 def multiplies_values(node: Node, name: str) -> bool:
@@ -248,21 +254,18 @@ def _compared(graph: Graph) -> Iterator[str]:
     In float one of the comparisons holds for any values. Of rounded values none may,
     and the index is outside.
     """
-    pending: list[str] = []
+
+    def operands(node: Node) -> Iterable[str]:
+        return () if node.is_float or node.op in _COMPARES else node.refs()
+
+    picks: list[str] = []
     for node in graph.nodes:
         if node.op in _PICKS:
-            pending.extend(node.refs())
+            picks.extend(node.refs())
     compared: list[str] = []
-    seen: set[str] = set()
-    while pending:
-        node = graph.by_name[pending.pop()]
-        if node.is_float or node.name in seen:
-            continue
-        seen.add(node.name)
-        if node.op in _COMPARES:
+    for node in walk_back(graph, picks, operands):
+        if node.op in _COMPARES and not node.is_float:
             compared.extend(node.refs())
-        else:
-            pending.extend(node.refs())
     return _origins(graph, compared)
 
 
@@ -270,18 +273,20 @@ def _origins(graph: Graph, names: Iterable[str]) -> Iterator[str]:
     """Yield the layers from which values come, back to products, to float operators, and to
     integers.
     """
-    pending = [*names]
-    seen: set[str] = set()
-    while pending:
-        node = graph.by_name[pending.pop()]
-        if node.name in seen or node.row.kind in ("float", "structural") or not node.is_float:
-            continue
-        seen.add(node.name)
-        yield node.name
-        operands = set(node.refs())
-        has_one = len(operands) == 1 and node.row.kind in _KEEPS_ZEROS and not node.row.weight
-        if has_one or node.row.axes is ALIKE:
-            pending += operands
+
+    def is_inside(node: Node) -> bool:
+        return node.is_float and node.row.kind not in ("float", "structural")
+
+    def operands(node: Node) -> set[str]:
+        if not is_inside(node):
+            return set()
+        read = set(node.refs())
+        has_one = len(read) == 1 and node.row.kind in _KEEPS_ZEROS and not node.row.weight
+        return read if has_one or node.row.axes is ALIKE else set()
+
+    for node in walk_back(graph, names, operands):
+        if is_inside(node):
+            yield node.name
 
 
 def _has_only_float_readers(graph: Graph, node: Node, floats: dict[str, str]) -> bool:
@@ -326,7 +331,8 @@ def exact_arguments(graph: Graph, constants: Set[str]) -> Set[str]:
         may_be = node.row.kind != "structural" or node.op in ("input", "parameter")
         if not may_be or node.name in constants or not _has_fractions(node):
             continue
-        reads = list(_uses(graph, node.name))
+        # Integers are moved after a cast to them
+        reads = list(readers(graph, node.name, lambda move, _: _is_cast_to_integers(move)))
         exact_reads = [read for read in reads if _is_argument(graph, read, alone, constants)]
         if reads and len(exact_reads) == len(reads):
             alone.add(node.name)
@@ -342,18 +348,6 @@ def _may_be_shared(node: Node, reads: list[tuple[str, str]]) -> bool:
     if node.row.kind in _KERNELS:
         return all(reader for reader, _ in reads)
     return node.op == "input" or node.row.kind not in _UNQUANTIZED
-
-
-def _uses(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (reader, what it reads) of a node's values, directly or through moves. A cast to
-    integers is a reader, though integers are moved after it.
-    """
-    for reader in graph.consumers[name]:
-        is_moved = reader and graph.by_name[reader].row.kind == "passthrough"
-        if is_moved and not _is_cast_to_integers(graph.by_name[reader]):
-            yield from _uses(graph, reader)
-        else:
-            yield reader, name
 
 
 def _is_argument(

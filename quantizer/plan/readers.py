@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
 from quantizer.graph.edits import channels_of, input_weights, is_recurrent_layer
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.labels import ChannelLabels
 from quantizer.graph.structure import InputGroup
-from quantizer.plan.floating import MASK, input_values
+from quantizer.plan.floating import MASK, ancestors, input_values
 from quantizer.plan.mask_constants import chooses
 
 Reading = tuple[str, str]
@@ -20,20 +20,15 @@ Reading = tuple[str, str]
 
 
 def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[Reading]:
-    """Yield what reads a node's values, directly or through moves.
+    """Return what reads a node's values, directly or through moves.
 
-    Sentinels end at a choice among values, so there a choice is a reader.
+    Mask constants end at a choice among values, so there a choice is a reader.
     """
-    for reader in graph.consumers[name]:
-        if not reader:
-            yield reader, name
-            continue
-        node = graph.by_name[reader]
-        ends_sentinels = floats.get(name) == MASK and chooses(node)
-        if node.row.kind == "passthrough" and not ends_sentinels:
-            yield from values_readers(graph, reader, floats)
-        else:
-            yield reader, name
+
+    def ends(move: Node, read: str) -> bool:
+        return floats.get(read) == MASK and chooses(move)
+
+    return readers(graph, name, ends)
 
 
 def outer_readers(
@@ -160,16 +155,10 @@ def _groups(graph: Graph, names: set[str]) -> list[InputGroup]:
 
 def _is_of_flat_images(graph: Graph, group: InputGroup, names: set[str]) -> bool:
     """Return whether the channels are the pixels of images, which have one unit."""
-    pending = [group.source]
-    rank = graph.by_name[group.source].rank
-    while pending:
-        node = graph.by_name[pending.pop()]
-        if node.op == "input" and node.rank == 4 and rank == 2:
-            return True
-        for name in node.refs():
-            if name in names:
-                pending.append(name)
-    return False
+    if graph.by_name[group.source].rank != 2:
+        return False
+    nodes = [graph.by_name[name] for name in ancestors(graph, [group.source], names)]
+    return any(node.op == "input" and node.rank == 4 for node in nodes)
 
 
 def _input_of(graph: Graph, group: InputGroup, names: set[str]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.axis_rules import PRODUCT
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, derived
 from quantizer.plan.model import TensorSpecs
 
 _NO_LAYERS: frozenset[str] = frozenset()
@@ -24,12 +24,12 @@ _FUSED_NAMES = (
     ("wi_0", "wi_1"),
 )
 """The names by which engines find such layers."""
-_DERIVED = "fused layers"
 
 _Labels = dict[str, frozenset[str]]
 """For each node, the layers whose outputs its value depends on."""
 
 
+@derived
 def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
     """Return the groups of layers that engines fuse, in execution order.
 
@@ -37,13 +37,6 @@ def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
     outputs meet in an attention or in a product. The graph of a module tree does not show that.
     There, the names by which engines find such layers count.
     """
-    if _DERIVED not in graph.derived:
-        graph.derived[_DERIVED] = _find_groups(graph)
-    groups: tuple[tuple[str, ...], ...] = graph.derived[_DERIVED]
-    return groups
-
-
-def _find_groups(graph: Graph) -> tuple[tuple[str, ...], ...]:
     linears: list[Node] = []
     for node in graph.nodes:
         row = node.row

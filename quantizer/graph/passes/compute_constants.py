@@ -3,12 +3,13 @@ as weight_norm and spectral_norm do, and results of rare operators, such as an i
 Few engines know these operators.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from quantizer.graph.ir import Graph, Node, Ref, map_refs, references, rewire
+from quantizer.graph.ir import Graph, Node, Ref, depending, map_refs, references, rewire
 from quantizer.graph.ops import OPS
 from quantizer.graph.targets import call
 
@@ -101,14 +102,14 @@ def compute_constants(graph: Graph) -> Graph:
     nodes that computed them.
     """
     fixed = fixed_nodes(graph)
-    rare = _rare(graph, fixed)
+    rare = _following(graph, fixed, lambda node: node.op not in OPS)
     if not rare:
         return graph
     read = set(references(graph.output))
     for node in graph.nodes:
         if node.name not in fixed:
             read.update(node.refs())
-    trained = _trained(graph, fixed)
+    trained = _following(graph, fixed, lambda node: node.op == "parameter")
     tensors = dict(graph.tensors)
     nodes: list[Node] = []
     values: dict[str, Any] = {}
@@ -126,26 +127,12 @@ def compute_constants(graph: Graph) -> Graph:
     return without_idle(computed_once, fixed, owners)
 
 
-def _rare(graph: Graph, fixed: set[str]) -> set[str]:
-    """Return the fixed nodes that a rare operator computes, or that follow from one."""
-    rare: set[str] = set()
-    for node in graph.nodes:
-        is_rare = node.op not in OPS
-        follows = not rare.isdisjoint(node.refs())
-        if node.name in fixed and (is_rare or follows):
-            rare.add(node.name)
-    return rare
-
-
-def _trained(graph: Graph, fixed: set[str]) -> set[str]:
-    """Return the fixed nodes that are parameters of the model, or follow from one."""
-    trained: set[str] = set()
-    for node in graph.nodes:
-        is_parameter = node.op == "parameter"
-        follows = not trained.isdisjoint(node.refs())
-        if node.name in fixed and (is_parameter or follows):
-            trained.add(node.name)
-    return trained
+def _following(graph: Graph, fixed: set[str], begins: Callable[[Node], bool]) -> set[str]:
+    """Return the fixed nodes of a kind, such as those of rare operators, and those whose values
+    depend on them.
+    """
+    starts = {name for name in fixed if begins(graph.by_name[name])}
+    return depending(graph, starts) & fixed
 
 
 def _tensor(node: Node, *, is_trained: bool) -> Node:
