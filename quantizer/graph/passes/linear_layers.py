@@ -76,7 +76,6 @@ def _parts(node: Node) -> Iterator[Node]:
 
 _PRODUCTS = {"addmm": ("mat1", "mat2"), "mm": ("input", "mat2"), "matmul": ("input", "other")}
 """The arguments of each product: the input and the matrix."""
-_TRANSPOSITIONS = ("transpose", "permute", "numpy_T", "mT")
 TRANSPOSED = "@transposed"
 """Ends the path of a tensor that the model has with its last two axes swapped."""
 
@@ -84,79 +83,51 @@ TRANSPOSED = "@transposed"
 def linear_from_matmul(graph: Graph) -> Graph:
     """Return the graph with each `x @ weight (+ bias)` of trained tensors as a linear layer.
 
-    The weight is [in, out], or the transpose of a matrix [out, in]; the bias is [out].
+    The weight is [in, out], or the transpose of a matrix [out, in]; the bias is [out]. Trained
+    tensors and transpositions that only such layers read are removed.
     """
-    tensors = dict(graph.tensors)
     layers: dict[str, Node] = {}
+    tensors = dict(graph.tensors)
     for node in graph.nodes:
-        layer = _linear(graph, node, tensors)
-        if layer is not None:
-            layers[node.name] = layer
+        layer = _linear(graph, node)
+        if layer is None:
+            continue
+        layers[node.name] = layer
+        path = layer.params["weight"]
+        if path not in tensors:
+            stored = tensors[path.removesuffix(TRANSPOSED)]
+            tensors[path] = stored.t().contiguous()
     if not layers:
         return graph
-    moved: dict[str, str] = {}
+    moved = _operands_of(graph, layers)
     absorbed: dict[str, str] = {}
-    # Backwards, so that a transposition comes before the parameter that it reads
-    for node in reversed(graph.nodes):
-        readers = graph.consumers[node.name]
-        is_trained = node.op == "parameter"
-        if not is_trained and flipped(graph, Ref(node.name), 2) is None:
-            continue
-        if readers and all(reader in layers or reader in moved for reader in readers):
-            moved[node.name] = moved.get(readers[0], readers[0])
-            if is_trained:
-                absorbed[node.name] = moved[node.name]
+    for name, layer_name in moved.items():
+        if graph.by_name[name].op == "parameter":
+            absorbed[name] = layer_name
     changed = graph.mapped(lambda node: layers.get(node.name, node))
     return rewire(changed.replaced(tensors=tensors), moved, absorbed)
 
 
-def trained_tensor(graph: Graph, value: object, rank: int) -> Node | None:
-    """Return the trained tensor of this rank that a value is, None if it is none."""
-    if not isinstance(value, Ref):
-        return None
-    node = graph.by_name[value.name]
-    return node if node.op == "parameter" and node.rank == rank else None
-
-
-def flipped(graph: Graph, value: object, rank: int) -> Node | None:
-    """Return the trained tensor of which a value is the transpose of the last two axes."""
-    node = graph.by_name[value.name] if isinstance(value, Ref) else None
-    if node is None or node.op not in _TRANSPOSITIONS:
-        return None
-    swapped = {node.attrs.get("dim0", -1) % rank, node.attrs.get("dim1", -2) % rank}
-    axes = [*range(rank)]
-    order = [*axes[:-2], rank - 1, rank - 2]
-    default = axes[::-1] if node.op == "numpy_T" else order
-    dims = [axis % rank for axis in node.attrs.get("dims", default)]
-    if dims != order or swapped != {rank - 1, rank - 2}:
-        return None
-    return trained_tensor(graph, node.inputs.get("input"), rank)
-
-
-def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None:
+def _linear(graph: Graph, node: Node) -> Node | None:
     """Return the linear layer that computes a node, None if no such layer does.
 
-    The layer's weight, [out, in], is added to `tensors` if the model has it transposed.
+    The path of its weight ends in `TRANSPOSED` if the model has that as [in, out].
     """
     if node.op not in _PRODUCTS:
         return None
     input_key, matrix_key = _PRODUCTS[node.op]
-    value = node.inputs.get(matrix_key)
-    params: dict[str, str] = {}
-    transposed = flipped(graph, value, 2)
-    matrix = transposed or trained_tensor(graph, value, 2)
+    matrix = _trained_matrix(graph, node.inputs.get(matrix_key), 2)
     if matrix is None:
         return None
-    params["weight"] = matrix.params["weight"]
+    params = dict(matrix.node.params)
+    if not matrix.is_flipped:
+        params["weight"] += TRANSPOSED
     if node.op == "addmm":
-        bias = trained_tensor(graph, node.inputs.get("input"), 1)
+        bias = _trained_tensor(graph, node.inputs.get("input"), 1)
         is_scaled = any(node.attrs.get(key, 1) != 1 for key in ("alpha", "beta"))
         if bias is None or is_scaled:
             return None
         params["bias"] = bias.params["weight"]
-    if transposed is None:
-        params["weight"] += TRANSPOSED
-        tensors[params["weight"]] = graph.weight(matrix).t().contiguous()
     return replace(
         node,
         op="linear",
@@ -165,6 +136,67 @@ def _linear(graph: Graph, node: Node, tensors: dict[str, Tensor]) -> Node | None
         attrs={},
         params=params,
     )
+
+
+def _operands_of(graph: Graph, layers: Mapping[str, Node]) -> dict[str, str]:
+    """Return the trained tensors and their transpositions that only layers read, each with the
+    first of these layers.
+    """
+    operands: dict[str, str] = {}
+    # Backwards, so that a transposition comes before the tensor that it reads
+    for node in reversed(graph.nodes):
+        is_matrix = _trained_matrix(graph, Ref(node.name), 2) is not None
+        if not is_matrix and node.op != "parameter":
+            continue
+        readers = graph.consumers[node.name]
+        if readers and all(reader in layers or reader in operands for reader in readers):
+            operands[node.name] = operands.get(readers[0], readers[0])
+    return operands
+
+
+@dataclass(frozen=True)
+class _TrainedMatrix:
+    """A trained tensor that a product reads.
+
+    Args:
+        node: gives the tensor.
+        is_flipped: whether the product reads it with its last two axes swapped.
+    """
+
+    node: Node
+    is_flipped: bool
+
+
+def _trained_matrix(graph: Graph, value: object, rank: int) -> _TrainedMatrix | None:
+    """Return the trained tensor of this rank that a value is, or is the transpose of."""
+    matrix = _trained_tensor(graph, value, rank)
+    if matrix is not None:
+        return _TrainedMatrix(matrix, is_flipped=False)
+    node = graph.by_name[value.name] if isinstance(value, Ref) else None
+    if node is None or not _swaps_last_axes(node, rank):
+        return None
+    matrix = _trained_tensor(graph, node.inputs.get("input"), rank)
+    return None if matrix is None else _TrainedMatrix(matrix, is_flipped=True)
+
+
+def _trained_tensor(graph: Graph, value: object, rank: int) -> Node | None:
+    """Return the trained tensor of this rank that a value is, None if it is none."""
+    if not isinstance(value, Ref):
+        return None
+    node = graph.by_name[value.name]
+    return node if node.op == "parameter" and node.rank == rank else None
+
+
+def _swaps_last_axes(node: Node, rank: int) -> bool:
+    """Return whether a node swaps the last two axes of a tensor and moves no other axis."""
+    before_last, last = rank - 2, rank - 1
+    if node.op == "transpose":
+        swapped = {node.attrs.get("dim0", -1) % rank, node.attrs.get("dim1", -2) % rank}
+        return swapped == {before_last, last}
+    if node.op == "permute":
+        order = [axis % rank for axis in node.attrs["dims"]]
+        return order == [*range(before_last), last, before_last]
+    return node.op == "mT" or (node.op == "numpy_T" and rank == 2)
 
 
 STACKED = "@experts"
@@ -237,12 +269,11 @@ def _grouped(graph: Graph, node: Node) -> _ExpertProduct | None:
         return None
     if any(value is not None for name, value in node.attrs.items() if name != "out_dtype"):
         return None
-    transposed = flipped(graph, node.inputs[key], _RANK)
-    matrix = transposed or trained_tensor(graph, node.inputs[key], _RANK)
+    matrix = _trained_matrix(graph, node.inputs[key], _RANK)
     if matrix is None:
         return None
     inputs = {"input": node.inputs["input"], "ends": node.inputs["offs"]}
-    return _ExpertProduct(node, matrix, inputs, transposed is not None)
+    return _ExpertProduct(node, matrix.node, inputs, matrix.is_flipped)
 
 
 def _picked(graph: Graph, node: Node) -> _ExpertProduct | None:
@@ -261,7 +292,7 @@ def _picked(graph: Graph, node: Node) -> _ExpertProduct | None:
         token = graph.by_name[product.inputs[tokens].name]
         if pick.op != "index" or token.op != "unsqueeze" or token.rank != _RANK:
             continue
-        matrix = trained_tensor(graph, pick.inputs.get("input"), _RANK)
+        matrix = _trained_tensor(graph, pick.inputs.get("input"), _RANK)
         if matrix is None:
             continue
         axes = {token.attrs["dim"] % _RANK, node.attrs["dim"] % _RANK}
