@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from quantizer.graph.axis_rules import PADDED
 from quantizer.graph.ir import Graph, Node
-from quantizer.plan.groups import EVERY_JOIN, Layout, layout, quantization_point
+from quantizer.plan.groups import layout
+from quantizer.plan.layout import EVERY_JOIN, Layout, quantization_point
 from quantizer.plan.model import Key
 
 _MAX_SHIFT = 16

@@ -11,7 +11,7 @@ from quantizer.api.python_words import in_python
 from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, remark_on_samples
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.report import tables
 from quantizer.report.page.html import element
 from quantizer.report.view import TableView

@@ -43,9 +43,9 @@ from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import find_ranges
-from quantizer.plan.floating import input_values
-from quantizer.plan.input_readers import InputReaders, channel_names, input_readers
+from quantizer.plan.floating import ancestors, input_values
 from quantizer.plan.model import Key, Plan, TensorPlan
+from quantizer.plan.readers import InputReaders, channel_names, input_readers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
 
@@ -220,25 +220,13 @@ def _candidates(plan: Plan) -> tuple[dict[Key, TensorPlan], list[InputReaders]]:
     readers = []
     read: set[str] = set()
     for row in input_readers(graph):
-        ancestors = _ancestors(graph, row.group.source, names)
-        if quantized & ancestors:
+        before = ancestors(graph, [row.group.source], names)
+        if quantized & before:
             readers.append(row)
-            read |= ancestors
+            read |= before
     # The others may come after the last layer that multiplies inputs, and are not computed
     tensors = {key: tensor for key, tensor in tensors.items() if tensor.source in read}
     return tensors, readers
-
-
-def _ancestors(graph: Graph, name: str, names: set[str]) -> set[str]:
-    """Return a node and those of `names` that it is computed of."""
-    ancestors: set[str] = set()
-    pending = [name]
-    while pending:
-        name = pending.pop()
-        if name in names and name not in ancestors:
-            ancestors.add(name)
-            pending += graph.by_name[name].refs()
-    return ancestors
 
 
 def _is_scalable(plan: Plan, reading: InputReaders, readers: Sequence[InputReaders]) -> bool:

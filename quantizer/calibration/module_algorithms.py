@@ -18,7 +18,7 @@ from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import is_called, key_in_module, parameters_of
 from quantizer.graph.passes import load_pass
-from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
+from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.graph.structure import Structure
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer

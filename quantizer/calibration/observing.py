@@ -28,7 +28,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, ObservationError, Observer, find_ranges
 from quantizer.plan.model import Key, Plan, TensorPlan
-from quantizer.plan.saturation import useful_magnitude
+from quantizer.plan.readers import useful_magnitude
 from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like

@@ -21,7 +21,7 @@ from quantizer.graph.edits import Insertion, rescale_weight
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_names import unused_names
 from quantizer.observers import Observer
-from quantizer.plan.groups import PART_SCALE
+from quantizer.plan.layout import PART_SCALE
 from quantizer.plan.model import JoinPlan, Key, Plan
 from quantizer.storage.deferred_tensor import deferred_like, loaded
 

@@ -35,7 +35,7 @@ from quantizer.evaluation.width_choice import (
     measured_choices,
 )
 from quantizer.graph.ir import Graph
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.printable import json_text

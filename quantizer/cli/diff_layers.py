@@ -10,7 +10,7 @@ from quantizer.cli.render import say, say_note
 from quantizer.cli.table_view import view_of
 from quantizer.cli.traced_model import traced_model
 from quantizer.errors import UsageError
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.printable import json_text
 from quantizer.report.difference import (
     Difference,

@@ -9,7 +9,7 @@ from quantizer.cli.gates import Gate, failed_gates, gate_lines
 from quantizer.cli.options import Options
 from quantizer.cli.reproduction import data_words
 from quantizer.cli.session import OpenedRun, Outcome
-from quantizer.graph.untraced import Untraced
+from quantizer.graph.modules import Untraced
 from quantizer.plan.model import Key, Plan
 from quantizer.report.verdict import VerdictFacts
 

@@ -66,9 +66,8 @@ from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import require_sized
 from quantizer.export.targets import WHOLE_MODELS
 from quantizer.export.value_names import require_fitting_names
-from quantizer.graph.modules import module_graph
+from quantizer.graph.modules import module_graph, untraced_part
 from quantizer.graph.output_parts import output_parts
-from quantizer.graph.untraced import untraced_part
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints

@@ -12,7 +12,7 @@ from quantizer.config.load import default_config
 from quantizer.config.model import Selector, Settings
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.plan.match import advice, match
 from quantizer.report.tables import layer_table
 from quantizer.report.view import TableView

@@ -27,7 +27,6 @@ from quantizer.comparison.output_measure import AlikeOutputs
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
-from quantizer.graph.fused import fused_layers
 from quantizer.graph.output_parts import output_parts
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
@@ -35,6 +34,7 @@ from quantizer.numerics.codes import bits_of
 from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Plan
 from quantizer.plan.size import parameter_bytes, weight_bytes
+from quantizer.plan.tied_scales import fused_layers
 from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from quantizer.algorithms.fold import SCALE_OP
 from quantizer.config.roles import is_parameter
 from quantizer.evaluation.ablation import Ablation
-from quantizer.graph.fused import fused_layers
 from quantizer.graph.ir import Graph
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.floating import input_values
 from quantizer.plan.model import Key, Plan
+from quantizer.plan.tied_scales import fused_layers
 
 MAX_PRUNED = 12
 """Up to so many chosen parts, each is tried in its quantized form again: it may only have

@@ -22,7 +22,7 @@ from quantizer.graph.edits import by_channel, input_weights
 from quantizer.graph.ir import Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.plan.input_readers import InputReaders, channel_names, input_readers
+from quantizer.plan.readers import InputReaders, channel_names, input_readers
 from quantizer.storage.deferred_tensor import loaded
 
 

@@ -22,7 +22,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs, digest_of
 from quantizer.numerics.metrics import Approximation
-from quantizer.plan.saturation import useful_magnitude
+from quantizer.plan.readers import useful_magnitude
 from quantizer.sources.batches import Batch
 
 _Taps = dict[str, list[tuple[TensorQuantizer, int, float]]]

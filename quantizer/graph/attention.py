@@ -2,17 +2,16 @@
 compute them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from quantizer.graph.axis_rules import ATTENTION
-from quantizer.graph.ir import Graph, Node, Ref
+from quantizer.graph.ir import Graph, Node, Ref, derived, readers, walk_back
 
 _SOFTMAX = "softmax"
 _SCORE_KINDS = frozenset({"passthrough", "compute", "fusable", "nonlinear", "float", "join"})
 """The kinds of operators between the product of queries and keys and the softmax."""
-_DERIVED = "cached values"
 _NO_LAYERS: frozenset[str] = frozenset()
 _FEATURES = -1
 _FEATURES_OF_TRANSPOSED = -2
@@ -53,27 +52,22 @@ class _Operand:
     features: int
 
 
+@derived
 def cached_values(graph: Graph) -> tuple[CachedValue, ...]:
     """Return the keys and values of all attentions, in execution order.
 
     An attention is one operator, or two products of values with a softmax between them. Keys
     are read after the rotary embedding.
     """
-    if _DERIVED not in graph.derived:
-        graph.derived[_DERIVED] = tuple(_find_values(graph))
-    values: tuple[CachedValue, ...] = graph.derived[_DERIVED]
-    return values
-
-
-def _find_values(graph: Graph) -> Iterator[CachedValue]:
     sources = _sources(graph)
+    values: list[CachedValue] = []
     for node in graph.nodes:
         for operand in _operands_of(graph, node):
             role = _role_of(operand.layer, operand.argument)
             value = operand.layer.inputs.get(operand.argument)
             if role is None or not isinstance(value, Ref):
                 continue
-            yield CachedValue(
+            cached = CachedValue(
                 part=operand.part,
                 layer=operand.layer.name,
                 role=role,
@@ -82,6 +76,8 @@ def _find_values(graph: Graph) -> Iterator[CachedValue]:
                 is_fused=node.row.axes is ATTENTION,
                 sources=sources.get(value.name, _NO_LAYERS),
             )
+            values.append(cached)
+    return tuple(values)
 
 
 def _operands_of(graph: Graph, node: Node) -> list[_Operand]:
@@ -97,11 +93,10 @@ def _operands_of(graph: Graph, node: Node) -> list[_Operand]:
 
 
 def _role_of(node: Node, argument: str) -> str | None:
-    """Return the role of an argument of a node; None if it is not a whole value."""
+    """Return the role of an argument of a node; None if it has none."""
     for index, name in enumerate(node.inputs):
         if name == argument:
-            role = f"input_{index}" if index else "input"
-            return role if role in node.input_roles() else None
+            return f"input_{index}" if index else "input"
     return None
 
 
@@ -121,37 +116,26 @@ def _products_before(graph: Graph, softmax: Node) -> Iterator[tuple[Node, str]]:
     """Yield the products of two values that the argument of a softmax is computed from, each
     with the argument of its second factor.
     """
-    pending = [*softmax.refs()]
-    seen: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        node = graph.by_name[name]
+
+    def operands(node: Node) -> Iterable[str]:
+        is_between = node.row.kind in _SCORE_KINDS and not node.params
+        return node.refs() if is_between else ()
+
+    for node in walk_back(graph, softmax.refs(), operands):
         factors = _factors(node)
         if factors and not _has_weight(graph, node):
             yield node, factors[1]
-        elif node.row.kind in _SCORE_KINDS and not node.params:
-            pending += node.refs()
 
 
 def _products_after(graph: Graph, softmax: Node) -> Iterator[tuple[Node, str]]:
     """Yield the products that read what a softmax returns, each with the argument of its other
     factor.
     """
-    pending = [softmax.name]
-    while pending:
-        name = pending.pop()
-        for reader in graph.consumers[name]:
-            if not reader:
-                continue
-            node = graph.by_name[reader]
-            factors = _factors(node)
-            if factors and node.inputs[factors[0]] == Ref(name):
-                yield node, factors[1]
-            elif node.row.kind == "passthrough":
-                pending.append(reader)
+    for reader, name in readers(graph, softmax.name):
+        node = graph.by_name.get(reader)
+        factors = None if node is None else _factors(node)
+        if node is not None and factors and node.inputs[factors[0]] == Ref(name):
+            yield node, factors[1]
 
 
 def _factors(node: Node) -> tuple[str, str] | None:

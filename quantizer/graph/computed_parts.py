@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.label_replay import is_pointwise
-from quantizer.graph.labels import along_axis, changing_axes, channels_along, compress_labels
+from quantizer.graph.labels import (
+    ChannelLabels,
+    along_axis,
+    changing_axes,
+    channels_along,
+    compress_labels,
+)
 from quantizer.graph.origins import Origins
 
 

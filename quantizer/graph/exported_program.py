@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from quantizer.errors import ModelError
 from quantizer.graph import targets
+from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.lengths import (
     open_lengths,
@@ -24,16 +25,15 @@ from quantizer.graph.lengths import (
 )
 from quantizer.graph.names import Namer
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.plain_values import plain_constant
 from quantizer.graph.program_nodes import (
     MARK,
     STUB_OPERATORS,
     module_path,
+    plain_constant,
     takes_whole_length,
     writes_all,
 )
 from quantizer.graph.stored import as_floats, constants_of_code, with_output
-from quantizer.graph.view_writes import is_inplace
 
 
 @dataclass

@@ -14,7 +14,7 @@ from quantizer.config.wording import did_you_mean, listed
 from quantizer.graph.edits import channels_of
 from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
-from quantizer.graph.module_names import BlockNames, module_of, module_paths
+from quantizer.graph.names import BlockNames, module_of, module_paths
 from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, blocks_of, find_blocks
 
 _MAX_SHOWN = 6

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import ALIKE, PRODUCT, SAME
-from quantizer.graph.channel_labels import ChannelLabels, paths
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, walk_back
 from quantizer.graph.labels import (
     NONE,
+    ChannelLabels,
     channels_along,
     compress_labels,
     distinct,
     numbered_labels,
+    paths,
 )
 from quantizer.graph.structure import Fold, InputGroup
 from quantizer.graph.targets import call
@@ -119,15 +120,11 @@ class Folds:
         """Return the nodes between a value and the layers whose channels it may have, with both
         ends.
         """
-        visited = {name}
-        pending = [name]
-        while pending:
-            node = self.graph.by_name[pending.pop()]
-            if self._source(node) is None:
-                operands = set(paths(node)) - visited
-                visited |= operands
-                pending += operands
-        return frozenset(visited)
+
+        def operands(node: Node) -> tuple[str, ...]:
+            return paths(node) if self._source(node) is None else ()
+
+        return frozenset(node.name for node in walk_back(self.graph, [name], operands))
 
     def _source(self, node: Node) -> Source | None:
         """Return the node if the rows of its own weight are the channels of its output."""

@@ -5,10 +5,10 @@ that they use, by path.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and keyword arguments of `forward`."""
 _Arguments = Mapping[str, Any]
+_Value = TypeVar("_Value")
 _ChangeRef = Callable[[str], Any]
 """Returns what replaces the reference to the node of this name."""
 
@@ -234,10 +235,8 @@ class Graph:
         return uses
 
     @cached_property
-    def derived(self) -> dict[str, Any]:
-        """Return a table for what other modules compute of the graph alone and need again, by
-        their names for it.
-        """
+    def derived(self) -> dict[Any, Any]:
+        """Return a table for what is computed of the graph alone and needed again."""
         return {}
 
     def weight(self, node: Node) -> Tensor:
@@ -329,16 +328,67 @@ def references(value: Any) -> Iterator[str]:
             yield from references(item)
 
 
-def readers(graph: Graph, name: str) -> Iterator[tuple[str, str]]:
+def readers(
+    graph: Graph, name: str, ends: Callable[[Node, str], bool] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield (reader, what it reads) of a node's values, directly or through moves; "" is the
     network's output.
+
+    Args:
+        graph: the traced network.
+        name: of the node.
+        ends: says of a move and what it reads that it counts as a reader.
     """
     for reader in graph.consumers[name]:
-        row = graph.by_name[reader].row if reader else None
-        if row is not None and row.kind == "passthrough":
-            yield from readers(graph, reader)
-        else:
+        node = graph.by_name.get(reader)
+        is_move = node is not None and node.row.kind == "passthrough"
+        if node is None or not is_move or (ends is not None and ends(node, name)):
             yield reader, name
+        else:
+            yield from readers(graph, reader, ends)
+
+
+def walk_back(
+    graph: Graph, names: Iterable[str], operands: Callable[[Node], Iterable[str]]
+) -> Iterator[Node]:
+    """Yield some nodes and those before them, each once.
+
+    Args:
+        graph: the traced network.
+        names: where the walk begins.
+        operands: returns the nodes that a node leads to.
+    """
+    pending = [*names]
+    seen: set[str] = set()
+    while pending:
+        node = graph.by_name[pending.pop()]
+        if node.name not in seen:
+            seen.add(node.name)
+            yield node
+            pending += operands(node)
+
+
+def depending(graph: Graph, names: Set[str]) -> set[str]:
+    """Return the nodes whose values depend on those of some nodes, and these."""
+    reached = {*names}
+    for node in graph.nodes:
+        if not reached.isdisjoint(node.refs()):
+            reached.add(node.name)
+    return reached
+
+
+def derived(compute: Callable[[Graph], _Value]) -> Callable[[Graph], _Value]:
+    """Make a function of a graph alone run once for each graph."""
+
+    @wraps(compute)
+    def known(graph: Graph) -> _Value:
+        """Return the value of an earlier call, if there was one."""
+        if compute not in graph.derived:
+            graph.derived[compute] = compute(graph)
+        value: _Value = graph.derived[compute]
+        return value
+
+    return known
 
 
 def map_refs(value: Any, change: _ChangeRef) -> Any:

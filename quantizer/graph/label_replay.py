@@ -1,5 +1,5 @@
-"""Run the operators that move and join values on labels, to find where each value of a result
-comes from.
+"""Trace the values that a network returns back to the layers that make them, and run the
+operators that move and join values on labels, to find where each value of a result comes from.
 
 Values that only steer a move (sizes, indices, masks) are taken from a real run. Before there is
 one, the sizes follow from the graph.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import RESHAPED
-from quantizer.graph.ir import Graph, Node, references
+from quantizer.graph.ir import Graph, Node, references, walk_back
 from quantizer.graph.labels import example_shape, run_node
-from quantizer.graph.op_builders import ELEMENTWISE
+from quantizer.graph.op_row import ELEMENTWISE
 from quantizer.graph.targets import resolve_target
 
 FILLED = 0
@@ -134,18 +134,16 @@ class Replay:
 
     def _between(self, graph: Graph) -> set[str]:
         """Return the nodes that carry labels to the end."""
-        inside: set[str] = set()
-        pending = [self.end]
-        while pending:
-            name = pending.pop()
-            if name in inside or name in self.labelled:
-                continue
-            inside.add(name)
-            if name in self.carriers:
-                pending.append(self.carriers[name])
-            else:
-                pending += moved_operands(graph.by_name[name])
-        return inside
+
+        def operands(node: Node) -> list[str]:
+            if node.name in self.labelled:
+                return []
+            if node.name in self.carriers:
+                return [self.carriers[node.name]]
+            return moved_operands(node)
+
+        inside = {node.name for node in walk_back(graph, [self.end], operands)}
+        return inside - self.labelled
 
     def run(self, labels: Mapping[str, Any], seen: Seen) -> Any:
         """Return the labels of the last node's value.
@@ -192,3 +190,98 @@ def _filling_labels(node: Node) -> Node:
         if is_value or key in node.row.joins:
             attrs[key] = float(FILLED)
     return replace(node, attrs=attrs)
+
+
+class Provenance:
+    """Traces values of one graph back to their sources.
+
+    Attributes:
+        depends: whether a node's value depends on the network's inputs.
+        joined: whether a node's value has several sources side by side.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.depends: dict[str, bool] = {}
+        self.joined: dict[str, bool] = {}
+        for node in graph.nodes:
+            is_input = node.op == "input" and node.shape is not None
+            reads = node.row.reads_values and any(self.depends[name] for name in node.refs())
+            self.depends[node.name] = is_input or reads
+            self.joined[node.name] = self._is_joined(node)
+
+    def is_join(self, node: Node) -> bool:
+        """Return whether a node puts values of several sources, or filled in ones, side by
+        side.
+        """
+        if not node.is_join or not self.depends[node.name]:
+            return False
+        written = [key for key in node.row.joins if key in node.inputs or key in node.attrs]
+        return len(written) > 1 or len(moved_operands(node)) > 1
+
+    def carrier(self, node: Node) -> str | None:
+        """Return the operand whose parts a pointwise operator keeps: the first that has some,
+        else the first.
+        """
+        if not is_pointwise(node) or node.row.joins:
+            return None
+        operands = [name for name in node.refs() if self.depends[name]]
+        for name in operands:
+            if self.joined.get(name):
+                return name
+        return operands[0] if operands else None
+
+    def _is_joined(self, node: Node) -> bool:
+        if self.is_join(node):
+            return True
+        operand = self.before(node)
+        return operand is not None and self.joined[operand]
+
+    def before(self, node: Node) -> str | None:
+        """Return the node whose values another one moves, or uses element by element."""
+        carrier = self.carrier(node)
+        if carrier is not None:
+            return carrier
+        if node.row.joins or not node.row.only_moves:
+            return None
+        moved = moved_operands(node)
+        if any(self.depends[name] for name in node.refs() if name not in moved):
+            return None  # values decide what is moved
+        return moved[0] if moved else None
+
+    def sources(self, end: str) -> tuple[list[str], dict[str, str]]:
+        """Return the nodes that make the parts of a value, and the operand that each pointwise
+        operator keeps.
+        """
+        sources: list[str] = []
+        carriers: dict[str, str] = {}
+        visited: set[str] = set()
+        pending = [end]
+        while pending:
+            name = pending.pop(0)
+            if name in visited:
+                continue
+            visited.add(name)
+            node = self.graph.by_name[name]
+            if not self.joined[name]:
+                sources.append(name)
+            elif self.is_join(node):
+                pending += moved_operands(node)
+            else:
+                operand = self.before(node)
+                assert operand is not None  # otherwise it would not be joined
+                if self.carrier(node) is not None:
+                    carriers[name] = operand
+                pending.append(operand)
+        return sources, carriers
+
+    def maker(self, name: str) -> Node:
+        """Return the layer that makes a source: the nearest before it that does more than
+        move or bend values.
+        """
+        node = self.graph.by_name[name]
+        operand = self.before(node)
+        while operand is not None and "weight" not in node.params:
+            node = self.graph.by_name[operand]
+            operand = self.before(node)
+        return node

@@ -1,15 +1,19 @@
-"""Tensors of labels: numbers in the places of a node's values, which say where each value
-comes from.
+"""Labels: numbers in the places of a node's values, which say where each value comes from. They
+follow the channels of a layer through a graph: each value downstream is labelled with the
+number of the channel of which it is a multiple.
+
+How an operator moves labels is its row's `axes` (`axis_rules`). A value that comes from no
+channel is labelled `NONE`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import changes
-from quantizer.graph.ir import Node, map_refs
+from quantizer.graph.axis_rules import Commutes, LabelledCall, changes, is_padded
+from quantizer.graph.ir import Graph, Node, derived, map_refs, references
 from quantizer.graph.targets import call
 
 NONE = -1
@@ -105,3 +109,167 @@ def distinct(labels: Any) -> frozenset[int]:
         if not stride:
             labels = labels.narrow(axis, 0, min(1, labels.shape[axis]))
     return frozenset(int(label) for label in labels.unique().tolist() if label != NONE)
+
+
+_META = torch.device("meta")
+
+
+class ChannelLabels:
+    """Moves labels through the operators of one graph.
+
+    Attributes:
+        values: what each node makes, as tensors without memory (see `meta_values`).
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values = meta_values(graph)
+
+    def carried(self, node: Node, labels: Mapping[str, Any]) -> Any:
+        """Return the labels of what a node makes, of each of several results; None if they are
+        not known.
+
+        Args:
+            node: the operator.
+            labels: the labels of nodes that it reads.
+        """
+        value = self.values.get(node.name)
+        rule = node.row.axes
+        has_no_channels = node.dtype is not None and not node.is_float
+        if rule is None or value is None or has_no_channels:
+            return None
+        keys = _carrying_arguments(node)
+        others = {key: value for key, value in node.inputs.items() if key not in keys}
+        if not labels.keys().isdisjoint(references(others)):
+            return None
+        is_one = isinstance(value, Tensor)
+        shape = value.shape if is_one else value[0].shape
+        try:
+            values = map_refs(node.inputs, self.values.__getitem__)
+            labelled = LabelledCall(
+                map_refs(node.inputs, labels.get),
+                {**node.attrs, **values},
+                shape,
+                lambda: self._run(node, labels),
+            )
+            results = rule.labels(labelled)
+        except UNFOLLOWED:
+            return None
+        if isinstance(results, (list, tuple)):
+            return [None if result is None else compress_labels(result) for result in results]
+        if results is None or results.shape != shape:
+            return None
+        first = compress_labels(results)
+        return first if is_one else [first, *[None] * (len(value) - 1)]
+
+    def moved(self, node: Node, axis: int) -> int | None:
+        """Return the output's axis that holds an axis of the first input, whole and in order.
+
+        It is None without such an axis, or if a rotation does not commute with the operator.
+        """
+        source = self.graph.source(node)
+        if source is None or source.name not in paths(node, Commutes.ROTATIONS):
+            return None
+        read = self.values.get(source.name)
+        if not isinstance(read, Tensor):
+            return None
+        labels = self.carried(node, {source.name: numbered_labels(read.shape, axis)})
+        axes = changing_axes(labels) if isinstance(labels, Tensor) else []
+        if not axes or channels_along(labels, axes[0]) != tuple(range(read.shape[axis])):
+            return None
+        return axes[0]
+
+    def moved_back(self, node: Node, axis: int) -> int | None:
+        """Return the axis of the first input that `moved` takes to the output's `axis`."""
+        source = self.graph.source(node)
+        rank = 0 if source is None else source.rank
+        for before in range(rank):
+            if self.moved(node, before) == axis:
+                return before
+        return None
+
+    def _run(self, node: Node, labels: Mapping[str, Any]) -> Any:
+        """Run the operator on labels, with `NONE` for values without labels."""
+
+        def stand_in(name: str) -> Any:
+            """Return the labels of an operand, or constants in its shape and dtype."""
+            value = self.values[name]
+            if name in labels or not isinstance(value, Tensor):
+                return labels.get(name, value)
+            if value.dtype == torch.bool:
+                raise ValueError("what a mask selects is not known")
+            label = NONE if value.is_floating_point() else 0
+            return torch.full((), label, dtype=value.dtype).expand(value.shape)
+
+        return run_node(node, stand_in)
+
+
+@derived
+def meta_values(graph: Graph) -> dict[str, Any]:
+    """Return what each node makes, as tensors without memory, and sizes as numbers.
+
+    Nodes whose shape depends on values are left out. The table is shared by all callers.
+    """
+    values: dict[str, Any] = {}
+    tensors = {path: tensor.to(_META) for path, tensor in graph.tensors.items()}
+    with torch.no_grad():
+        for node in graph.nodes:
+            if not values.keys() >= set(node.refs()):
+                continue
+            try:
+                values[node.name] = _meta_value(node, values, tensors)
+            except (*UNFOLLOWED, AttributeError, AssertionError):
+                # The shape depends on values, or the layer is no operator of torch
+                continue
+    return values
+
+
+def _meta_value(node: Node, values: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    if node.op == "input":
+        shape = example_shape(node)
+        if shape is None:
+            return node.attrs["value"]
+        return torch.empty(shape, dtype=node.dtype, device=_META)
+    if node.is_tensor:
+        return tensors[node.params["weight"]]
+    if not node.row.aten:
+        # A layer of this package has the shape of its input, except for a product's channels
+        read = values[next(node.refs())]
+        if not node.is_multiplying:
+            return read
+        channels = (node.shape or ())[-1]
+        return read.new_empty(*read.shape[:-1], channels)
+    params = {key: tensors[path] for key, path in node.params.items()}
+    inputs = map_refs(node.inputs, values.__getitem__)
+    arguments = {**node.on(_META).attrs, **params, **inputs}
+    # Attention on this device may lay out its result so that it has no view
+    if node.target == "aten.view.default":
+        return arguments["input"].reshape(arguments["size"])
+    return call(node.target, arguments)
+
+
+def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
+    """Return the nodes whose channels go through a node that commutes with a change of them."""
+    if how not in node.row.commutes:
+        return ()
+    arguments = [node.inputs.get(key) for key in _carrying_arguments(node)]
+    return tuple(references(arguments))
+
+
+def passes_shifts(node: Node) -> bool:
+    """Return whether a constant added to a channel adds the same to what the node makes.
+
+    A mean does not if it includes padding.
+    """
+    if Commutes.SHIFTS not in node.row.commutes:
+        return False
+    if node.attrs.get("divisor_override") is not None:
+        return False
+    return node.row.kind == "passthrough" or not is_padded(node.attrs)
+
+
+def _carrying_arguments(node: Node) -> tuple[str, ...]:
+    """Return the arguments whose channels go through a node."""
+    if node.row.axes is None:
+        return ()
+    return node.row.axes.arguments or tuple(node.inputs)[:1]

@@ -1,11 +1,11 @@
 """Make the graph of a module tree without a trace: a node for each layer that can be quantized
-in place, with an input of its own.
+in place, with an input of its own. Also find what a graph lacks of a model.
 
 Names, scopes and operators are those of a trace in which each layer is called once.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.module_names import last_part
-from quantizer.graph.names import Namer
+from quantizer.graph.names import Namer, last_part
 from quantizer.graph.ops import OPS
-from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
-from quantizer.graph.passes.linear_of_experts import STACKED
+from quantizer.graph.passes.linear_layers import STACKED, TRANSPOSED
 
 MODULE_OPERATORS: dict[type[nn.Module], str] = {}
 """The operator of a class and of its subclasses."""
@@ -259,3 +257,49 @@ def uncovered_modules(model: nn.Module, graph: Graph) -> dict[str, str]:
         if path not in covered and any(weight.dim() > 1 for weight in weights):
             classes[path] = type(module).__name__
     return classes
+
+
+@dataclass(frozen=True)
+class Untraced:
+    """The parameters of a model that no node of a graph reads.
+
+    Attributes:
+        size: in bytes.
+        reasons: why their layers stay in float, by path.
+    """
+
+    size: int = 0
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def untraced_part(model: nn.Module, graph: Graph) -> Untraced:
+    """Return the parameters that no node of a trace reads.
+
+    Args:
+        model: in float.
+        graph: its trace before all passes.
+    """
+    traced_ids = _traced_ids(model, graph)
+    size = 0
+    reasons: dict[str, str] = {}
+    for path, parameter in model.named_parameters():
+        if id(parameter) in traced_ids:
+            continue
+        size += parameter.nbytes
+        if parameter.dim() > 1:
+            layer, _, _ = path.rpartition(".")
+            reasons[layer] = "not reached by the data"
+    return Untraced(size, reasons)
+
+
+def _traced_ids(model: nn.Module, graph: Graph) -> set[int]:
+    """Return the ids of the parameters that a node reads, by any of their paths."""
+    traced_paths: set[str] = set()
+    for node in graph.nodes:
+        traced_paths.update(node.params.values())
+    traced_ids: set[int] = set()
+    parameters = model.named_parameters(remove_duplicate=False)
+    for path, parameter in parameters:
+        if path in traced_paths:
+            traced_ids.add(id(parameter))
+    return traced_ids

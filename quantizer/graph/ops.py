@@ -24,11 +24,12 @@ from quantizer.graph.axis_rules import (
     WRITTEN,
     over_last,
 )
-from quantizer.graph.op_builders import (
+from quantizer.graph.op_row import (
     AFFINE,
     ALL,
     LINEAR,
     SCALING,
+    Op,
     activation_op,
     join_op,
     layer_op,
@@ -38,7 +39,6 @@ from quantizer.graph.op_builders import (
     pool_op,
     torch_ops,
 )
-from quantizer.graph.op_row import Op
 
 OPS: dict[str, Op] = {}
 """The rows by name."""

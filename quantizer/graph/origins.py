@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import JOINED, PADDED, RESHAPED, SAME, LabelledCall, pads_zeros
-from quantizer.graph.channel_labels import meta_values
 from quantizer.graph.ir import Graph, Node, map_refs
-from quantizer.graph.labels import UNFOLLOWED, changing_axes, compress_labels, run_node
+from quantizer.graph.labels import (
+    UNFOLLOWED,
+    changing_axes,
+    compress_labels,
+    meta_values,
+    run_node,
+)
 from quantizer.graph.targets import call
 from quantizer.storage.deferred_tensor import loaded
 

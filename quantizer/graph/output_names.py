@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.module_names import last_part
+from quantizer.graph.names import last_part
 
 _CONSTANT = "constant"
 """The name of a part that is filled in."""
@@ -37,28 +37,13 @@ def leaf_names(value: Any, prefix: str = "") -> tuple[str, ...]:
 
 def plain_output(value: Any) -> Any:
     """Return an output with its containers as dicts, lists and tuples."""
-    if isinstance(value, Ref):
+    items = _items(value)
+    if items is None:
         return value
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return {name: plain_output(item) for name, item in _named_items(value)}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: plain_output(item) for name, item in _fields(value)}
-    if isinstance(value, (list, tuple)):
-        items = [plain_output(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
-def _fields(value: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of a dataclass; torch has no leaves for those that are
-    None.
-    """
-    items = []
-    for field in dataclasses.fields(value):
-        item = getattr(value, field.name)
-        if item is not None:
-            items.append((field.name, item))
-    return items
+    plain = {name: plain_output(item) for name, item in items}
+    if isinstance(value, list):
+        return list(plain.values())
+    return tuple(plain.values()) if isinstance(value, tuple) else plain
 
 
 def _items(value: Any) -> list[tuple[str, Any]] | None:
@@ -66,7 +51,11 @@ def _items(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, Ref):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        return _fields(value)
+        fields = [
+            (field.name, getattr(value, field.name)) for field in dataclasses.fields(value)
+        ]
+        # torch has no leaves for None
+        return [(name, item) for name, item in fields if item is not None]
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return _named_items(value)
     if isinstance(value, (list, tuple)):

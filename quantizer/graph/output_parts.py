@@ -17,7 +17,14 @@ from torch import Tensor
 
 from quantizer.errors import or_without
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.label_replay import FILLED, UNWRITTEN, ExampleValues, Replay, Seen
+from quantizer.graph.label_replay import (
+    FILLED,
+    UNWRITTEN,
+    ExampleValues,
+    Provenance,
+    Replay,
+    Seen,
+)
 from quantizer.graph.labels import (
     UNFOLLOWED,
     changing_axes,
@@ -27,7 +34,6 @@ from quantizer.graph.labels import (
     numbered_labels,
 )
 from quantizer.graph.output_names import OTHERS, output_leaves, unique_names, unused_names
-from quantizer.graph.provenance import Provenance
 from quantizer.graph.row_order import RowOrder, row_order
 
 MAX_PARTS = 32

@@ -66,19 +66,7 @@ class StoredGraph:
         graph = self.graph.replaced(tensors=tensors)
         if graph.device == _CPU:
             return graph
-        return _moved(graph, graph.device)
-
-
-def _moved(graph: Graph, device: torch.device) -> Graph:
-    """Return the graph with `device` instead of the devices that its nodes name."""
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        attrs = dict(node.attrs)
-        for name, value in node.attrs.items():
-            if isinstance(value, torch.device):
-                attrs[name] = device
-        nodes.append(replace(node, attrs=attrs))
-    return graph.replaced(nodes=tuple(nodes))
+        return graph.mapped(lambda node: node.on(graph.device))
 
 
 def module_tensor(module: nn.Module, path: str) -> Tensor | None:
@@ -105,14 +93,10 @@ def constants_of_code(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple
     paths: list[str] = []
     for path, tensor in tensors.items():
         known = module_tensor(module, path)
-        if known is None:
-            paths.append(path)
-            continue
-        if known.is_complex() and not tensor.is_complex():
+        if known is not None and known.is_complex() and not tensor.is_complex():
             known = as_floats(known)
-        has_shape = known.shape == tensor.shape
-        has_dtype = known.dtype == tensor.dtype
-        if not (has_shape and has_dtype):
+        kind = TensorKind(tuple(tensor.shape), tensor.dtype)
+        if known is None or not kind.fits(known):
             paths.append(path)
     return tuple(paths)
 
@@ -146,7 +130,7 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
     for path, tensor in graph.tensors.items():
         tensors[path] = {"shape": list(tensor.shape), "dtype": _name_in_torch(tensor.dtype)}
     # A calibration on a GPU leaves the same file.
-    graph = _moved(graph, _CPU)
+    graph = graph.mapped(lambda node: node.on(_CPU))
     leaves = _leaves(graph.output)
     return {
         "model": graph.model,

@@ -1,12 +1,20 @@
-"""Let `torch.export` trace modules of `torch.nn` and distributions that it cannot trace as they
-are.
+"""Let `torch.export` trace modules that it cannot trace as they are: some of `torch.nn`,
+distributions, and the rotations of transformers that switch their frequencies at a length
+(longrope, as in Phi-3 and Phi-4-mini).
+
+These rotations write the frequencies of a call into a buffer. What is traced instead chooses
+them in each call and keeps nothing, so that a graph has both sides of the switch.
 """
 
-from collections.abc import Iterator
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
 
@@ -70,3 +78,78 @@ def distributions_are_not_checked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+_KIND = "longrope"
+_PACKAGE = "transformers.modeling_rope_utils"
+_FREQUENCIES = "inv_freq"
+
+
+@contextmanager
+def rotations_keep_nothing(module: nn.Module) -> Iterator[None]:
+    """Replace `forward` of such rotations meanwhile."""
+    replaced: list[nn.Module] = []
+    if _PACKAGE in sys.modules:
+        for part in module.modules():
+            if _switches(part):
+                vars(part)["forward"] = _forward_of(part)
+                replaced.append(part)
+    try:
+        yield
+    finally:
+        for part in replaced:
+            del vars(part)["forward"]
+
+
+def _switches(part: nn.Module) -> bool:
+    kinds: Any = getattr(part, "rope_type", None)
+    if isinstance(kinds, dict):
+        return _KIND in kinds.values()
+    return bool(kinds == _KIND)
+
+
+def _forward_of(part: nn.Module) -> Callable[..., Any]:
+    """Return the `forward` of a rotation without its decorators."""
+    undecorated = inspect.unwrap(type(part).forward)
+
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        kind = part.rope_type
+        named: dict[str, str] = {}
+        if layer_type is not None:
+            kind = part.rope_type[layer_type]  # type: ignore[index]
+            named["layer_type"] = layer_type
+        if kind != _KIND:
+            return undecorated(part, x, position_ids, **named)
+        view = _WithFrequencies(part, _frequencies(part, position_ids, named))
+        return undecorated(view, x, position_ids, **named)
+
+    return forward
+
+
+def _frequencies(part: Any, positions: Tensor, named: dict[str, str]) -> dict[str, Tensor]:
+    """Return the frequencies for the positions of a call, by the name of their attribute."""
+    settings = part.config.rope_parameters
+    prefix = ""
+    for layer_type in named.values():
+        settings = settings[layer_type]
+        prefix = f"{layer_type}_"
+    switch = settings["original_max_position_embeddings"]
+    find = importlib.import_module(_PACKAGE).ROPE_INIT_FUNCTIONS[_KIND]
+    of_long_texts, _ = find(part.config, positions.device, seq_len=switch + 1, **named)
+    name = f"{prefix}{_FREQUENCIES}"
+    of_short_texts = getattr(part, f"{prefix}original_{_FREQUENCIES}")
+    is_long = positions.max() + 1 > switch
+    return {name: torch.where(is_long, of_long_texts, of_short_texts)}
+
+
+class _WithFrequencies:
+    """Stands for a rotation with other frequencies."""
+
+    def __init__(self, part: nn.Module, frequencies: dict[str, Tensor]) -> None:
+        self._part = part
+        self._frequencies = frequencies
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._frequencies:
+            return self._frequencies[name]
+        return getattr(self._part, name)

@@ -26,7 +26,6 @@ from quantizer.graph.batch_axes import BatchAxes, choices_of_axes, samples_in, w
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.length_guards import LengthTrace
 from quantizer.graph.lengths import (
     Length,
     excludes_single_batches,
@@ -35,17 +34,16 @@ from quantizer.graph.lengths import (
     shortened_lengths,
     size_axes,
 )
-from quantizer.graph.long_rotations import rotations_keep_nothing
 from quantizer.graph.names import check_names
 from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
-from quantizer.graph.plain_values import input_paths
-from quantizer.graph.program_nodes import mark_stubs
-from quantizer.graph.size_guards import GuardedTrace
+from quantizer.graph.program_nodes import input_paths, mark_stubs
+from quantizer.graph.size_guards import GuardedTrace, LengthTrace
 from quantizer.graph.torch_modules import (
     distributions_are_not_checked,
     masks_are_not_searched,
     recurrent_weights_restored,
+    rotations_keep_nothing,
 )
 from quantizer.graph.trace_errors import SameForAllExamplesError, explain_failure, place_of
 from quantizer.storage.process_memory import pause_garbage_collection
@@ -130,10 +128,7 @@ def _trace(
         example, program, lengths = _export_sizes(module, call, choices, sizes)
     else:
         example, program = _export_batches(module, call, choices)
-    shapes: list[Sequence[int]] = []
-    for leaf in pytree.tree_leaves(example):
-        shapes.append(getattr(leaf, "shape", ()))
-    graph = Converter(program, module).graph(paths, shapes)
+    graph = Converter(program, module).graph(paths, leaf_shapes(example))
     if lengths:
         graph = graph.replaced(lengths=tuple(lengths))
     return graph

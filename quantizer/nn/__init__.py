@@ -1,6 +1,6 @@
 """The layers of quantized networks, for traced graphs and for the generated code alike."""
 
-from quantizer.graph.describe import FUNCTION_LAYERS
+from quantizer.graph.emit import FUNCTION_LAYERS
 from quantizer.nn.dpu_layers import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
 from quantizer.nn.function import Constant, DeQuantStub, Function, Input, Parameter, QuantStub
 from quantizer.nn.layer import Layer

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 import quantizer.nn as layers
 from quantizer.config.wording import counted
 from quantizer.errors import BatchError, DataError, first_line
-from quantizer.graph.describe import describe, overwritten
+from quantizer.graph.emit import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.lengths import Length
 from quantizer.nn.execution import Execution, Watchers, layer_arguments

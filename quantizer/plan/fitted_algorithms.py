@@ -10,11 +10,11 @@ from quantizer.config.json_types import JsonObject
 from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.config.wording import counted, first_names
 from quantizer.graph.find_structure import find_structure
-from quantizer.graph.structure import InputGroup, Structure
+from quantizer.graph.structure import Structure
 from quantizer.numerics.codes import bits_of
+from quantizer.plan.fitted_layers import behind_norms
 from quantizer.plan.fitting import Fitting
 from quantizer.plan.model import Plan
-from quantizer.plan.sensitive_layers import behind_norms
 
 _SMOOTHED_BITS = 8
 _SMOOTHQUANT = {"name": "smoothquant", "alpha": 0.5, "scale_clamp_min": 0.001}
@@ -92,13 +92,9 @@ def _has_one_static_scale(spec: QuantizationSpec) -> bool:
 def _can_smooth(structure: Structure, layers: list[str]) -> bool:
     """Return whether SmoothQuant can rescale what one of the layers reads."""
     for group in structure.groups:
-        if _can_rescale(group) and not set(group.layers).isdisjoint(layers):
+        if not group.tied and not set(group.layers).isdisjoint(layers):
             return True
     return False
-
-
-def _can_rescale(group: InputGroup) -> bool:
-    return not group.tied and not group.is_fixed
 
 
 def leave_out_idle_algorithms(fitting: Fitting) -> None:
@@ -139,7 +135,7 @@ def why_algorithm_is_idle(algorithm: Algorithm, plan: Plan) -> str | None:
     except ConfigError as error:
         return error.diagnostics[0].message
     for group in structure.groups:
-        if algorithm.kind.eases_activations and not _can_rescale(group):
+        if algorithm.kind.eases_activations and group.tied:
             continue
         for layer in group.layers:
             weights = plan.tensors.get((layer, "weights"))

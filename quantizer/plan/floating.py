@@ -1,13 +1,17 @@
-"""Values that stay float with any config, and why. This follows from the graph alone,
-without data.
+"""Values that stay float with any config, and why. This follows from the graph alone, without
+data.
+
+Among them are arguments, of which a small error makes another value: angles, values that are
+rounded to integers, and indices.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+import torch
 
 from quantizer.graph.axis_rules import ALIKE
-from quantizer.graph.ir import Graph, Node, readers, references
-from quantizer.plan.arguments import exact_arguments
-from quantizer.plan.sentinels import masks, sentinels
+from quantizer.graph.ir import Graph, Node, readers, references, walk_back
+from quantizer.plan.mask_constants import masks, sentinels
 
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution for the others"
@@ -115,22 +119,28 @@ def scaled_inputs(graph: Graph) -> set[str]:
 
     A join that is scaled is quantized behind the factors anyway.
     """
-    scaled: set[str] = set()
     scales = [node for node in graph.nodes if node.op == "input_scale"]
     if not scales:
-        return scaled
+        return set()
     names = input_values(graph)
-    pending = []
+    sources = []
     for node in scales:
         source = graph.source(node)
         if source is not None and not source.is_join:
-            pending.append(source.name)
-    while pending:
-        name = pending.pop()
-        if name in names and name not in scaled:
-            scaled.add(name)
-            pending += graph.by_name[name].refs()
-    return scaled
+            sources.append(source.name)
+    return ancestors(graph, sources, names)
+
+
+def ancestors(graph: Graph, starts: Iterable[str], names: set[str]) -> set[str]:
+    """Return those of `names` that are among some nodes, or that these are computed of through
+    others of `names`.
+    """
+
+    def operands(node: Node) -> set[str]:
+        return names.intersection(node.refs())
+
+    nodes = walk_back(graph, names.intersection(starts), operands)
+    return {node.name for node in nodes}
 
 
 def multiplies_values(node: Node, name: str) -> bool:
@@ -244,21 +254,18 @@ def _compared(graph: Graph) -> Iterator[str]:
     In float one of the comparisons holds for any values. Of rounded values none may,
     and the index is outside.
     """
-    pending: list[str] = []
+
+    def operands(node: Node) -> Iterable[str]:
+        return () if node.is_float or node.op in _COMPARES else node.refs()
+
+    picks: list[str] = []
     for node in graph.nodes:
         if node.op in _PICKS:
-            pending.extend(node.refs())
+            picks.extend(node.refs())
     compared: list[str] = []
-    seen: set[str] = set()
-    while pending:
-        node = graph.by_name[pending.pop()]
-        if node.is_float or node.name in seen:
-            continue
-        seen.add(node.name)
-        if node.op in _COMPARES:
+    for node in walk_back(graph, picks, operands):
+        if node.op in _COMPARES and not node.is_float:
             compared.extend(node.refs())
-        else:
-            pending.extend(node.refs())
     return _origins(graph, compared)
 
 
@@ -266,18 +273,20 @@ def _origins(graph: Graph, names: Iterable[str]) -> Iterator[str]:
     """Yield the layers from which values come, back to products, to float operators, and to
     integers.
     """
-    pending = [*names]
-    seen: set[str] = set()
-    while pending:
-        node = graph.by_name[pending.pop()]
-        if node.name in seen or node.row.kind in ("float", "structural") or not node.is_float:
-            continue
-        seen.add(node.name)
-        yield node.name
-        operands = set(node.refs())
-        has_one = len(operands) == 1 and node.row.kind in _KEEPS_ZEROS and not node.row.weight
-        if has_one or node.row.axes is ALIKE:
-            pending += operands
+
+    def is_inside(node: Node) -> bool:
+        return node.is_float and node.row.kind not in ("float", "structural")
+
+    def operands(node: Node) -> set[str]:
+        if not is_inside(node):
+            return set()
+        read = set(node.refs())
+        has_one = len(read) == 1 and node.row.kind in _KEEPS_ZEROS and not node.row.weight
+        return read if has_one or node.row.axes is ALIKE else set()
+
+    for node in walk_back(graph, names, operands):
+        if is_inside(node):
+            yield node.name
 
 
 def _has_only_float_readers(graph: Graph, node: Node, floats: dict[str, str]) -> bool:
@@ -300,3 +309,84 @@ def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
     if floats.get(name) == FLOAT_READERS:
         return True
     return graph.by_name[name].row.kind in ("float", "unknown", "structural")
+
+
+# Their output consists of integers
+_KERNELS = ("mac", "fusable")
+# They have no quantization
+_UNQUANTIZED = ("passthrough", "structural")
+
+
+def exact_arguments(graph: Graph, constants: Set[str]) -> Set[str]:
+    """Return the layers whose values are arguments of sines, are rounded to integers, or are
+    indices.
+
+    They are searched backwards. Other readers of such a value quantize their outputs, and a
+    layer that multiplies it quantizes its own input. The output of a kernel of integers, as a
+    layer with weights is, is not an argument if the network returns it as well.
+    """
+    alone: set[str] = set()
+    shared: set[str] = set()
+    for node in reversed(graph.nodes):
+        may_be = node.row.kind != "structural" or node.op in ("input", "parameter")
+        if not may_be or node.name in constants or not _has_fractions(node):
+            continue
+        # Integers are moved after a cast to them
+        reads = list(readers(graph, node.name, lambda move, _: _is_cast_to_integers(move)))
+        exact_reads = [read for read in reads if _is_argument(graph, read, alone, constants)]
+        if reads and len(exact_reads) == len(reads):
+            alone.add(node.name)
+        elif _may_be_shared(node, reads):
+            known = alone | shared
+            if any(_is_argument(graph, read, known, constants) for read in reads):
+                shared.add(node.name)
+    return alone | shared
+
+
+def _may_be_shared(node: Node, reads: list[tuple[str, str]]) -> bool:
+    """Return whether a value may be an argument though other readers do not need it exact."""
+    if node.row.kind in _KERNELS:
+        return all(reader for reader, _ in reads)
+    return node.op == "input" or node.row.kind not in _UNQUANTIZED
+
+
+def _is_argument(
+    graph: Graph, read: tuple[str, str], arguments: Set[str], constants: Set[str]
+) -> bool:
+    """Return whether a reader takes a value as an argument, or computes arguments from it and
+    from constants.
+    """
+    name, value = read
+    if not name:
+        return False
+    reader = graph.by_name[name]
+    if _is_cast_to_integers(reader):
+        return True
+    for key in _exact_inputs(reader):
+        if value in references(reader.inputs.get(key)):
+            return True
+    if name not in arguments or reader.row.weight:
+        return False
+    others = list(reader.refs())
+    others.remove(value)
+    return reader.row.kind != "mac" or constants >= set(others)
+
+
+def _exact_inputs(node: Node) -> tuple[str, ...]:
+    """Return the inputs that its operator needs exact, with some settings or always."""
+    if node.op == "div" and node.attrs.get("rounding_mode"):
+        return ("input", "other")
+    if node.op == "exp" and node.dtype is not None and node.dtype.is_complex:
+        # A cosine and a sine
+        return ("input",)
+    return node.row.exact
+
+
+def _has_fractions(node: Node) -> bool:
+    """Return whether the node's value is one tensor of floating-point or complex numbers."""
+    return node.dtype is not None and (node.dtype.is_floating_point or node.dtype.is_complex)
+
+
+def _is_cast_to_integers(node: Node) -> bool:
+    """Return whether a node casts to integers. A cast to truth values is a comparison."""
+    return node.op == "to" and node.dtype != torch.bool and not _has_fractions(node)

@@ -5,9 +5,10 @@ none. This depends on operators, not on the config.
 from collections.abc import Container, Iterable
 
 from quantizer.errors import or_without
-from quantizer.graph.axis_rules import ALIKE, PADDED, PRODUCT, QUOTIENT, SAME, pads_zeros
+from quantizer.graph.axis_rules import PADDED, pads_zeros
 from quantizer.graph.computed_parts import Runs, computed_parts
 from quantizer.graph.ir import Graph, Node, readers
+from quantizer.graph.op_row import ELEMENTWISE
 from quantizer.graph.origins import maker, origins_of
 from quantizer.plan.floating import (
     ARGUMENT,
@@ -26,22 +27,9 @@ from quantizer.plan.layout import (
     Multiplication,
     quantization_point,
 )
+from quantizer.plan.mask_constants import chooses
 from quantizer.plan.model import is_entry
-from quantizer.plan.sentinels import chooses
-from quantizer.plan.value_readers import Reading, outer_readers, values_readers
-
-__all__ = [
-    "EVERY_JOIN",
-    "PART_SCALE",
-    "Group",
-    "Join",
-    "Layout",
-    "Multiplication",
-    "layout",
-    "quantization_point",
-]
-
-_ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
+from quantizer.plan.readers import Reading, outer_readers, values_readers
 
 
 def layout(graph: Graph, single: Container[str] = ()) -> Layout:
@@ -162,7 +150,7 @@ class _Layouter:
         """Return whether the node computes element by element with a value whose parts have
         different scales.
         """
-        if node.row.axes not in _ELEMENTWISE and node.name not in self.where.runs:
+        if node.row.axes not in ELEMENTWISE and node.name not in self.where.runs:
             return False
         for name in node.refs():
             is_joined = (

@@ -12,10 +12,13 @@ from quantizer.config.patterns import glob_of_names, matching_limit
 from quantizer.errors import UsageError
 from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.language_parts import language_head, router_layers, wide_layers
-from quantizer.graph.media_layers import media_layers
-from quantizer.graph.module_names import call_paths, module_of
-from quantizer.graph.names import around, is_operator_name
+from quantizer.graph.language_parts import (
+    language_head,
+    media_layers,
+    router_layers,
+    wide_layers,
+)
+from quantizer.graph.names import around, call_paths, is_operator_name, module_of
 from quantizer.plan.model import Key, RuleMatch
 
 # Weakest first: a rule of a higher rank overrides others, field by field

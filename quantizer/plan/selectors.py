@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from quantizer.config.model import Selector
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.module_names import call_paths, path_names
+from quantizer.graph.names import call_paths, path_names
 from quantizer.plan.match import SELECTED_KINDS, has_own_weights, match
 
 _NAMED_KINDS = ("kind:embedding", "kind:head")

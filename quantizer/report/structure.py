@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from quantizer.graph.ir import Graph
-from quantizer.graph.module_names import module_of, path_names
+from quantizer.graph.names import module_of, path_names
 from quantizer.graph.structure import InputGroup, Structure
 from quantizer.report.view import Listing, TableRow, TableView
 

@@ -21,7 +21,7 @@ from quantizer.errors import ResultError, UsageError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.nn.load import GROUP_SCALES
 from quantizer.nn.load import INFO_FILE as INFO_FILE
 from quantizer.nn.network import Network

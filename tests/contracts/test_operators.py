@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from quantizer.graph.axis_rules import Commutes
-from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.labels import NONE, numbered_labels
+from quantizer.graph.labels import NONE, ChannelLabels, numbered_labels
 from quantizer.graph.ops import OPS
 from quantizer.graph.targets import call
 

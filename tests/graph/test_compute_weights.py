@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, weight_norm
 import quantizer
 from quantizer.config.model import Settings
 from quantizer.graph.passes import run_passes
-from quantizer.graph.passes.compute_weights import compute_weights
+from quantizer.graph.passes.compute_constants import compute_weights
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 

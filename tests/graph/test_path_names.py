@@ -9,7 +9,7 @@ from support.toys import traced
 
 from quantizer.config.model import Selector, Settings
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.plan.match import match
 

@@ -11,7 +11,7 @@ from support.structures import CONFIGS, changed_by_folding, modules_of, prepared
 
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.module_names import layer_path
+from quantizer.graph.names import layer_path
 from quantizer.graph.structure import InputGroup, Structure
 
 pytest.importorskip("transformers", reason="the models are those of transformers (extra: llm)")

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from quantizer.graph.trace import trace
 from quantizer.plan.floating import multiplies_values
-from quantizer.plan.groups import EVERY_JOIN, Multiplication, layout, quantization_point
+from quantizer.plan.groups import layout
+from quantizer.plan.layout import EVERY_JOIN, Multiplication, quantization_point
 
 
 def halves(y: Tensor, first: Tensor) -> Tensor:

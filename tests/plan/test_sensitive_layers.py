@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
-from quantizer.plan.sensitive_layers import behind_norms, sensitive_layers
+from quantizer.plan.fitted_layers import behind_norms, sensitive_layers
 
 
 def modules(graph: Graph, layers: list[str] | tuple[str, ...]) -> list[str]:

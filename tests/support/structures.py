@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.model import Settings
 from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.module_names import layer_path
+from quantizer.graph.names import layer_path
 from quantizer.graph.passes import run_passes
 from quantizer.graph.structure import InputGroup, Structure
 from quantizer.graph.trace import trace

@@ -18,7 +18,7 @@ from quantizer.evaluation.cheapest import FloatPart, cheapest_parts, float_parts
 from quantizer.evaluation.ladder.rungs import OutOfTimeError, Rung, Standing, Trial
 from quantizer.evaluation.width_changes import WidthChanges, chosen_specs
 from quantizer.evaluation.width_choice import Budget, best_choice
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan

@@ -17,10 +17,10 @@ from quantizer.export.compressed_tensors.schemes import (
 )
 from quantizer.export.exporter import Refusal
 from quantizer.export.model_tensors import cannot_store
-from quantizer.graph.fused import fused_layers
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.two_level import split_global
 from quantizer.plan.model import Key, TensorSpecs
+from quantizer.plan.tied_scales import fused_layers
 
 _ENGINE_NAMES = {
     frozenset({"q_proj", "k_proj", "v_proj"}): "qkv_proj",

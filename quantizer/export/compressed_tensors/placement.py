@@ -17,7 +17,7 @@ from quantizer.export.exporter import Refusal
 from quantizer.export.model_tensors import family_of
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import is_operator_name
-from quantizer.graph.passes.linear_from_matmul import TRANSPOSED
+from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.plan.model import Key, TensorSpecs
 
 LINEAR_CLASS = "torch.nn.Linear"

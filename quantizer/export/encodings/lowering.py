@@ -18,7 +18,7 @@ from quantizer.export.onnx.builder import (
     remove_node,
 )
 from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
-from quantizer.graph.module_names import path_names
+from quantizer.graph.names import path_names
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 # Operators whose outputs are values of their first input. A second encoding would change

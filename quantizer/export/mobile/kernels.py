@@ -16,7 +16,8 @@ from quantizer.export.exporter import Refusal
 from quantizer.export.kernels import Kernels
 from quantizer.export.onnx.specs import layer_input_spec, output_spec
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.plan.groups import Layout, layout
+from quantizer.plan.groups import layout
+from quantizer.plan.layout import Layout
 from quantizer.plan.model import TensorSpecs
 
 PRESET = "mobile_int8"

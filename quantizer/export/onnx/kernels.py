@@ -15,7 +15,8 @@ from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
-from quantizer.plan.groups import Layout, layout
+from quantizer.plan.groups import layout
+from quantizer.plan.layout import Layout
 
 _ONNX_RUNTIME = "ONNX Runtime"
 _INSIDE_AN_OPERATOR = "a step inside the operator, whose result the config does not quantize"

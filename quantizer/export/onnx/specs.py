@@ -21,9 +21,10 @@ from quantizer.export.onnx.int8_weights import (
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.origins import maker
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.plan.groups import PART_SCALE, Join, Layout, layout
+from quantizer.plan.groups import layout
+from quantizer.plan.layout import PART_SCALE, Join, Layout
 from quantizer.plan.model import Key, TensorSpecs
-from quantizer.plan.value_readers import values_readers
+from quantizer.plan.readers import values_readers
 from quantizer.storage.deferred_tensor import loaded
 
 SpecsByKey = TensorSpecs

@@ -46,11 +46,11 @@ class PassRow:
 
 GRAPH_PASSES: dict[str, PassRow] = {
     "remove_dropout": PassRow("activations"),
-    "compute_weights": PassRow("compute_weights"),
+    "compute_weights": PassRow("compute_constants"),
     "compute_constants": PassRow("compute_constants"),
-    "separate_biases": PassRow("separate_biases"),
-    "linear_from_matmul": PassRow("linear_from_matmul"),
-    "linear_of_experts": PassRow("linear_of_experts"),
+    "separate_biases": PassRow("linear_layers"),
+    "linear_from_matmul": PassRow("linear_layers"),
+    "linear_of_experts": PassRow("linear_layers"),
     "convert_relu6_to_relu": PassRow(
         "activations", "convert_relu6_to_relu", changes="on purpose"
     ),

@@ -1,17 +1,77 @@
-"""Finds the layers that multiply values computed of inputs alone, and the channels that they
-read.
+"""Find what reads a node's values: directly or through moves and joins, how far from zero these
+values still matter to the readers, and which layers multiply values of inputs alone.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
-from quantizer.graph.channel_labels import ChannelLabels
 from quantizer.graph.edits import channels_of, input_weights, is_recurrent_layer
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph, Node, readers
+from quantizer.graph.labels import ChannelLabels
 from quantizer.graph.structure import InputGroup
-from quantizer.plan.floating import input_values
+from quantizer.plan.floating import MASK, ancestors, input_values
+from quantizer.plan.mask_constants import chooses
+
+Reading = tuple[str, str]
+"""A reader, "" for the network's output, and the node that it reads."""
+
+
+def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[Reading]:
+    """Return what reads a node's values, directly or through moves.
+
+    Mask constants end at a choice among values, so there a choice is a reader.
+    """
+
+    def ends(move: Node, read: str) -> bool:
+        return floats.get(read) == MASK and chooses(move)
+
+    return readers(graph, name, ends)
+
+
+def outer_readers(
+    graph: Graph, name: str, floats: Mapping[str, str] | None = None
+) -> Iterator[Reading]:
+    """Yield what reads a node's values, directly or through moves and joins.
+
+    Args:
+        floats: of the layout. With it sentinels end at a choice.
+    """
+    pending = [name]
+    joins = {name}
+    while pending:
+        for reader, source in values_readers(graph, pending.pop(), floats or {}):
+            if not reader or not graph.by_name[reader].is_join:
+                yield reader, source
+            elif reader not in joins:
+                joins.add(reader)
+                pending.append(reader)
+
+
+_MOST_BITS = 8
+
+
+def useful_magnitude(graph: Graph, source: str, spec: QuantizationSpec) -> float | None:
+    """Return the magnitude beyond which all readers of a node saturate; None if some reader
+    does not.
+
+    With a power-of-two scale, the values beyond it would cost all others a bit or two. Other
+    scales lose less, so they have no such limit. Wider codes have room for all values.
+    """
+    is_short = spec.dtype == "int" and spec.bit_width <= _MOST_BITS
+    if not is_short or spec.scale_type != "poweroftwo":
+        return None
+    magnitudes = []
+    for reader, _ in outer_readers(graph, source):
+        # "" is the network's output
+        row = graph.by_name[reader].row if reader else None
+        if row is None or row.saturates is None:
+            return None
+        magnitudes.append(row.saturates)
+    return max(magnitudes, default=None)
+
 
 _MAX_NAMED = 8
 
@@ -95,16 +155,10 @@ def _groups(graph: Graph, names: set[str]) -> list[InputGroup]:
 
 def _is_of_flat_images(graph: Graph, group: InputGroup, names: set[str]) -> bool:
     """Return whether the channels are the pixels of images, which have one unit."""
-    pending = [group.source]
-    rank = graph.by_name[group.source].rank
-    while pending:
-        node = graph.by_name[pending.pop()]
-        if node.op == "input" and node.rank == 4 and rank == 2:
-            return True
-        for name in node.refs():
-            if name in names:
-                pending.append(name)
-    return False
+    if graph.by_name[group.source].rank != 2:
+        return False
+    nodes = [graph.by_name[name] for name in ancestors(graph, [group.source], names)]
+    return any(node.op == "input" and node.rank == 4 for node in nodes)
 
 
 def _input_of(graph: Graph, group: InputGroup, names: set[str]) -> str | None:
