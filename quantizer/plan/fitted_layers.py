@@ -5,7 +5,7 @@ channels are outputs of different ranges.
 from dataclasses import replace
 
 from quantizer.config.document.document import value_at
-from quantizer.config.forms.layered import specified, with_entries
+from quantizer.config.forms.layer_entries import specified, with_entries
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ROLES, QuantizationSpec, Role
 from quantizer.config.roles import base_role

@@ -54,6 +54,18 @@ def loaded(value: Mapping[str, Any]) -> Config | None:
     return check_document(Document.of(value, "config")).config
 
 
+def test_comments_between_entries_are_no_entries() -> None:
+    value = {
+        "global_quant_config": {"weight": INT8},
+        "layer_quant_config": {"// fc": "by its name", "fc": {"weight": INT8}},
+    }
+    changed = with_method(value, ("weights",), "mse")
+    assert changed["layer_quant_config"]["// fc"] == "by its name"
+    assert changed["layer_quant_config"]["fc"]["weight"]["observer_cls"] == (
+        "PerTensorMSEObserver"
+    )
+
+
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_an_edit_of_a_preset_is_valid_or_refused_and_done_once(edit: Edit) -> None:
     changed = 0
