@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from quantizer.config.effective import effective
 from quantizer.config.model import CAST_ONLY, Config, QuantizationSpec, Role
 from quantizer.config.roles import base_role, is_parameter, parameter_role
+from quantizer.config.spec_fields import effective
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, joins

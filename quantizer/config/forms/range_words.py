@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.config.document.document import Document
-from quantizer.config.forms.form import form_of
-from quantizer.config.forms.hierarchical import KEY_OF
+from quantizer.config.forms.form import KEY_OF, form_of
 from quantizer.config.forms.hierarchical_spec import observer_word, specification
 from quantizer.config.forms.layer_entries import specified, with_entries
 from quantizer.config.forms.layered import FIELDS
