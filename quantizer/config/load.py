@@ -24,7 +24,6 @@ from quantizer.config.forms.form import form_of
 from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import Config, ConfigRule
 from quantizer.config.resources import load_resource, preset_text
-from quantizer.config.rules.check_algorithms import check_algorithms
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_structure
 from quantizer.config.wording import counted
@@ -146,32 +145,36 @@ def _translate(document: Document) -> tuple[Config | None, _Findings]:
     tried.
     """
     is_hierarchical = form_of(document.value) == "hierarchical"
-    notes: _Findings = ()
+    findings: list[Diagnostic] = []
     if is_hierarchical:
         from quantizer.config.forms.aliases import canonical
 
         document, notes = canonical(document)
-    structure = [*notes, *check_structure(document)]
-    if len(structure) > _MANY_ERRORS:
-        return None, merged_by_cause(structure)
-    places = [finding.place for finding in structure if finding.code not in _HARMLESS]
+        findings += notes
+    findings += check_structure(document)
+    if len(findings) > _MANY_ERRORS:
+        return None, merged_by_cause(findings)
+    places = [finding.place for finding in findings if finding.code not in _HARMLESS]
     invalid = {place.pointer for place in places if place}
-    conflicts: Iterable[Diagnostic]
-    # A file needs the rules of its own form only
+    # Only the rules that are about something in the file are imported
     if is_hierarchical:
         from quantizer.config.forms.hierarchical import translate_hierarchical
         from quantizer.config.rules.check_hierarchical import check_hierarchical
 
         hierarchical = translate_hierarchical(document, invalid)
-        config, conflicts = hierarchical.config, check_hierarchical(hierarchical)
+        config = hierarchical.config
+        findings += check_hierarchical(hierarchical)
     else:
         layered = translate_layered(document, invalid)
-        config, conflicts = layered.config, check_layered(layered)
-    findings = merged_by_cause(
-        (*structure, *conflicts, *check_algorithms(config), *_wrong_patterns(config.rules))
-    )
+        config = layered.config
+        findings += check_layered(layered)
+    if config.algorithms:
+        from quantizer.config.rules.check_algorithms import check_algorithms
+
+        findings += check_algorithms(config)
+    findings += _wrong_patterns(config.rules)
     is_usable = all(finding.severity != "error" for finding in findings)
-    return config if is_usable else None, findings
+    return config if is_usable else None, merged_by_cause(findings)
 
 
 def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:

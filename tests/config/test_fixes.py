@@ -322,6 +322,11 @@ def test_the_syntax_of_other_languages_is_turned_into_json(text: str, value: Any
     assert [f.code for f in findings(fix(text)) if f.severity == "error"] == []
 
 
+def test_a_new_block_is_indented_as_the_file_is() -> None:
+    written = fix(json.dumps(layered(overall_quantize_config=None), indent=1))
+    assert '\n "overall_quantize_config": {\n  "bit_width": 8,\n  "method"' in written
+
+
 BROKEN_BY_ITSELF = [
     (
         {"overall_quantize_config": PARAMETERS | {"method": "entropyy", "symmetry": False}},

@@ -19,8 +19,8 @@ from quantizer.config.forms.level_edits import (
     with_equalization,
     with_group_size,
     with_method,
+    with_tuning_comments,
 )
-from quantizer.config.forms.tuned import with_tuning_comments
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
 from quantizer.config.resources import load_resource, presets

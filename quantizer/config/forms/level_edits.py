@@ -1,9 +1,10 @@
 """Change one setting of a config's document at every level that states it, in the file's own
-form. Documents have the words of `Config.document`, in which other spellings are replaced.
+form, and list the changes in it. Documents have the words of `Config.document`, in which other
+spellings are replaced.
 """
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
@@ -16,6 +17,10 @@ from quantizer.errors import UsageError
 _WEIGHTS: tuple[Role, ...] = ("weights",)
 _EQUALIZATION = "cle"
 _PER_CHANNEL_OBSERVER = "PerChannelMinMaxObserver"
+_CHANGES_KEY = "// quantizer tune"
+_OPTION_KEY = "// calibrate with"
+_AFTER = ("$schema", "//")
+"""The keys that stay before the comments."""
 
 
 def is_stated(document: JsonMapping, word: str) -> bool:
@@ -154,6 +159,32 @@ def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
         remaining.insert(0, new)
     _set_entries(changed, key, remaining)
     return changed
+
+
+def with_tuning_comments(
+    document: JsonMapping, changes: Sequence[str], fast_finetune: str | None
+) -> JsonObject:
+    """Return the document with the changes as a comment, and with the option that calibration
+    needs besides the config, if any.
+
+    Changes of an earlier ladder stay in the list.
+    """
+    earlier = document.get(_CHANGES_KEY) or []
+    comments: JsonObject = {}
+    if earlier or changes:
+        comments[_CHANGES_KEY] = [*earlier, *changes]
+    if fast_finetune is not None:
+        comments[_OPTION_KEY] = f"--fast_finetune {fast_finetune}"
+    before: JsonObject = {}
+    after: JsonObject = {}
+    for key, value in document.items():
+        if key in (_CHANGES_KEY, _OPTION_KEY):
+            continue
+        if key in _AFTER and not after:
+            before[key] = value
+        else:
+            after[key] = value
+    return {**before, **comments, **after}
 
 
 def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
