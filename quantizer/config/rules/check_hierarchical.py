@@ -68,20 +68,6 @@ class _Scope(Words):
         """Return a finding at the first of the keys that is stated."""
         return Diagnostic(code, text, self.place(*keys), severity, help=help_)
 
-    def conflict(
-        self,
-        code: str,
-        text: str,
-        causes: Iterable[Place | None],
-        *,
-        help_: str,
-        severity: Severity = "error",
-    ) -> Diagnostic:
-        """Return a finding at the value that this level states, about all of these places."""
-        place, *others = self.places(causes)
-        related = tuple((other, "in conflict with this") for other in others)
-        return Diagnostic(code, text, place, severity, help=help_, related=related)
-
 
 def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
     for level in levels.levels:
@@ -104,9 +90,7 @@ def _broken_rules(levels: Hierarchical, scope: _Scope) -> Diagnostics:
             continue
         if not any(places):
             places = [scope.place("dtype", *scope.raw)]
-        yield scope.conflict(
-            rule.code, rule.message, places, help_=rule.help, severity=rule.severity
-        )
+        yield rule.at(scope.places(places))
 
 
 def _conflicts(levels: Hierarchical, scope: _Scope, fields: Fields) -> tuple[Conflict, ...]:
@@ -136,12 +120,13 @@ def _observer(scope: _Scope) -> Diagnostics:
         for name, (method, schemes) in OBSERVER_METHODS.items()
         if scheme in schemes and method == "maxmin"
     )
-    places = [scope.place("observer_cls"), scope.place("qscheme")]
-    yield scope.conflict(
+    place, *others = scope.places([scope.place("observer_cls"), scope.place("qscheme")])
+    yield Diagnostic(
         "QZ117",
         f"{observer} does not support {scheme}",
-        places,
-        help_=f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"',
+        place,
+        help=f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"',
+        related=tuple((other, "in conflict with this") for other in others),
     )
 
 
