@@ -73,6 +73,7 @@ class ReadConfig:
 
     def text_of(self, value: JsonMapping) -> str:
         """Return the text of a changed config, laid out as the file is."""
+        # Only configs that are changed need it
         from quantizer.config.document.edited import edited_text
 
         return edited_text(self.document or Document.of({}, ""), value)

@@ -1,22 +1,14 @@
-"""Find layers that stay float without an entry in the config: because of a global switch,
-because they are in a transformer's residual stream, or because no group size divides them.
+"""Finds layers that stay float without an entry in the config: because of a global switch, or
+because they are in a transformer's residual stream.
 """
 
 from quantizer.config.model import Config
-from quantizer.graph.ir import Graph, Node
+from quantizer.graph.ir import Graph
 from quantizer.graph.language_parts import router_layers
-from quantizer.plan.floating import (
-    OUTSIDE,
-    SCALED,
-    before_norms,
-    derived_layers,
-    outside_stubs,
-    scaled_inputs,
-)
+from quantizer.plan.floating import OUTSIDE, SCALED, before_norms, outside_stubs, scaled_inputs
 from quantizer.plan.match import RANKS, MatchedRule
 
 FIRST_LAST = "keep_first_last_layer_accuracy"
-_ENTRIES = ("input", "module_input")
 ROUTER = "chooses experts, and engines compute it in float"
 
 
@@ -63,28 +55,3 @@ def layers_kept_float(config: Config, graph: Graph, rules: list[MatchedRule]) ->
             if node.op == "add":
                 reasons[node.name] = "keep_add_layer_accuracy"
     return reasons
-
-
-def is_apart(graph: Graph, node: Node) -> bool:
-    """Return whether the layer is a convolution whose kernels read one channel each, or an
-    embedding of positions.
-
-    Its weights stay float if a group size does not divide them. A network has few such values,
-    and groups would hardly have more than one of them.
-    """
-    if node.row.spatial:
-        is_transposed = node.row.transposed
-        return not is_transposed and graph.weight(node).shape[1] == 1
-    return node.row.looks_up and not _looks_up_tokens(graph, node)
-
-
-def _looks_up_tokens(graph: Graph, node: Node) -> bool:
-    """Return whether the indices are those of an input, at most moved. Indices that are
-    computed, from these or from sizes, are positions.
-    """
-    source = graph.source(node)
-    while source is not None and source.row.only_moves:
-        source = graph.source(source)
-    if source is None or source.op in _ENTRIES:
-        return True
-    return source.name not in derived_layers(graph)

@@ -18,7 +18,7 @@ from quantizer.plan.dpu_findings import with_dpu_findings
 from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
-from quantizer.plan.kept_float import FIRST_LAST, is_apart, layers_kept_float, residual
+from quantizer.plan.kept_float import FIRST_LAST, layers_kept_float, residual
 from quantizer.plan.layout import Group, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
 from quantizer.plan.merged_fields import (
@@ -29,6 +29,7 @@ from quantizer.plan.merged_fields import (
     merged_spec,
 )
 from quantizer.plan.model import Key, Plan, TensorPlan, output_role
+from quantizer.plan.ungrouped import is_apart
 
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
