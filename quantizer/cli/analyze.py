@@ -21,7 +21,7 @@ from quantizer.cli.render import say_note
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
-from quantizer.config.forms.weight_widths import with_layer_entries
+from quantizer.config.forms.layer_entries import with_layer_entries
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine

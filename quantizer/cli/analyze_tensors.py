@@ -29,7 +29,7 @@ from quantizer.cli.render import say_note
 from quantizer.cli.screen import without_notes
 from quantizer.cli.session import ReadConfig
 from quantizer.config.document.document import Document
-from quantizer.config.forms.left_float import with_float
+from quantizer.config.forms.layer_entries import with_float
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
 from quantizer.config.wording import counted

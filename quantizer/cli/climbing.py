@@ -16,7 +16,7 @@ from quantizer.cli.places import PathType
 from quantizer.cli.session import OpenedRun, Outcome, ReadConfig
 from quantizer.cli.test_mode import run_test
 from quantizer.cli.values import minutes
-from quantizer.config.forms.tuned import with_tuning_comments
+from quantizer.config.forms.level_edits import with_tuning_comments
 from quantizer.evaluation.ladder.climb import Climb
 from quantizer.report.ladder_table import climb_json, ladder_table, result_lines
 from quantizer.results.folder import TUNE_FILE, read_info

@@ -13,7 +13,7 @@ from quantizer.cli.render import say
 from quantizer.cli.traced_model import traced_model
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.document.read import read_document
-from quantizer.config.forms.hierarchical import KEY_OF
+from quantizer.config.forms.form import KEY_OF
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
 from quantizer.config.forms.layered import FIELDS, parameters
 from quantizer.config.model import QuantizationSpec, Selector

@@ -24,7 +24,6 @@ from quantizer.cli.start_folder import as_typed, from_start, unmoved
 from quantizer.cli.text_options import read_windows
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
-from quantizer.config.document.edited import edited_text
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
@@ -74,6 +73,9 @@ class ReadConfig:
 
     def text_of(self, value: JsonMapping) -> str:
         """Return the text of a changed config, laid out as the file is."""
+        # Only configs that are changed need it
+        from quantizer.config.document.edited import edited_text
+
         return edited_text(self.document or Document.of({}, ""), value)
 
     @property

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from quantizer.config.diagnostics import (
@@ -19,17 +19,11 @@ from quantizer.config.diagnostics import (
     merged_by_cause,
 )
 from quantizer.config.document.document import Document, Text
-from quantizer.config.document.fixes import apply_fixes, with_sound_fixes
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms.aliases import canonical
-from quantizer.config.forms.form import Form, form_of
-from quantizer.config.forms.hierarchical import translate_hierarchical
+from quantizer.config.forms.form import form_of
 from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import Config, ConfigRule
 from quantizer.config.resources import load_resource, preset_text
-from quantizer.config.rules.check_algorithms import check_algorithms
-from quantizer.config.rules.check_cache import check_cache
-from quantizer.config.rules.check_hierarchical import check_hierarchical
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_structure
 from quantizer.config.wording import counted
@@ -97,11 +91,11 @@ def check_document(document: Document) -> LoadResult:
     invalid.
     """
     config, findings = _translate(document)
-    if document.dotted:
-        return LoadResult(config, _with_tried_helps(document, findings), {}, document)
+    if any(finding.fixes for finding in findings):
+        findings = _with_tried_fixes(document, findings)
     source = document.source
-    findings = with_sound_fixes(source, findings, _findings)
-    return LoadResult(config, findings, {source.name: source.text}, document)
+    sources = {} if document.dotted else {source.name: source.text}
+    return LoadResult(config, findings, sources, document)
 
 
 def fix_text(source: Text) -> tuple[Text, int]:
@@ -110,6 +104,8 @@ def fix_text(source: Text) -> tuple[Text, int]:
 
     A fix may uncover errors that nothing could read before, and with them further fixes.
     """
+    from quantizer.config.document.fixes import apply_fixes
+
     count = 0
     while True:
         fixes: list[Fix] = []
@@ -148,33 +144,37 @@ def _translate(document: Document) -> tuple[Config | None, _Findings]:
     """Return the config, if the document makes one, and every finding; proposed fixes are not
     tried.
     """
-    form = form_of(document.value)
-    notes: _Findings = ()
-    if form == "hierarchical":
+    is_hierarchical = form_of(document.value) == "hierarchical"
+    findings: list[Diagnostic] = []
+    if is_hierarchical:
+        from quantizer.config.forms.aliases import canonical
+
         document, notes = canonical(document)
-    structure = [*notes, *check_structure(document)]
-    if len(structure) > _MANY_ERRORS:
-        return None, merged_by_cause(structure)
-    places = [finding.place for finding in structure if finding.code not in _HARMLESS]
+        findings += notes
+    findings += check_structure(document)
+    if len(findings) > _MANY_ERRORS:
+        return None, merged_by_cause(findings)
+    places = [finding.place for finding in findings if finding.code not in _HARMLESS]
     invalid = {place.pointer for place in places if place}
-    config, conflicts = _check_meaning(form, document, invalid)
-    findings = merged_by_cause(
-        (*structure, *conflicts, *check_algorithms(config), *_wrong_patterns(config.rules))
-    )
-    is_usable = all(finding.severity != "error" for finding in findings)
-    return config if is_usable else None, findings
+    # Only the rules that are about something in the file are imported
+    if is_hierarchical:
+        from quantizer.config.forms.hierarchical import translate_hierarchical
+        from quantizer.config.rules.check_hierarchical import check_hierarchical
 
-
-def _check_meaning(
-    form: Form, document: Document, invalid: Collection[str]
-) -> tuple[Config, Iterable[Diagnostic]]:
-    """Translate the valid values, and check them for conflicts."""
-    if form == "layered":
+        hierarchical = translate_hierarchical(document, invalid)
+        config = hierarchical.config
+        findings += check_hierarchical(hierarchical)
+    else:
         layered = translate_layered(document, invalid)
-        return layered.config, check_layered(layered)
-    hierarchical = translate_hierarchical(document, invalid)
-    findings = [*check_hierarchical(hierarchical), *check_cache(hierarchical)]
-    return hierarchical.config, findings
+        config = layered.config
+        findings += check_layered(layered)
+    if config.algorithms:
+        from quantizer.config.rules.check_algorithms import check_algorithms
+
+        findings += check_algorithms(config)
+    findings += _wrong_patterns(config.rules)
+    is_usable = all(finding.severity != "error" for finding in findings)
+    return config if is_usable else None, merged_by_cause(findings)
 
 
 def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
@@ -194,26 +194,35 @@ def _wrong_patterns(rules: Iterable[ConfigRule]) -> Diagnostics:
             )
 
 
+def _with_tried_fixes(document: Document, findings: _Findings) -> _Findings:
+    """Return the findings, each with the fix that leaves fewer errors in the text."""
+    from quantizer.config.document.fixes import with_sound_fixes
+
+    if document.dotted:
+        try:
+            document = _in_text(document)
+        except ConfigError:
+            # JSON has no word for a value of it
+            return tuple(replace(finding, fixes=()) for finding in findings)
+        _, findings = _translate(document)
+    return with_sound_fixes(document.source, findings, _findings)
+
+
+def _in_text(document: Document) -> Document:
+    """Return a document of Python values with the text of a file that has these values.
+
+    Raises:
+        ConfigError: no file can have them.
+    """
+    text = json.dumps(document.value, default=str)
+    parsed = parse_document(Text(document.source.name, text))
+    return replace(parsed, value=document.value, dotted=document.dotted)
+
+
 def _findings(source: Text) -> _Findings:
+    """Return all findings on a text."""
     try:
         _, findings = _translate(parse_document(source))
     except ConfigError as error:
         return error.diagnostics
     return findings
-
-
-def _with_tried_helps(document: Document, findings: _Findings) -> _Findings:
-    """Return the findings on a document without text, with the helps of the same document
-    written as a text: there fixes can be tried.
-    """
-    if not any(finding.fixes for finding in findings):
-        return findings
-    source = Text(document.source.name, json.dumps(document.value, default=str))
-    helps = {_cause(finding): finding.help for finding in load_text(source).diagnostics}
-    return tuple(
-        replace(finding, help=helps.get(_cause(finding)), fixes=()) for finding in findings
-    )
-
-
-def _cause(finding: Diagnostic) -> tuple[str, str | None]:
-    return finding.code, finding.place.pointer if finding.place else None

@@ -7,7 +7,7 @@ from torch import nn
 
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
-from quantizer.config.forms.weight_widths import with_layer_entries
+from quantizer.config.forms.layer_entries import with_layer_entries
 from quantizer.config.load import load_text
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import (

@@ -254,14 +254,7 @@ def _conflicting(
                 places.append(place)
         places.sort(key=lambda place: -strengths.get(place, 0))
         if places:
-            yield Diagnostic(
-                conflict.code,
-                f"{conflict.message} ({role} of {tensor.layer})",
-                places[0],
-                conflict.severity,
-                help=conflict.help,
-                related=tuple((place, "in conflict with this") for place in places[1:]),
-            )
+            yield conflict.at(places, where=f" ({role} of {tensor.layer})")
 
 
 def _under_float(

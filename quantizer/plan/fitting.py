@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, value_at
 from quantizer.config.forms.hierarchical_spec import specification, usual_symmetric_scale
-from quantizer.config.forms.left_float import with_float
+from quantizer.config.forms.layer_entries import with_float
+from quantizer.config.forms.level_edits import is_stated
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec
@@ -188,7 +189,7 @@ class Fitting:
         if spec.qscheme == "per_group" and spec.group_size is not None:
             words["group_size"] = spec.group_size
         is_usual = words.get("symmetric_scale") == usual_symmetric_scale(spec)
-        if is_usual and "symmetric_scale" not in str(self.document):
+        if is_usual and not is_stated(self.document, "symmetric_scale"):
             # Nothing else could be inherited
             del words["symmetric_scale"]
         ordered: JsonObject = {}

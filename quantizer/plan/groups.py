@@ -53,7 +53,7 @@ class _Layouter:
     def __init__(self, graph: Graph, single: Container[str]) -> None:
         self.graph = graph
         self.single = single
-        self.where = Layout({}, {}, floating(graph), origins_of(graph))
+        self.where = Layout({}, {}, floats=floating(graph), origins=origins_of(graph))
         if single is not EVERY_JOIN:
             none: dict[str, Runs] = {}
             runs = or_without(
@@ -73,8 +73,7 @@ class _Layouter:
     def layout(self) -> Layout:
         """Return the layout."""
         for node in self.graph.nodes:
-            is_placed = node.name in self.where.served or node.name in self.where.groups
-            if is_placed or not node.is_float:
+            if self._is_placed(node) or not node.is_float:
                 continue
             if node.is_join:
                 self._place_join(node)
@@ -86,15 +85,21 @@ class _Layouter:
                 self._place(node)
         return self.where
 
+    def _is_placed(self, node: Node) -> bool:
+        """Return whether it is decided where the node's output is quantized."""
+        where = self.where
+        name = node.name
+        return name in where.served or name in where.unneeded or name in where.groups
+
     def _place(self, node: Node) -> None:
         """Place the group that begins with a node which computes new values."""
         group, join = self._chain(node)
-        self._serve(group)
+        self._serve(group.members, group.point)
         if join:
             self.feeds[group.point] = join
         reads_parts = self._reads_parts(node)
         if reads_parts and group.point in self.where.apart:
-            self.where.served.update(dict.fromkeys(group.members, ""))
+            self._leave(group.members)
             return
         outer = {name for name, _ in outer_readers(self.graph, group.point)}
         # A sigmoid, a softmax, or a value that is computed of parts with different scales
@@ -102,7 +107,7 @@ class _Layouter:
             node.row.kind == "nonlinear" and group.point == node.name
         )
         if may_be_float and outer == {""}:
-            self.where.served[node.name] = ""
+            self._leave((node.name,))
             self.last[group.point] = group
             return
         self.where.groups[group.point] = group
@@ -141,9 +146,10 @@ class _Layouter:
             if name and self.graph.by_name[name].op == PART_SCALE:
                 scaling.append(name)
                 self.where.groups[name] = Group(name, (*group.members, name))
-        if scaling:
-            point = scaling[0] if len(reads) == 1 else ""
-            self.where.served.update(dict.fromkeys(group.members, point))
+        if scaling and len(reads) == 1:
+            self._serve(group.members, scaling[0])
+        elif scaling:
+            self._leave(group.members)
         return bool(scaling)
 
     def _reads_parts(self, node: Node) -> bool:
@@ -197,17 +203,24 @@ class _Layouter:
             is_single=is_single,
         )
         if is_single:
-            self._serve(group)
+            self._serve(group.members, group.point)
             self.where.groups[group.point] = group
             for part in alone:
                 self.where.groups.pop(part.point, None)
-                self.where.served[part.point] = group.point
+                self._serve((part.point,), group.point)
 
-    def _serve(self, group: Group) -> None:
-        """Record where the members of a group are quantized."""
-        for member in group.members:
-            if member != group.point:
-                self.where.served[member] = group.point
+    def _serve(self, members: Iterable[str], point: str) -> None:
+        """Record that the outputs of layers are quantized at another layer."""
+        for member in members:
+            if member != point:
+                self.where.served[member] = point
+                self.where.unneeded.discard(member)
+
+    def _leave(self, members: Iterable[str]) -> None:
+        """Record that no layer has to quantize the outputs of layers."""
+        for member in members:
+            self.where.served.pop(member, None)
+            self.where.unneeded.add(member)
 
     def _leads(self, point: str, join: str) -> bool:
         """Return whether a join is the only reader of a point, directly or through other joins

@@ -56,7 +56,8 @@ class Layout:
 
     Attributes:
         groups: the values that are quantized together, by the layer where they are.
-        served: the layer that quantizes another's output; "" if none has to.
+        served: the layer that quantizes another's output.
+        unneeded: the layers whose output no layer has to quantize.
         floats: the layers that need no quantization, and why.
         origins: the parts of each joined value.
         joins: the joins that are read by something else than another join, by name.
@@ -71,6 +72,7 @@ class Layout:
 
     groups: dict[str, Group]
     served: dict[str, str]
+    unneeded: set[str] = field(default_factory=set)
     floats: dict[str, str] = field(default_factory=dict)
     origins: dict[str, Origins] = field(default_factory=dict)
     joins: dict[str, Join] = field(default_factory=dict)
@@ -102,7 +104,7 @@ def quantization_point(graph: Graph, where: Layout, name: str) -> str | None:
     node = graph.by_name[name]
     if name in where.groups:
         return name
-    if where.served.get(name):
+    if name in where.served:
         return quantization_point(graph, where, where.served[name])
     if node.row.keeps_scale:
         point = quantization_point(graph, where, next(node.refs()))

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from quantizer.config.effective import effective
 from quantizer.config.model import CAST_ONLY, Config, QuantizationSpec, Role
 from quantizer.config.roles import base_role, is_parameter, parameter_role
+from quantizer.config.spec_fields import effective
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, joins
@@ -165,8 +165,8 @@ class _Resolver:
             return self.joins[node.name].group
         return self.layout.groups.get(node.name) or self.watched.get(node.name)
 
-    def _why_group_stays_float(self, node: Node, group: Group) -> str:
-        """Return why the output of a group stays float, or "" if the config decides."""
+    def _why_group_stays_float(self, node: Node, group: Group) -> str | None:
+        """Return why the output of a group stays float; None if the config decides."""
         for member in group.members:
             if member in self.kept_float:
                 return self.kept_float[member]
@@ -178,7 +178,7 @@ class _Resolver:
             return RESIDUAL
         if self._has_quantized_rows(node):
             return "keeps the quantization of its weights"
-        return ""
+        return None
 
     def _view(self, group: Group) -> TensorView:
         """Return the view that the group's first layer has of the value that is quantized at
@@ -212,11 +212,9 @@ class _Resolver:
         """Return why no group is quantized at the layer's output, for `inspect` and
         plan.json.
         """
-        served = self.layout.served.get(node.name)
-        if served:
-            return f"quantized at {served}"
-        # No layer has to quantize it
-        if served == "":
+        if node.name in self.layout.served:
+            return f"quantized at {self.layout.served[node.name]}"
+        if node.name in self.layout.unneeded:
             is_output = self.graph.consumers[node.name] == ("",)
             if node.name in self.layout.runs and not is_output:
                 return _SEPARATE_PARTS

@@ -322,6 +322,11 @@ def test_the_syntax_of_other_languages_is_turned_into_json(text: str, value: Any
     assert [f.code for f in findings(fix(text)) if f.severity == "error"] == []
 
 
+def test_a_new_block_is_indented_as_the_file_is() -> None:
+    written = fix(json.dumps(layered(overall_quantize_config=None), indent=1))
+    assert '\n "overall_quantize_config": {\n  "bit_width": 8,\n  "method"' in written
+
+
 BROKEN_BY_ITSELF = [
     (
         {"overall_quantize_config": PARAMETERS | {"method": "entropyy", "symmetry": False}},
@@ -428,3 +433,13 @@ def test_examples_are_tried_too() -> None:
     ):
         [found] = check_document(document).diagnostics
         assert found.help == 'for example "dtype": "fp8_e4m3"'
+
+
+def test_a_conflict_in_python_keeps_its_help_beside_a_fix() -> None:
+    """Places of Python values sort by name, and those of a text by line."""
+    value = layered(overall_quantize_config=PARAMETERS | {"signed": False}, include_cle="yes")
+    by_code = {}
+    for found in check_document(Document.of(value, "Config")).diagnostics:
+        by_code[found.code] = found.help
+    assert by_code["QZ103"] == "write true"
+    assert str(by_code["QZ321"]).startswith('write "signed": true')

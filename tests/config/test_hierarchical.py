@@ -17,7 +17,7 @@ import pytest
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
-from quantizer.config.forms.hierarchical import ROLE_OF, SPEC_KEYS
+from quantizer.config.forms.form import ROLE_OF, SPEC_KEYS
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.load import LoadResult, check_document, load_config

@@ -19,8 +19,8 @@ from quantizer.config.forms.level_edits import (
     with_equalization,
     with_group_size,
     with_method,
+    with_tuning_comments,
 )
-from quantizer.config.forms.tuned import with_tuning_comments
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
 from quantizer.config.resources import load_resource, presets
@@ -52,6 +52,18 @@ INT4 = {
 
 def loaded(value: Mapping[str, Any]) -> Config | None:
     return check_document(Document.of(value, "config")).config
+
+
+def test_comments_between_entries_are_no_entries() -> None:
+    value = {
+        "global_quant_config": {"weight": INT8},
+        "layer_quant_config": {"// fc": "by its name", "fc": {"weight": INT8}},
+    }
+    changed = with_method(value, ("weights",), "mse")
+    assert changed["layer_quant_config"]["// fc"] == "by its name"
+    assert changed["layer_quant_config"]["fc"]["weight"]["observer_cls"] == (
+        "PerTensorMSEObserver"
+    )
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)

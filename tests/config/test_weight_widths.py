@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantizer.config.forms.weight_widths import with_layer_entries
+from quantizer.config.forms.layer_entries import with_layer_entries
 from quantizer.config.model import QuantizationSpec, SymmetricScale
 
 GLOBAL = {"weight": {"dtype": "int8"}}
@@ -45,6 +45,17 @@ def test_the_rule_for_symmetric_scales_is_the_specs_whatever_the_file_says_elsew
         "symmetric_scale", "quant_max"
     )
     assert stated == rule
+
+
+def test_a_comment_that_names_a_key_states_nothing() -> None:
+    comment = {"//": "symmetric_scale has its default"}
+    blocks = {"overall_quantize_config": {"bit_width": 8}}
+    changed = with_layer_entries(
+        {**comment, **blocks}, {"fc": {"weights": QuantizationSpec(bit_width=4)}}
+    )
+    [entry] = changed["layer_quantize_config"]
+    assert "symmetric_scale" not in entry["overall_quantize_config"]
+    assert entry["tensor_quantize_config"] == {}
 
 
 def test_nothing_to_change_changes_nothing() -> None:

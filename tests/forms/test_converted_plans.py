@@ -19,10 +19,10 @@ from support.toys import traced
 
 from quantizer.config.conversion.convert import ConvertedDocument, convert_config
 from quantizer.config.document.document import Document
-from quantizer.config.effective import effective
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec
 from quantizer.config.roles import base_role
+from quantizer.config.spec_fields import effective
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

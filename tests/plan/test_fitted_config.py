@@ -393,6 +393,15 @@ def test_entries_of_the_user_stay() -> None:
     assert weights_of(result.document, "vision")["head"].bit_width == 8
 
 
+def test_a_comment_that_names_a_key_changes_nothing() -> None:
+    plain = fitted("gptq_int4_group", "recurrent")
+    document = document_of("gptq_int4_group")
+    document["// scales"] = "symmetric_scale has its default"
+    commented = fitted_document(document, graph_of("recurrent"), name="gptq_int4_group")
+    assert commented.document.pop("// scales")
+    assert commented == plain
+
+
 def test_words_of_other_versions_are_understood() -> None:
     document = document_of("weight_int8")
     weight = document["global_quant_config"]["weight"]

@@ -233,7 +233,7 @@ def test_a_device_with_one_grid_in_a_tensor_quantizes_at_the_join() -> None:
     )
     where = layout(graph, EVERY_JOIN)
     assert [short(point) for point in where.groups] == ["Net::input_0", "cat.1"]
-    assert {short(name) for name, point in where.served.items() if point} == {"a", "b"}
+    assert {short(name) for name in where.served} == {"a", "b"}
 
 
 EXAMPLE = (torch.ones(2, 4, 6, 6),)
@@ -258,7 +258,7 @@ def test_inputs_are_quantized_unless_they_are_integers() -> None:
 def test_every_layer_is_quantized_once_at_most_and_members_find_theirs(name: str) -> None:
     graph = traced(name)
     where = layout(graph)
-    assert not set(where.groups) & set(where.served)
+    assert not set(where.groups) & {*where.served, *where.unneeded}
     for point, group in where.groups.items():
         assert point in group.members
         assert graph.by_name[point].is_float

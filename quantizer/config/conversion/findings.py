@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
-from quantizer.config.effective import effective
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ROLES, ConfigRule, Fields, QuantizationSpec, Role, Selector
+from quantizer.config.spec_fields import effective
 from quantizer.config.wording import listed
 
 _Specs = dict[Role, QuantizationSpec]

@@ -21,8 +21,7 @@ from quantizer.config.conversion.findings import (
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_from, pointer_to, value_at
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.form import block_of
-from quantizer.config.forms.hierarchical import CACHE_BLOCK, KEY_OF
+from quantizer.config.forms.form import CACHE_BLOCK, KEY_OF, block_of
 from quantizer.config.forms.layered import entry, parameters
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import (

@@ -9,8 +9,9 @@ from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import Any
 
+from quantizer.config.diagnostics import Edit
 from quantizer.config.document.document import Document, pointer_to
-from quantizer.config.json_types import JsonPath
+from quantizer.config.json_types import JsonMapping, JsonPath
 
 _MAX_LINE = 72
 """Characters up to which a new object or list is on one line."""
@@ -32,6 +33,22 @@ def edited_text(document: Document, value: Any) -> str:
         return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     start, end = document.values[""]
     return text[:start] + _Editor(document).edited((), value) + text[end:]
+
+
+def insertion(document: Document, path: JsonPath, members: JsonMapping) -> Edit:
+    """Return the edit that writes members after the last one of the object at a path, laid out
+    as it is.
+    """
+    editor = _Editor(document)
+    start, end = document.values[pointer_to(*path)]
+    present = editor.members(path, document.at(*path))
+    layout = editor.layout(start, end, present)
+    new = [editor.new_member(key, value, layout.indent) for key, value in members.items()]
+    text = layout.usual.join(new)
+    if present:
+        end = present[-1].end
+        return Edit(end, end, layout.usual + text)
+    return Edit(start + 1, start + 1, layout.opening + text + layout.closing)
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,7 @@ class _Editor:
         is_list = isinstance(before, list) and isinstance(value, list)
         if not value or not (is_object or is_list):
             return self._written(value, self._indent_at(start))
-        members = self._members(path, before)
+        members = self.members(path, before)
         if is_object:
             keys = [member.key for member in members]
             pairs = _pairs(keys, list(value), replaced=False)
@@ -74,7 +91,7 @@ class _Editor:
             pairs = _pairs(lines, list(map(_dumped, value)), replaced=True)
             names = [None] * len(value)
             values = value
-        layout = self._layout(start, end, members)
+        layout = self.layout(start, end, members)
         pieces = [self.text[start], layout.opening]
         previous: int | None = None
         for index, name in enumerate(names):
@@ -82,7 +99,7 @@ class _Editor:
             if index:
                 pieces.append(layout.separator(previous, old))
             if old is None:
-                pieces.append(self._new_member(name, values[index], layout.indent))
+                pieces.append(self.new_member(name, values[index], layout.indent))
             else:
                 member = members[old]
                 pieces.append(self.text[member.start : member.value_start])
@@ -90,7 +107,8 @@ class _Editor:
             previous = old
         return "".join([*pieces, layout.closing, self.text[end - 1]])
 
-    def _members(self, path: JsonPath, value: Any) -> list[_Member]:
+    def members(self, path: JsonPath, value: Any) -> list[_Member]:
+        """Return the members of the object or list at a path."""
         keys: Sequence[Any] = list(value) if isinstance(value, dict) else range(len(value))
         members = []
         for key in keys:
@@ -100,7 +118,7 @@ class _Editor:
             members.append(_Member(key, start, value_start, end))
         return members
 
-    def _layout(self, start: int, end: int, members: Sequence[_Member]) -> _Layout:
+    def layout(self, start: int, end: int, members: Sequence[_Member]) -> _Layout:
         """Return how the members of an object or list are separated."""
         if not members:
             outer = self.newline + self._indent_at(start)
@@ -115,7 +133,8 @@ class _Editor:
         closing = self.text[members[-1].end : end - 1]
         return _Layout(opening, usual, tuple(separators), closing)
 
-    def _new_member(self, name: str | None, value: Any, indent: str | None) -> str:
+    def new_member(self, name: str | None, value: Any, indent: str | None) -> str:
+        """Return the text of a new member; an item of a list has no name."""
         written = self._written(value, indent)
         if name is None:
             return written
@@ -131,7 +150,7 @@ class _Editor:
         parts = []
         if isinstance(value, dict):
             for key, item in value.items():
-                parts.append(self._new_member(key, item, inner))
+                parts.append(self.new_member(key, item, inner))
         else:
             for item in value:
                 parts.append(self._written(item, inner))

@@ -1,6 +1,4 @@
-"""Find the keys that a file lacks, and what to write for them. New members follow the existing
-ones and have their layout.
-"""
+"""Find the keys that a file lacks, and what to write for them."""
 
 import json
 from collections import ChainMap
@@ -9,7 +7,8 @@ from typing import Any
 
 from quantizer.config.algorithms import ALGORITHMS, entry_kinds
 from quantizer.config.diagnostics import Edit, Fix
-from quantizer.config.document.document import Document, pointer_to, value_at
+from quantizer.config.document.document import Document, value_at
+from quantizer.config.document.edited import insertion
 from quantizer.config.forms.form import block_of, form_of
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import CAST_ONLY, ROLES, Role
@@ -240,49 +239,8 @@ def _insertions(document: Document, path: JsonPath, members: JsonMapping) -> tup
     """Return the edits that add members to the object at `path` and to blocks in it."""
     present = value_at(document.value, path)
     new = {key: member for key, member in members.items() if key not in present}
-    edits = [_insertion(document, path, new)] if new else []
+    edits = [insertion(document, path, new)] if new else []
     for key, member in members.items():
         if key not in new and isinstance(present[key], dict):
             edits += _insertions(document, (*path, key), member)
     return tuple(edits)
-
-
-def _insertion(document: Document, path: JsonPath, members: JsonMapping) -> Edit:
-    """Return the edit that writes members after the last one, laid out as it is."""
-    text = document.source.text
-    pointer = pointer_to(*path)
-    newline = "\r\n" if "\r\n" in text else "\n"
-    siblings = [key for key in document.keys if key.rpartition("/")[0] == pointer]
-    if not siblings:
-        start, _ = document.values[pointer]
-        outer = newline + _indent(text, start)
-        indent = outer + "  "
-        lines = ("," + indent).join(_written(members, indent))
-        start += 1
-        return Edit(start, start, indent + lines + outer)
-    last = max(siblings, key=lambda key: document.values[key])
-    key_start, _ = document.keys[last]
-    _, end = document.values[last]
-    line_start = text.rfind("\n", 0, key_start) + 1
-    is_first_in_line = not text[line_start:key_start].strip()
-    indent = newline + _indent(text, key_start) if is_first_in_line else ""
-    separator = f",{indent or ' '}"
-    added = "".join(separator + member for member in _written(members, indent))
-    return Edit(end, end, added)
-
-
-def _written(members: JsonMapping, indent: str) -> list[str]:
-    return [f"{json.dumps(key)}: {_dumped(value, indent)}" for key, value in members.items()]
-
-
-def _dumped(value: Any, indent: str) -> str:
-    if not isinstance(value, dict) or not indent or not value:
-        return json.dumps(value, ensure_ascii=False)
-    inner = indent + "  "
-    return "{" + inner + ("," + inner).join(_written(value, "")) + indent + "}"
-
-
-def _indent(text: str, position: int) -> str:
-    """Return the spaces that begin the line of a position."""
-    line = text[text.rfind("\n", 0, position) + 1 : position]
-    return line[: len(line) - len(line.lstrip())]

@@ -1,11 +1,19 @@
-"""Distinguish the two file forms by their keys, and return the blocks of their schemas."""
+"""Distinguish the two file forms by their keys, and name the keys of the hierarchical form and
+the blocks of their schemas.
+"""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest_word
+
+if TYPE_CHECKING:
+    from quantizer.config.model import Role
 
 Form = Literal["layered", "hierarchical"]
 
@@ -53,3 +61,28 @@ def block_of(form: Form, name: str = "") -> JsonMapping:
     """Return a block by its name in the form's schema; without a name, the file itself."""
     schema: JsonMapping = load_resource("schemas", f"{form}.schema.json")
     return schema["definitions"][name] if name else schema
+
+
+ROLE_OF: Mapping[str, Role] = {
+    "input_tensors": "input",
+    "output_tensors": "activation",
+    "weight": "weights",
+    "bias": "bias",
+}
+"""The role of a tensor, by the form's key for it."""
+
+KEY_OF = {role: key for key, role in ROLE_OF.items()}
+"""The form's key for a tensor, by its role."""
+
+SPEC_KEYS = tuple(
+    key
+    for key, entry in block_of("hierarchical", "spec")["properties"].items()
+    if "code" not in entry
+)
+"""The keys of a spec that have an effect. The schema has a message code for all others."""
+
+ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
+"""The lists of algorithms, in the order in which they run."""
+
+CACHE_BLOCK = "kv_cache_quant_config"
+"""The key of the block that is about the key-value cache."""

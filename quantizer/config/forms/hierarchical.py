@@ -8,7 +8,7 @@ from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document, ValidDocument
 from quantizer.config.forms.algorithm_words import read_algorithms, read_names
-from quantizer.config.forms.form import block_of
+from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, ROLE_OF, SPEC_KEYS
 from quantizer.config.forms.hierarchical_spec import Words
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import (
@@ -22,32 +22,8 @@ from quantizer.config.model import (
     Sourced,
 )
 
-ROLE_OF: Mapping[str, Role] = {
-    "input_tensors": "input",
-    "output_tensors": "activation",
-    "weight": "weights",
-    "bias": "bias",
-}
-"""The role of a tensor, by the form's key for it."""
-
-KEY_OF = {role: key for key, role in ROLE_OF.items()}
-"""The form's key for a tensor, by its role."""
-
-SPEC_KEYS = tuple(
-    key
-    for key, entry in block_of("hierarchical", "spec")["properties"].items()
-    if "code" not in entry
-)
-"""The keys of a spec that have an effect. The schema has a message code for all others."""
-
-ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
-"""The lists of algorithms, in the order in which they run."""
-
 _WHOLE = frozenset({"ch_axis", "group_size"})
 """Keys of a spec that are whole numbers. A file may have them with a decimal point: 128.0."""
-
-CACHE_BLOCK = "kv_cache_quant_config"
-"""The key of the block that is about the key-value cache."""
 
 _CACHE_KEY = "output_tensors"
 """The key of a tensor whose spec, in an entry of that block, is about the cache."""

@@ -27,6 +27,7 @@ from quantizer.config.model import (
     Sourced,
     SymmetricScale,
 )
+from quantizer.config.spec_fields import is_foreign, other_weight_axis
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
     "round_method": "round_mode",
@@ -366,30 +367,6 @@ def usual_statistic(method: str) -> str:
     ('pooled', 'max')
     """
     return "max" if method == "maxmin" else POOLED
-
-
-def is_foreign(dtype: str | None, other: str | None) -> bool:
-    """Return whether one of two dtypes of `QuantizationSpec` is an integer format and the other
-    a scaled floating-point format.
-
-    >>> is_foreign("int", "fp8_e4m3")
-    True
-    >>> is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
-    (False, False)
-    """
-    scaled = {dtype, other} - CAST_ONLY - {None}
-    return len(scaled) == 2 and "int" in scaled
-
-
-def other_weight_axis(axis: Sourced, role: Role) -> Sourced | None:
-    """Return the other one of a weight's first two axes.
-
-    Groups of a channel run along the other axis than the channels. Return None for other axes
-    and roles, of which it is not known.
-    """
-    if role != "weights" or axis.value not in (0, 1):
-        return None
-    return Sourced(1 - axis.value, axis.place)
 
 
 def _mapped(source: Sourced, value: Any) -> Sourced:

@@ -2,7 +2,6 @@
 into its words.
 """
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -263,36 +262,3 @@ def entry(
         "overall_quantize_config": overall,
         "tensor_quantize_config": tensors,
     }
-
-
-def with_entries(document: JsonMapping, entries: Mapping[str, JsonMapping]) -> JsonObject:
-    """Return a copy of the document with these layer entries, by the name of their layer.
-
-    They replace entries of the same names, whose comments ("//" keys) stay, and come after
-    all others.
-    """
-    changed = copy.deepcopy(dict(document))
-    layer_entries: list[JsonObject] = []
-    replaced: dict[str, JsonObject] = {}
-    for old in changed.get("layer_quantize_config") or []:
-        name = old.get("layer_name")
-        if name in entries:
-            replaced.setdefault(name, old)
-        else:
-            layer_entries.append(old)
-    for name, new in entries.items():
-        old = replaced.get(name, {})
-        comments = {key: value for key, value in old.items() if key.startswith("//")}
-        selector = {"layer_type": None, "layer_name": name}
-        layer_entries.append({**comments, **selector, **copy.deepcopy(dict(new))})
-    return changed | {"layer_quantize_config": layer_entries}
-
-
-def specified(document: JsonMapping, specs: Mapping[Role, QuantizationSpec]) -> JsonObject:
-    """Return what an entry of this document states to give a layer's tensors these specs,
-    with any values in wider blocks.
-    """
-    explicit = {"datatype"}
-    if "symmetric_scale" in str(document):
-        explicit.add("symmetric_scale")
-    return entry({}, specs, explicit)

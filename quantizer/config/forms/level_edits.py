@@ -1,14 +1,14 @@
 """Change one setting of a config's document at every level that states it, in the file's own
-form. Documents have the words of `Config.document`, in which other spellings are replaced.
+form, and list the changes in it. Documents have the words of `Config.document`, in which other
+spellings are replaced.
 """
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
-from quantizer.config.forms.form import form_of
-from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, KEY_OF
+from quantizer.config.forms.form import ALGORITHM_LISTS, KEY_OF, ROLE_OF, form_of
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, ROLES, Role
@@ -17,6 +17,21 @@ from quantizer.errors import UsageError
 _WEIGHTS: tuple[Role, ...] = ("weights",)
 _EQUALIZATION = "cle"
 _PER_CHANNEL_OBSERVER = "PerChannelMinMaxObserver"
+_CHANGES_KEY = "// quantizer tune"
+_OPTION_KEY = "// calibrate with"
+_AFTER = ("$schema", "//")
+"""The keys that stay before the comments."""
+
+
+def is_stated(document: JsonMapping, word: str) -> bool:
+    """Return whether a document states a key of a specification, of any tensor at any level.
+
+    >>> is_stated({"global_quant_config": {"weight": {"dtype": "int4"}}}, "dtype")
+    True
+    >>> is_stated({"// dtype": "in the first entry", "overall_quantize_config": {}}, "dtype")
+    False
+    """
+    return any(word in block for block in _blocks(document))
 
 
 def with_method(document: JsonMapping, roles: Collection[Role], method: str) -> JsonObject:
@@ -146,6 +161,32 @@ def with_algorithm(document: JsonMapping, entry: JsonMapping) -> JsonObject:
     return changed
 
 
+def with_tuning_comments(
+    document: JsonMapping, changes: Sequence[str], fast_finetune: str | None
+) -> JsonObject:
+    """Return the document with the changes as a comment, and with the option that calibration
+    needs besides the config, if any.
+
+    Changes of an earlier search stay in the list.
+    """
+    earlier = document.get(_CHANGES_KEY) or []
+    comments: JsonObject = {}
+    if earlier or changes:
+        comments[_CHANGES_KEY] = [*earlier, *changes]
+    if fast_finetune is not None:
+        comments[_OPTION_KEY] = f"--fast_finetune {fast_finetune}"
+    before: JsonObject = {}
+    after: JsonObject = {}
+    for key, value in document.items():
+        if key in (_CHANGES_KEY, _OPTION_KEY):
+            continue
+        if key in _AFTER and not after:
+            before[key] = value
+        else:
+            after[key] = value
+    return {**before, **comments, **after}
+
+
 def _entries(document: JsonMapping, key: str) -> list[JsonObject]:
     """Return the algorithms of a list, for which a file may have a single one."""
     entries: Any = document.get(key) or []
@@ -164,13 +205,24 @@ def _layered_blocks(
     document: JsonObject, roles: Collection[Role]
 ) -> Iterator[tuple[JsonObject, Role]]:
     """Yield the levels that quantize these roles as integers, each with the role."""
-    for level in (document, *(document.get("layer_quantize_config") or ())):
+    for level in _levels(document):
         stated = level.get("quantizable_data_type")
         quantized = ROLES if stated is None else stated
         for role in roles:
             dtype = _layered_value(level, role, "datatype")
             if role in quantized and dtype not in CAST_ONLY:
                 yield level, role
+
+
+def _blocks(document: JsonMapping) -> Iterator[JsonMapping]:
+    """Yield the blocks that state parameters, at all levels: of all tensors, and of one."""
+    for level in _levels(document):
+        if form_of(document) == "layered":
+            tensors = level.get("tensor_quantize_config") or {}
+            blocks = [level.get("overall_quantize_config"), *map(tensors.get, ROLES)]
+        else:
+            blocks = [*map(level.get, ROLE_OF)]
+        yield from filter(None, blocks)
 
 
 def _layered_value(level: JsonMapping, role: Role, word: str) -> Any:
@@ -200,18 +252,24 @@ def _stated_specs(document: JsonMapping, roles: Collection[Role]) -> Iterator[Js
     The specs are parts of the document, so that callers can change them in it.
     """
     keys = [KEY_OF[role] for role in roles]
-    for level in _hierarchical_levels(document):
+    for level in _levels(document):
         for key in keys:
             spec = level.get(key)
             if isinstance(spec, dict) and _scheme(spec) is not None:
                 yield spec
 
 
-def _hierarchical_levels(document: JsonMapping) -> Iterator[JsonMapping]:
+def _levels(document: Any) -> Iterator[Any]:
+    """Yield the parts of a document that state something of the tensors of some layers."""
+    if form_of(document) == "layered":
+        yield document
+        yield from document.get("layer_quantize_config") or ()
+        return
     yield document.get("global_quant_config") or {}
     for block in ("layer_type_quant_config", "layer_quant_config"):
-        for level in (document.get(block) or {}).values():
-            yield level or {}
+        for text, level in (document.get(block) or {}).items():
+            if not text.startswith("//"):
+                yield level or {}
 
 
 def _scheme(spec: JsonMapping) -> str | None:

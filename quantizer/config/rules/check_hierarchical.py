@@ -1,5 +1,5 @@
 """Check a file of the hierarchical form: the rules on each level merged with the global one,
-and parameters that nothing reads.
+parameters that nothing reads, and what it says of the key-value cache.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,12 +9,16 @@ from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.dtypes import BLOCK_FORMATS, SEARCHED_FORMATS
-from quantizer.config.forms.hierarchical import ROLE_OF, Hierarchical
+from quantizer.config.forms.form import CACHE_BLOCK, ROLE_OF
+from quantizer.config.forms.hierarchical import Hierarchical
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
 from quantizer.config.rules.spec_rules import Conflict, conflicts
+from quantizer.config.wording import quoted
 
 _PERCENTILE = "PerTensorPercentileObserver"
+_CACHED_LAYERS = "kv_cache_group"
+"""The key of the list of layers whose outputs are cached."""
 
 
 def check_hierarchical(levels: Hierarchical) -> Diagnostics:
@@ -30,6 +34,8 @@ def check_hierarchical(levels: Hierarchical) -> Diagnostics:
     yield from _devices(levels)
     yield from _passes(levels)
     yield from _nothing(levels)
+    yield from _heads_before_rotation(levels)
+    yield from _unspecified_cache(levels)
 
 
 @dataclass(frozen=True)
@@ -62,20 +68,6 @@ class _Scope(Words):
         """Return a finding at the first of the keys that is stated."""
         return Diagnostic(code, text, self.place(*keys), severity, help=help_)
 
-    def conflict(
-        self,
-        code: str,
-        text: str,
-        causes: Iterable[Place | None],
-        *,
-        help_: str,
-        severity: Severity = "error",
-    ) -> Diagnostic:
-        """Return a finding at the value that this level states, about all of these places."""
-        place, *others = self.places(causes)
-        related = tuple((other, "in conflict with this") for other in others)
-        return Diagnostic(code, text, place, severity, help=help_, related=related)
-
 
 def _scopes(levels: Hierarchical) -> Iterator[_Scope]:
     for level in levels.levels:
@@ -98,9 +90,7 @@ def _broken_rules(levels: Hierarchical, scope: _Scope) -> Diagnostics:
             continue
         if not any(places):
             places = [scope.place("dtype", *scope.raw)]
-        yield scope.conflict(
-            rule.code, rule.message, places, help_=rule.help, severity=rule.severity
-        )
+        yield rule.at(scope.places(places))
 
 
 def _conflicts(levels: Hierarchical, scope: _Scope, fields: Fields) -> tuple[Conflict, ...]:
@@ -130,12 +120,13 @@ def _observer(scope: _Scope) -> Diagnostics:
         for name, (method, schemes) in OBSERVER_METHODS.items()
         if scheme in schemes and method == "maxmin"
     )
-    places = [scope.place("observer_cls"), scope.place("qscheme")]
-    yield scope.conflict(
+    place, *others = scope.places([scope.place("observer_cls"), scope.place("qscheme")])
+    yield Diagnostic(
         "QZ117",
         f"{observer} does not support {scheme}",
-        places,
-        help_=f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"',
+        place,
+        help=f'write "observer_cls": "{fitting}", or "qscheme": "{supported[0]}"',
+        related=tuple((other, "in conflict with this") for other in others),
     )
 
 
@@ -354,3 +345,44 @@ def _nothing(levels: Hierarchical) -> Diagnostics:
         "warning",
         help='for example "weight": {"dtype": "int8"}',
     )
+
+
+def _heads_before_rotation(levels: Hierarchical) -> Diagnostics:
+    """Yield each spec with a scale for each head, if it is about the outputs of layers."""
+    for level in levels.levels:
+        if level.selector.kind != "cache_source":
+            continue
+        words = level.merged("activation")
+        if words.scheme != "per_channel" or words.is_per_token:
+            continue
+        path = (*level.pointer, "output_tensors", "qscheme")
+        if pointer_to(*path) not in levels.document:
+            path = (*level.pointer, "output_tensors", "observer_cls")
+        yield Diagnostic(
+            "QZ335",
+            "before the rotation, the outputs of a layer are not split into heads, so that "
+            "these cannot have a scale each",
+            levels.document.place(pointer_to(*path)),
+            help='write "kv_cache_post_rope": true, or "qscheme": "per_tensor"',
+        )
+
+
+def _unspecified_cache(levels: Hierarchical) -> Diagnostics:
+    """Yield each item of the list of cached layers that has no entry."""
+    document = levels.document.value
+    names = document.get(_CACHED_LAYERS)
+    if not isinstance(names, list):
+        return
+    specified = document.get(CACHE_BLOCK)
+    if not isinstance(specified, dict):
+        specified = {}
+    for index, name in enumerate(names):
+        if not isinstance(name, str) or name in specified:
+            continue
+        yield Diagnostic(
+            "QZ336",
+            f"{quoted(name)} is listed as cached, and {CACHE_BLOCK} has no entry of that name",
+            levels.document.place(pointer_to(_CACHED_LAYERS, index)),
+            help=f'write "{name}": {{"output_tensors": {{"dtype": "fp8_e4m3"}}}} in '
+            f"{CACHE_BLOCK}",
+        )

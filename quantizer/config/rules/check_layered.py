@@ -3,7 +3,7 @@ reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
@@ -97,22 +97,16 @@ def _conflict(
         if place is None:
             return
         places.append(place)
-    remark = "because of this"
-    if conflict.severity != "warning":
-        places.sort(reverse=True)
-        remark = "in conflict with this"
-    place, *others = places
-    related = tuple((other, remark) for other in sorted(others))
+    if conflict.severity == "warning":
+        idle, *others = places
+        yield conflict.at([idle, *sorted(others)], remark="because of this")
+        return
+    *others, last = sorted(places)
+    finding = conflict.at([last, *others])
     if conflict.on_device:
-        related += related_to(device, "for this device")
-    yield Diagnostic(
-        code=conflict.code,
-        message=conflict.message,
-        place=place,
-        severity=conflict.severity,
-        help=conflict.help,
-        related=related,
-    )
+        related = (*finding.related, *related_to(device, "for this device"))
+        finding = replace(finding, related=related)
+    yield finding
 
 
 def inherits_float(blocks: Sequence[Fields]) -> Iterator[tuple[Fields, Sourced]]:

@@ -4,12 +4,12 @@ schemas/quantization_spec.schema.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
-from quantizer.config.diagnostics import Severity
+from quantizer.config.diagnostics import Diagnostic, Place, Severity
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import QuantizationSpec, Role
 from quantizer.config.resources import load_resource
@@ -35,6 +35,23 @@ class Conflict:
     help: str
     severity: Severity
     on_device: bool
+
+    def at(
+        self, places: Sequence[Place], *, remark: str = "in conflict with this", where: str = ""
+    ) -> Diagnostic:
+        """Return the finding at the first of the places, which the others are related to.
+
+        `where` says whose values these are, at the end of the message.
+        """
+        place, *others = places
+        return Diagnostic(
+            self.code,
+            self.message + where,
+            place,
+            self.severity,
+            help=self.help,
+            related=tuple((other, remark) for other in others),
+        )
 
 
 @cache

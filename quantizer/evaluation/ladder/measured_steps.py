@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from quantizer.config.forms.left_float import with_float
-from quantizer.config.forms.weight_widths import with_layer_entries
+from quantizer.config.forms.layer_entries import with_float, with_layer_entries
 from quantizer.config.roles import base_role
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import GateError, UsageError

@@ -291,7 +291,7 @@ def _quantization_points(layer: str, where: Layout) -> Iterator[str]:
     That is with what follows it, or once joined.
     """
     point: str | None = layer
-    while point:
+    while point is not None:
         yield point
         point = where.served.get(point)
     for join in where.joins.values():
