@@ -118,7 +118,7 @@ class ClipSearch:
         self._buffer = torch.empty_like(rows)
         zero_point = self._full.zero_point.reshape(-1, 1)
         kernel = kernel_of(spec)
-        self._to_codes = kernel(zero_point.to(rows)) if zero_point.any() else kernel(0)
+        self._to_codes = kernel.rounder(zero_point.to(rows) if zero_point.any() else 0)
         for share in shares:
             self._try(share)
 
