@@ -56,7 +56,6 @@ SUPERBLOCK = 256
 
 _SIGNED_SCALES = frozenset({"q6_k", "iq4_nl"})
 """Formats whose scales may be negative, because one more value is."""
-
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 """Formats that need no scale: a value is cast to them and back."""
 
