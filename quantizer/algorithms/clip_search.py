@@ -116,9 +116,10 @@ class ClipSearch:
         # The weight over the full scales, which every candidate multiplies by a number
         self._units = rows / self._scale.to(rows).reshape(-1, 1)
         self._buffer = torch.empty_like(rows)
-        zero_point = self._full.zero_point.reshape(-1, 1)
-        kernel = kernel_of(spec)
-        self._to_codes = kernel(zero_point.to(rows)) if zero_point.any() else kernel(0)
+        zero_point: Tensor | int = 0
+        if self._full.zero_point.any():
+            zero_point = self._full.zero_point.reshape(-1, 1).to(rows)
+        self._to_codes = kernel_of(spec).rounder(zero_point)
         for share in shares:
             self._try(share)
 

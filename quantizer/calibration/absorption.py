@@ -4,15 +4,19 @@ The pass relies on the ranges that batch norms predict, which real data may not 
 decision is recorded in the results, so that every later run makes the same graph.
 """
 
+import logging
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.step import Decision
 from quantizer.config.model import QuantizationSpec, Settings
 from quantizer.config.wording import counted
 from quantizer.graph.edits import with_weights
@@ -25,7 +29,9 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import decibel, energy
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import loaded
+from quantizer.storage.files import damaged
 
+_NAME = "absorption"
 _MAX_BATCHES = 4
 """How many of the first calibration batches are read.
 
@@ -100,8 +106,9 @@ def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Bat
     return {"batches": count, "layers": rows}
 
 
-def refused_layers(record: Record) -> frozenset[str]:
-    """Return the layers whose high biases stay; an empty record refuses none."""
+def refused_layers(kept: Mapping[str, Any]) -> frozenset[str]:
+    """Return the layers whose high biases stay, by the decisions that a calibration kept."""
+    record: Record = kept.get(_NAME, {})
     rows = record.get("layers", {})
     names = set()
     for name, row in rows.items():
@@ -110,7 +117,46 @@ def refused_layers(record: Record) -> frozenset[str]:
     return frozenset(names)
 
 
-def refused_sentences(record: Record) -> list[str]:
+def _decide(request: CalibrationRequest, state: CalibrationState) -> Record:
+    """Decide on the first batches which layers absorb high biases."""
+    original = state.target.original
+    return decide_absorption(original, request.config.settings, request.read())
+
+
+def _apply(
+    request: CalibrationRequest, state: CalibrationState, record: Record
+) -> CalibrationState:
+    """Make the passes and the plan again if some layers may not absorb biases."""
+    refused = refused_layers(state.kept)
+    if not refused:
+        return state
+    for sentence in _refused_sentences(record):
+        request.events.message(logging.INFO, sentence)
+    target = state.target.prepared(request.config, refused)
+    return replace(state, target=target, plan=target.plan(request.config))
+
+
+def _check(record: Record, graph: Graph, path: Path | str) -> None:
+    """Refuse a record for layers of another model.
+
+    Raises:
+        ResultError: naming the first.
+    """
+    for name, row in record.get("layers", {}).items():
+        for layer in (name, row["into"]):
+            if layer not in graph.by_name:
+                where = f"header/absorption/layers/{name}"
+                raise damaged(path, where, f"there is no layer {layer}")
+
+
+def _differences(first: Record, other: Record) -> Iterator[str]:
+    """Yield a sentence on each layer that only one of two calibrations let absorb biases."""
+    refused = refused_layers({_NAME: first}) ^ refused_layers({_NAME: other})
+    for name in sorted(refused):
+        yield f"only one of them absorbed the high biases of {name}"
+
+
+def _refused_sentences(record: Record) -> list[str]:
     """Return a sentence on each layer whose high biases stay."""
     sentences = []
     for name, row in record.get("layers", {}).items():
@@ -194,3 +240,14 @@ def _with_8_bit_weights(graph: Graph, pairs: Iterable[tuple[Absorption, _Energie
         quantized = TensorQuantizer(_WEIGHT_SPEC)(weight)
         weights[second.name] = {"weight": quantized}
     return with_weights(graph, weights)
+
+
+ABSORPTION = Decision(
+    _NAME,
+    "the check of absorbed biases",
+    when=lambda request, state: request.config.settings.include_cle,
+    decide=_decide,
+    apply=_apply,
+    check=_check,
+    differences=_differences,
+)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.calibration.level_channels import LARGEST_EXPONENT
 from quantizer.calibration.solution import Solution, writes_inplace
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
@@ -29,50 +28,6 @@ from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.files import damaged
 
 _Parameters = Mapping[str, Mapping[str, Tensor]]
-
-
-def check_absorption(absorption: Mapping[str, Any], original: Graph, path: Path | str) -> None:
-    """Refuse decisions on the absorption of biases for layers of another model.
-
-    Raises:
-        ResultError: naming the first.
-    """
-    for name, row in absorption.get("layers", {}).items():
-        for layer in (name, row["into"]):
-            if layer not in original.by_name:
-                where = f"header/absorption/layers/{name}"
-                raise damaged(path, where, f"there is no layer {layer}")
-
-
-def check_levels(levels: Mapping[str, Any], passed: Graph, path: Path | str) -> None:
-    """Refuse factors for channels that the model does not have.
-
-    Raises:
-        ResultError: naming the first layer.
-    """
-    readers = input_readers(passed) if levels else []
-    inputs = {row.group.source: row.group.channels for row in readers}
-    for name, exponents in levels.items():
-        where = f"header/levels/{name}"
-        node = passed.by_name.get(name)
-        if name in inputs:
-            channels = inputs[name]
-        elif node is None or not node.is_multiplying:
-            raise damaged(path, where, "there is no such layer with weights")
-        else:
-            channels, _ = channels_of(node, passed.weight(node))
-        if not _are_exponents(exponents, channels):
-            text = f"expected {channels} integers up to {LARGEST_EXPONENT}"
-            raise damaged(path, where, text)
-
-
-def _are_exponents(exponents: Any, channels: int) -> bool:
-    if not isinstance(exponents, list) or len(exponents) != channels:
-        return False
-    for exponent in exponents:
-        if type(exponent) is not int or abs(exponent) > LARGEST_EXPONENT:
-            return False
-    return True
 
 
 def check_insertions(

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration import fingerprint
-from quantizer.calibration.absorption import Record
 from quantizer.calibration.events import Events, LoggedEvents, Snapshot
-from quantizer.calibration.level_channels import Exponents
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.snapshots import CheckpointStore, share_snapshot
 from quantizer.calibration.solution import Solution
@@ -55,10 +53,7 @@ class CalibrationState:
         adjustment: what algorithms, levelled channels and scaled joins have changed.
         calibration: the observers.
         joins: how the parts of joins are quantized.
-        absorption: which layers absorb high biases, as `calibration.absorption` records it;
-            None until data have decided.
-        levels: by how much channels are levelled, as `calibration.level_channels` records it;
-            None until data have decided.
+        kept: the decisions on the first batches that changed the network, by name.
         inputs: the largest values of each sample.
         solution: scales, zero points, codes and corrections.
         is_finetuned: whether fast finetuning has changed the solution.
@@ -69,8 +64,7 @@ class CalibrationState:
     adjustment: Adjustment = field(default_factory=Adjustment)
     calibration: Calibration = _NOT_YET
     joins: Mapping[str, JoinDecision] = field(default_factory=dict)
-    absorption: Record | None = None
-    levels: Exponents | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
     inputs: InputMagnitudes = field(default_factory=InputMagnitudes)
     solution: Solution = _NOT_YET
     is_finetuned: bool = False
@@ -102,8 +96,7 @@ class CalibrationRequest:
         memory: bytes of the network's values that may stay in memory; None for half of what is
             free.
         statistics: what earlier calibrations have seen, in their order, instead of data.
-        absorption: the `absorption` of an earlier calibration; None for data to decide.
-        levels: the `levels` of an earlier calibration; None for data to decide.
+        kept: the decisions of an earlier calibration, by name; None for data to decide.
     """
 
     target: Target
@@ -120,15 +113,7 @@ class CalibrationRequest:
     ranks: Ranks = ALONE
     memory: int | None = None
     statistics: tuple[StoredStatistics, ...] = ()
-    absorption: Record | None = None
-    levels: Exponents | None = None
-
-    @property
-    def start(self) -> CalibrationState:
-        """Return the state before the first step."""
-        return CalibrationState(
-            target=self.target, absorption=self.absorption, levels=self.levels
-        )
+    kept: Mapping[str, Any] | None = None
 
     @property
     def algorithms_need_data(self) -> bool:

@@ -4,7 +4,7 @@ into the quantized one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,10 +42,7 @@ class Solution:
         insertions: layers that algorithms have inserted into the graph.
         rescaled: parameters of the float network, with which it computes the same as the model.
         algorithms: the contents of algorithms.json.
-        absorption: the decision on the absorption of high biases, as `calibration.absorption`
-            records it.
-        levels: the exponents by which channels are levelled, as `calibration.level_channels`
-            records them.
+        kept: the decisions on the first batches that changed the network, by name.
         joins: how the parts of joins are quantized, by layer.
     """
 
@@ -56,8 +53,7 @@ class Solution:
     insertions: tuple[Insertion, ...] = ()
     rescaled: _Parameters = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
-    absorption: Mapping[str, Any] = field(default_factory=dict)
-    levels: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
     joins: Mapping[str, JoinDecision] = field(default_factory=dict)
 
     @property

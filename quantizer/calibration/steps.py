@@ -6,8 +6,8 @@ after them.
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from quantizer.algorithms import bias_correction
 from quantizer.algorithms.activation_store import ActivationStore
 from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.calibration import absorption, level_inputs, observing, rank_shards
+from quantizer.calibration import observing, rank_shards
+from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
@@ -25,6 +26,7 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.run_algorithms import algorithms_report, run_algorithms
 from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
 from quantizer.calibration.solution import Solution, quantized_network
+from quantizer.calibration.step import STAGES, Step
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
@@ -38,27 +40,9 @@ from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 _CHECKPOINT = "the checkpoint of calibration"
 
 
-def _always(request: CalibrationRequest, state: CalibrationState) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a calibration.
-
-    Args:
-        run: returns the state with what the step makes.
-        when: returns whether the step runs.
-    """
-
-    run: Callable[[CalibrationRequest, CalibrationState], CalibrationState]
-    when: Callable[[CalibrationRequest, CalibrationState], bool] = _always
-
-
 def prepare_graph(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Bring the graph into the form that is planned."""
-    refused = absorption.refused_layers(state.absorption or {})
-    target = state.target.prepared(request.config, refused)
+    target = state.target.prepared(request.config)
     return replace(state, target=target)
 
 
@@ -86,52 +70,6 @@ def plan_tensors(request: CalibrationRequest, state: CalibrationState) -> Calibr
         events.message(level, text)
     state = replace(state, plan=plan)
     return request.confirm(request, state) or state
-
-
-def check_high_biases(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Decide on the first batches which layers absorb high biases.
-
-    If some may not, the passes and the plan are made again. The first rank decides for all.
-    Without data, all layers absorb them.
-    """
-    config = request.config
-    record: absorption.Record = {}
-    if request.ranks.is_first and not request.batches.stands_in:
-        data = request.read()
-        record = absorption.decide_absorption(request.target.original, config.settings, data)
-    record = request.ranks.broadcast(record, "the check of absorbed biases")
-    state = replace(state, absorption=record)
-    refused = absorption.refused_layers(record)
-    if not refused:
-        return state
-    for sentence in absorption.refused_sentences(record):
-        request.events.message(logging.INFO, sentence)
-    target = state.target.prepared(config, refused)
-    return replace(state, target=target, plan=target.plan(config))
-
-
-def level_far_channels(
-    request: CalibrationRequest, state: CalibrationState
-) -> CalibrationState:
-    """Level the channels that one scale cannot serve, as the first batches show them: those of
-    inputs, and those between two layers.
-
-    If there are any, the plan is made again. The first rank decides for all.
-    """
-    levels = state.levels
-    if levels is None:
-        levels = {}
-        if request.ranks.is_first and not request.batches.stands_in:
-            levels = level_inputs.far_channels(request, state.plan)
-        levels = request.ranks.broadcast(levels, "the ranges of channels")
-    state = replace(state, levels=levels)
-    if not levels:
-        return state
-    adjustment = level_inputs.adjustment_of(state.plan.graph, levels)
-    target = state.target.adjusted(adjustment)
-    return replace(
-        state, target=target, plan=target.plan(request.config), adjustment=adjustment
-    )
 
 
 def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -266,10 +204,7 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
         state = replace(state, calibration=calibration)
     state = decide_joins(request, state)
     solution = replace(
-        observing.observed_solution(state.calibration),
-        joins=state.joins,
-        absorption=state.absorption or {},
-        levels=state.levels or {},
+        observing.observed_solution(state.calibration), joins=state.joins, kept=state.kept
     )
     solution = state.target.solved(solution, state.adjustment)
     if request.config.algorithms:
@@ -376,33 +311,33 @@ def _is_for_dpu(request: CalibrationRequest, state: CalibrationState) -> bool:
     return state.plan.settings.target_device == "DPU"
 
 
+def _corrects_biases(request: CalibrationRequest, state: CalibrationState) -> bool:
+    return bool(state.calibration.means)
+
+
 def _observes_data(request: CalibrationRequest, state: CalibrationState) -> bool:
     if request.statistics:
         return False
     return state.plan.needs_data or bool(request.fast_finetune)
 
 
-STEPS: tuple[Step, ...] = (
-    Step(prepare_graph),
-    Step(plan_tensors),
-    Step(
-        check_high_biases,
-        when=lambda request, state: (
-            request.config.settings.include_cle and state.absorption is None
-        ),
-    ),
-    Step(level_far_channels, when=lambda request, state: state.target.is_traced),
-    Step(run_algorithms, when=lambda request, state: bool(request.config.algorithms)),
-    Step(start_observers),
-    Step(load_statistics, when=lambda request, state: bool(request.statistics)),
-    Step(observe, when=_observes_data),
-    Step(find_scales),
-    Step(name_far_samples, when=lambda request, state: request.ranks.is_first),
-    Step(align_to_dpu, when=_is_for_dpu),
-    Step(run_finetuning, when=lambda request, state: bool(request.fast_finetune)),
-    Step(run_bias_correction, when=lambda request, state: bool(state.calibration.means)),
-    Step(finish),
+_UNORDERED = (
+    Step("plan", prepare_graph),
+    Step("plan", plan_tensors),
+    Step("adjust", run_algorithms, when=lambda request, state: bool(request.config.algorithms)),
+    Step("observe", start_observers),
+    Step("observe", load_statistics, when=lambda request, state: bool(request.statistics)),
+    Step("observe", observe, when=_observes_data),
+    Step("scale", find_scales),
+    Step("scale", name_far_samples, when=lambda request, state: request.ranks.is_first),
+    Step("scale", align_to_dpu, when=_is_for_dpu),
+    Step("correct", run_finetuning, when=lambda request, state: bool(request.fast_finetune)),
+    Step("correct", run_bias_correction, when=_corrects_biases),
+    Step("finish", finish),
+    *(decision.step for decision in DECISIONS),
 )
+STEPS = sorted(_UNORDERED, key=lambda step: STAGES.index(step.stage))
+"""All steps in the order in which they run. Those of one stage keep the order of the table."""
 
 
 def run_calibration(request: CalibrationRequest) -> CalibrationState:
@@ -415,7 +350,7 @@ def run_calibration(request: CalibrationRequest) -> CalibrationState:
         ConfigError, UsageError, ModelError, DataError, ResultError: see the steps. If the
             request has checkpoints, they hold what a stopped run needs to resume.
     """
-    state = request.start
+    state = CalibrationState(target=request.target)
     for step in STEPS:
         if step.when(request, state):
             state = step.run(request, state)

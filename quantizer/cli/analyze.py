@@ -285,7 +285,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
         original = session.recall_graph(options, loaded, batches, reported)
         check_model(reported, original)
         if not read.config.algorithms:
-            refused = absorption.refused_layers(reported.solution.absorption)
+            refused = absorption.refused_layers(reported.solution.kept)
             graph = run_passes(original, read.config.settings, refused=refused)
             plan = session.resolved_plan(read, original, quiet=True, graph=graph)
             check_plan(reported, read.config, plan)
@@ -322,10 +322,10 @@ def _analyze_widths(
     read = subject.read
     batches = subject.batches
     # The graph must be the one that calibration would quantize
-    absorption_record = absorption.decide_absorption(
+    record = absorption.decide_absorption(
         subject.original, read.config.settings, on_device(options, batches, subject.original)
     )
-    refused = absorption.refused_layers(absorption_record)
+    refused = absorption.refused_layers({absorption.ABSORPTION.name: record})
     graph = run_passes(subject.original, read.config.settings, refused=refused)
     plan = session.resolved_plan(read, subject.original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None

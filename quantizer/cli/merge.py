@@ -108,8 +108,7 @@ def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
             events=run_display({}, quiet=options.quiet),
             seed=infos[0].header["seed"],
             statistics=tuple(statistics_of(info) for info in infos),
-            absorption=first.solution.absorption,
-            levels=first.solution.levels,
+            kept=first.solution.kept,
         )
         state = steps.run_calibration(request)
         header = request.header(state)

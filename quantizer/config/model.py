@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from quantizer.config.algorithm_settings import (
@@ -55,7 +56,6 @@ SUPERBLOCK = 256
 
 _SIGNED_SCALES = frozenset({"q6_k", "iq4_nl"})
 """Formats whose scales may be negative, because one more value is."""
-
 CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
 """Formats that need no scale: a value is cast to them and back."""
 
@@ -127,12 +127,12 @@ class QuantizationSpec:
         """Return the spec that has these fields, and defaults for the others."""
         return cls(**{name: sourced.value for name, sourced in fields.items()})
 
-    @property
+    @cached_property
     def has_signed_codes(self) -> bool:
         """Return whether codes are on both sides of zero; asymmetric ones begin at 0."""
         return self.signed and self.symmetric
 
-    @property
+    @cached_property
     def quant_min(self) -> int:
         """Return the smallest code: -2^(b-1) (+1 if narrow) for signed symmetric integers, else
         0.
@@ -141,7 +141,7 @@ class QuantizationSpec:
             return -(1 << (self.bit_width - 1)) + int(self.narrow_range)
         return 0
 
-    @property
+    @cached_property
     def quant_max(self) -> int:
         """Return the largest code: 2^(b-1)-1 for signed symmetric integers, else 2^b-1."""
         return (1 << (self.bit_width - int(self.has_signed_codes))) - 1

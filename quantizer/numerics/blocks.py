@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +20,19 @@ SCALES_AT_ONCE = 1 << 15
 _FLOAT32_MANTISSA = 0x7FFFFF
 _thread = threading.local()
 
-Kernel = Callable[["int | Tensor"], Callable[[Tensor], Tensor]]
-"""Takes the zero point. Returns a function that replaces x / scale by code - zero_point, as
-floating point.
-"""
+Rounder = Callable[[Tensor], Tensor]
+"""Replaces x / scale by code - zero_point, as floating point, and returns it."""
 Block = tuple[Tensor, Tensor, Tensor, "int | Tensor"]
 """Views of a tensor and of another one of its layout, and their scale and zero point, which
 broadcast against the views.
 """
+
+
+class Kernel(Protocol):
+    """Rounds to the codes of one format."""
+
+    def rounder(self, zero_point: int | Tensor) -> Rounder:
+        """Return what rounds for one zero point, an integer or a tensor that broadcasts."""
 
 
 def memory_order(x: Tensor) -> list[int]:
@@ -114,7 +120,8 @@ def fill(
             torch.mul(source, step.reciprocal(), out=target)
         else:
             torch.div(source, step, out=target)
-        kernel(zero)(target).mul_(step)
+        round_ = kernel.rounder(zero)
+        round_(target).mul_(step)
     return out
 
 

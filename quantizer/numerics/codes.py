@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantizer.numerics.blocks import BLOCK_SIZE, blocks, workspace
-from quantizer.numerics.fake_quantize import float_kernel, integer_kernel, work_dtype
+from quantizer.numerics.blocks import BLOCK_SIZE, Kernel, blocks, workspace
+from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel, work_dtype
 from quantizer.numerics.formats import FloatFormat, format_named, has_minimum
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.minimum import decode_with_minimum, encode_with_minimum
@@ -60,15 +60,17 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
     if has_minimum(spec.dtype):
         return _encode_with_minimum(value, spec, scale, zero_point)
     factor = _factor(spec)
+    kernel: Kernel
     if factor:
-        kernel = float_kernel(spec.dtype)
+        kernel = FloatKernel.of(spec.dtype)
     else:
-        kernel = integer_kernel(spec.quant_min, spec.quant_max, "half_even")
+        kernel = IntegerKernel.of(spec.quant_min, spec.quant_max, "half_even")
     rows = workspace(to_rows(value, spec.cut), work_dtype_of(spec, value.dtype))
     codes = torch.empty_like(rows, dtype=storage)
     row_blocks = blocks(rows, codes, scale.reshape(-1), zero_point.reshape(-1), ch_axis=0)
     for x, part, step, zero in row_blocks:
-        rounded = kernel(zero)(x / step)
+        round_ = kernel.rounder(zero)
+        rounded = round_(x / step)
         stored = rounded.mul_(factor) if factor else rounded.add_(zero)
         part.copy_(stored)
         restored = _unscaled(part.to(x.dtype), factor, zero).mul_(step)

@@ -6,15 +6,15 @@ as QuantizeLinear and DequantizeLinear of ONNX define them. It is a division: x 
 gives other codes at half-way points.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import Kernel, along_axis, fill, scratch, workspace
+from quantizer.numerics.blocks import Kernel, Rounder, along_axis, fill, scratch, workspace
 from quantizer.numerics.formats import cast_round_trip_, format_named
-from quantizer.numerics.registry import lookup
-from quantizer.numerics.rounding import ROUND_MODES
+from quantizer.numerics.rounding import RoundMode, rounding_named
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 
@@ -63,7 +63,7 @@ def fake_quantize(
         )
     return _in_blocks(
         x,
-        integer_kernel(quant_min, quant_max, round_mode),
+        IntegerKernel.of(quant_min, quant_max, round_mode),
         scale=scale,
         zero_point=zero_point,
         ch_axis=ch_axis,
@@ -87,7 +87,7 @@ def fake_cast(
     zero = torch.zeros((), dtype=torch.int32, device=scale.device).expand(scale.shape)
     return _in_blocks(
         x,
-        float_kernel(name),
+        FloatKernel.of(name),
         scale=scale,
         zero_point=zero,
         ch_axis=ch_axis,
@@ -136,7 +136,7 @@ def fake_quantize_plain(
     Raises:
         ValueError: there is no such mode.
     """
-    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
+    mode = rounding_named(round_mode)
     work = torch.promote_types(x.dtype, work_dtype(quant_min, quant_max))
     step = along_axis(scale.to(work), x, ch_axis)
     zero = along_axis(zero_point.to(work), x, ch_axis)
@@ -151,28 +151,41 @@ def fake_cast_plain(x: Tensor, scale: Tensor, name: str, ch_axis: int | None = N
     return (cast_round_trip_(x.to(work) / step, name) * step).to(x.dtype)
 
 
-def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
-    """Return the kernel that makes integer codes of x / scale.
+@dataclass(frozen=True)
+class IntegerKernel:
+    """Makes integer codes of x / scale.
 
     It clips before it rounds: between integers the result is the same, and every mode stays in
     its exact range.
 
-    Raises:
-        ValueError: there is no such mode.
-
-    >>> integer_kernel(-8, 7, "half_up")(0)(torch.tensor([-9.5, 0.5, 9.5])).tolist()
+    >>> round_ = IntegerKernel.of(-8, 7, "half_up").rounder(0)
+    >>> round_(torch.tensor([-9.5, 0.5, 9.5])).tolist()
     [-8.0, 1.0, 7.0]
     """
-    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
 
-    def kernel(zero_point: int | Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the function for one zero point, an integer or a tensor that broadcasts."""
+    quant_min: int
+    quant_max: int
+    mode: RoundMode
+
+    @staticmethod
+    @cache
+    def of(quant_min: int, quant_max: int, round_mode: str) -> "IntegerKernel":
+        """Return the kernel of a range of codes and a key of `ROUND_MODES`.
+
+        Raises:
+            ValueError: there is no such mode.
+        """
+        return IntegerKernel(quant_min, quant_max, rounding_named(round_mode))
+
+    def rounder(self, zero_point: int | Tensor) -> Rounder:
+        """Return what clips and rounds for one zero point."""
+        mode = self.mode
         if isinstance(zero_point, int):
-            least = quant_min - zero_point
-            greatest = quant_max - zero_point
+            least = self.quant_min - zero_point
+            greatest = self.quant_max - zero_point
             return lambda x: mode(x.clamp_(least, greatest))
-        low = quant_min - zero_point
-        high = quant_max - zero_point
+        low = self.quant_min - zero_point
+        high = self.quant_max - zero_point
 
         def clip_and_round(x: Tensor) -> Tensor:
             # Nine times as fast as clamp_
@@ -182,17 +195,27 @@ def integer_kernel(quant_min: int, quant_max: int, round_mode: str) -> Kernel:
 
         return clip_and_round
 
-    return kernel
 
+@dataclass(frozen=True)
+class FloatKernel:
+    """Rounds x / scale to the values of a format, which has no zero points."""
 
-def float_kernel(name: str) -> Kernel:
-    """Return the kernel that rounds x / scale to the values of a format without zero points.
+    name: str
 
-    Raises:
-        ValueError: there is no such format.
-    """
-    format_named(name)
-    return lambda zero_point: lambda x: cast_round_trip_(x, name, scratch(x))
+    @staticmethod
+    @cache
+    def of(name: str) -> "FloatKernel":
+        """Return the kernel of a format.
+
+        Raises:
+            ValueError: there is no such format.
+        """
+        format_named(name)
+        return FloatKernel(name)
+
+    def rounder(self, zero_point: int | Tensor) -> Rounder:
+        """Return what rounds; zero points are all 0."""
+        return lambda x: cast_round_trip_(x, self.name, scratch(x))
 
 
 def work_dtype(quant_min: int, quant_max: int) -> torch.dtype:

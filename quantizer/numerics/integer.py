@@ -8,8 +8,7 @@ import math
 
 from torch import Tensor
 
-from quantizer.numerics.registry import lookup
-from quantizer.numerics.rounding import ROUND_MODES
+from quantizer.numerics.rounding import rounding_named
 
 INT32_BOUND = 1 << 31
 LEAKY_SLOPE = (26, 8)
@@ -45,7 +44,7 @@ def requantize(
     >>> requantize(codes, 2, -128, 127, round_mode="half_up").tolist()
     [-1.0, -1.0, 2.0, 127.0]
     """
-    mode = lookup(ROUND_MODES, round_mode, "rounding mode")
+    mode = rounding_named(round_mode)
     return mode(codes.double() * 2.0**-shift).clamp_(quant_min, quant_max)
 
 

@@ -18,9 +18,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantizer.numerics.registry import register_in
+from quantizer.numerics.registry import lookup, register_in
 
-ROUND_MODES: dict[str, Callable[[Tensor], Tensor]] = {}
+RoundMode = Callable[[Tensor], Tensor]
+ROUND_MODES: dict[str, RoundMode] = {}
 NEAREST = frozenset({"half_even", "half_up", "half_down", "std_round"})
 """The modes that round to the nearest integer. They have the same error."""
 
@@ -28,6 +29,15 @@ NEAREST = frozenset({"half_even", "half_up", "half_down", "std_round"})
 _ONE_THREAD = 1 << 11
 # Waiting for other threads pays from this many values on
 _WORTH_THREADS = 1 << 15
+
+
+def rounding_named(name: str) -> RoundMode:
+    """Return the function of a mode.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    return lookup(ROUND_MODES, name, "rounding mode")
 
 
 def _by_one_thread(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

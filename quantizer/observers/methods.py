@@ -12,7 +12,7 @@ from quantizer.config.model import PAIR, QuantizationSpec
 from quantizer.numerics.block_search import SEARCHED
 from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.code_range import CodeRange, FloatRange, IntegerRange
-from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
+from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel
 from quantizer.numerics.formats import listed_format
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range
@@ -70,14 +70,15 @@ def code_range_of(spec: QuantizationSpec) -> CodeRange:
 
 
 def kernel_of(spec: QuantizationSpec) -> Kernel:
-    """Return the function that rounds x / scale to codes of a spec.
+    """Return what rounds x / scale to codes of a spec. Equal specs have one kernel.
 
-    >>> kernel_of(QuantizationSpec(bit_width=4))(0)(torch.tensor([-9.0, 0.6])).tolist()
+    >>> round_ = kernel_of(QuantizationSpec(bit_width=4)).rounder(0)
+    >>> round_(torch.tensor([-9.0, 0.6])).tolist()
     [-8.0, 1.0]
     """
     if spec.dtype == "int":
-        return integer_kernel(spec.quant_min, spec.quant_max, spec.round_mode)
-    return float_kernel(spec.dtype)
+        return IntegerKernel.of(spec.quant_min, spec.quant_max, spec.round_mode)
+    return FloatKernel.of(spec.dtype)
 
 
 def round_rows(rows: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantizationSpec) -> None:

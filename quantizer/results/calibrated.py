@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.calibration import absorption
+from quantizer.calibration.absorption import refused_layers
+from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.faithful import compare_with_model
 from quantizer.calibration.fingerprint import input_shapes
-from quantizer.calibration.fits_model import (
-    check_absorption,
-    check_insertions,
-    check_levels,
-    check_solution,
-)
+from quantizer.calibration.fits_model import check_insertions, check_solution
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.document.document import Document
 from quantizer.config.dpu_accuracy import LEVELS, with_dpu_accuracy
@@ -96,7 +92,7 @@ class Calibrated:
         """
         if not for_device(self.settings):
             return self.float_as_run
-        refused = absorption.refused_layers(self.solution.absorption)
+        refused = refused_layers(self.solution.kept)
         after_passes = run_passes(self.original, self.settings, device=False, refused=refused)
         graph = with_insertions(after_passes, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
@@ -122,7 +118,7 @@ class Calibrated:
         """Return the graph of the model after all passes. The quantized and the float graph
         share its weights, unless a pass is for a device.
         """
-        refused = absorption.refused_layers(self.solution.absorption)
+        refused = refused_layers(self.solution.kept)
         return run_passes(self.original, self.settings, refused=refused)
 
     @cached_property
@@ -242,12 +238,13 @@ def reopen_calibration(
     solution = info.solution
     if not original.is_deferred:
         solution = solution.in_memory()
-    check_absorption(solution.absorption, calibrated, info.path)
     check_insertions(solution.insertions, calibrated, info.path)
     config = read_json(info.files[RESOLVED_CONFIG_FILE])
     data = info.header.get("data")
     result = Calibrated(calibrated, info.settings, solution, config, data)
-    check_levels(solution.levels, result.graph_after_passes, info.path)
+    for decision in DECISIONS:
+        stored = solution.kept.get(decision.name, {})
+        decision.check(stored, result.graph_after_passes, info.path)
     graph = with_insertions(result.graph_after_passes, solution.insertions)
     check_solution(solution, info.entries, graph, info.path)
     if calibrated is original:

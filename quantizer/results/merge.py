@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantizer.calibration import absorption, fingerprint
+from quantizer.calibration import fingerprint
+from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.request import StoredStatistics
 from quantizer.config.model import Config
 from quantizer.errors import ResultError
 from quantizer.results.folder import QuantInfo, why_statistics_insufficient
 
+_ALIKE = "calibrate both alike"
 _TOGETHER = "calibrate once on all data instead: several ranks can share it"
 
 
@@ -41,17 +43,21 @@ def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
     for info in infos[1:]:
         text = f"{info.folder} cannot be merged with {first.folder}"
-        for why in _differences(first.header, info.header):
-            raise ResultError(f"{text}: {why}", help="calibrate both alike")
-        if first.header.get("levels") != info.header.get("levels"):
-            why = "their channels were levelled by different factors"
-            raise ResultError(f"{text}: {why}", help=_TOGETHER)
+        for why in _model_differences(first.header, info.header):
+            raise ResultError(f"{text}: {why}", help=_ALIKE)
+        for decision in DECISIONS:
+            name = decision.name
+            kept = [folder.solution.kept.get(name, {}) for folder in (first, info)]
+            for why in decision.differences(*kept):
+                raise ResultError(f"{text}: {why}", help=_TOGETHER)
+        for why in _setting_differences(first.header, info.header):
+            raise ResultError(f"{text}: {why}", help=_ALIKE)
     for why in _insufficient(first.header, config):
         raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
 
 
-def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sentences about what differs in the models or configs of two calibrations."""
+def _model_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about what differs in the models of two calibrations."""
     if first["model"] != other["model"]:
         yield f"it is of {other['model']}, not of {first['model']}"
     layer = fingerprint.first_difference(first["layers"], other["layers"])
@@ -60,10 +66,10 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
     weight = fingerprint.first_difference(first["weights"], other["weights"])
     if weight is not None:
         yield f"the weight {weight} differs"
-    first_refused = absorption.refused_layers(first.get("absorption", {}))
-    other_refused = absorption.refused_layers(other.get("absorption", {}))
-    for name in sorted(first_refused ^ other_refused):
-        yield f"only one of them absorbed the high biases of {name}"
+
+
+def _setting_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about what two calibrations were asked to do differently."""
     sentences = {
         "config": "their configs quantize differently",
         "algorithms": "the algorithms differ",

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import parameter_name
 from quantizer.graph.edits import Insertion
@@ -73,10 +74,7 @@ def header_of(network: Network, solution: Solution) -> dict[str, Any]:
     """Return the entries of the header about what algorithms and finetuning have changed."""
     modules = network.module_names
     header: dict[str, Any] = {}
-    if solution.absorption:
-        header["absorption"] = solution.absorption
-    if solution.levels:
-        header["levels"] = dict(solution.levels)
+    header.update(solution.kept)
     replaced: dict[str, Any] = {}
     for layer in {*solution.weights, *solution.rescaled}:
         replaced[layer] = {
@@ -134,9 +132,17 @@ def solution_of(
         corrections=files[CORRECTIONS],
         insertions=tuple(insertions),
         rescaled=_parameters(replaced, "rescaled", {**stored, **files[_RESCALED]}),
-        absorption=header.get("absorption", {}),
-        levels=header.get("levels", {}),
+        kept=kept_decisions(header),
     )
+
+
+def kept_decisions(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the decisions that a calibration kept, by name."""
+    kept = {}
+    for decision in DECISIONS:
+        if decision.name in header:
+            kept[decision.name] = header[decision.name]
+    return kept
 
 
 def _parameters(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantizer.algorithms.gptq import block_rounder, rows
 from quantizer.algorithms.gptq.block_rounder import ColumnScales, ReplayedRounder
-from quantizer.numerics.fake_quantize import integer_kernel
+from quantizer.numerics.fake_quantize import IntegerKernel
 
 DEPTH, ROWS, GROUP = 300, 24, 60
 
@@ -24,7 +24,7 @@ def rounded(largest_zero_point: int) -> tuple[Tensor, Tensor]:
     groups = (DEPTH // GROUP, ROWS)
     zero_point = torch.randint(0, largest_zero_point + 1, groups, generator=generator)
     columns = ColumnScales(
-        integer_kernel(low, low + 15, "half_even"),
+        IntegerKernel.of(low, low + 15, "half_even"),
         torch.rand(groups, generator=generator) * 0.1 + 0.1,
         zero_point.float(),
         torch.arange(DEPTH) // GROUP,

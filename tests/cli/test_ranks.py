@@ -22,8 +22,8 @@ from support.configs import document, layer
 from support.extended import extended, extended_except
 from support.forked import run_ranks
 
-from quantizer.calibration import level_inputs
 from quantizer.calibration.events import RunStage
+from quantizer.calibration.power_of_two_equalization import decision
 from quantizer.cli.main import run_command
 from quantizer.observers import Observer
 from quantizer.results.checkpoint import Checkpoints
@@ -191,9 +191,9 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
 
     def before(rank: int) -> None:
         plain, seen, is_counted = Observer.observe, 0, True
-        measure = level_inputs.far_channels
+        measure = decision.decide_input_levels
 
-        def far_channels(*args: Any, **options: Any) -> Any:
+        def decide_input_levels(*args: Any, **options: Any) -> Any:
             nonlocal is_counted
             is_counted = False
             levels = measure(*args, **options)
@@ -209,7 +209,7 @@ def stopping(number: int, batches: int, act: Callable[[], Any]) -> Callable[[int
                     act()
 
         Observer.observe = observe  # type: ignore[method-assign]
-        level_inputs.far_channels = far_channels
+        decision.decide_input_levels = decide_input_levels
 
     return before
 

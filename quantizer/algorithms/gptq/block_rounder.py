@@ -12,15 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantizer.numerics.blocks import Kernel
+from quantizer.numerics.blocks import Kernel, Rounder
 
 INNER_COLUMNS = 32
 """Errors reach this many columns one by one, and the columns after them in one product."""
 _WORTH_A_GRAPH = 8 * INNER_COLUMNS
 """Recording a graph takes as long as rounding a few times INNER_COLUMNS."""
-
-Coding = Callable[[Tensor], Tensor]
-"""Replaces a column divided by its scale by its codes, in place."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +108,16 @@ class BlockRounder:
         if columns.zero_point.is_cpu and not columns.zero_point.any():
             zero_points = [0] * len(columns.scale)
         self._scales = columns.scale.unbind()
-        self._codings = [columns.kernel(zero_point) for zero_point in zero_points]
+        self._rounders = [columns.kernel.rounder(zero_point) for zero_point in zero_points]
 
     def _round_part(self, first: int, values: ColumnValues, M_rows: Tensor) -> None:
         end = first + len(M_rows)
         scales = []
-        codings = []
+        rounders = []
         for number in self._index[first:end]:
             scales.append(self._scales[number])
-            codings.append(self._codings[number])
-        _round_one_by_one(values, M_rows, scales, codings)
+            rounders.append(self._rounders[number])
+        _round_one_by_one(values, M_rows, scales, rounders)
 
 
 class ReplayedRounder(BlockRounder):
@@ -174,11 +171,11 @@ class ReplayedRounder(BlockRounder):
 
     def _round_fixed(self) -> None:
         scales = self._scale.unbind()
-        codings = []
+        rounders = []
         for zero_point in self._zero_point.unbind():
-            coding = self._columns.kernel(zero_point)
-            codings.append(coding)
-        _round_one_by_one(self._values, self._M_rows, scales, codings)
+            rounder = self._columns.kernel.rounder(zero_point)
+            rounders.append(rounder)
+        _round_one_by_one(self._values, self._M_rows, scales, rounders)
 
 
 def record_graph(operations: Callable[[], None]) -> Callable[[], None]:
@@ -201,14 +198,14 @@ def record_graph(operations: Callable[[], None]) -> Callable[[], None]:
 
 
 def _round_one_by_one(
-    values: ColumnValues, M_rows: Tensor, scales: Sequence[Tensor], codings: Sequence[Coding]
+    values: ColumnValues, M_rows: Tensor, scales: Sequence[Tensor], rounders: Sequence[Rounder]
 ) -> None:
     """Write Q and E of some columns, and to `current` what each was before it was rounded.
 
     Args:
         values: of the columns.
         M_rows: M of these columns, transposed and contiguous.
-        scales, codings: of each column.
+        scales, rounders: of each column.
     """
     E_columns = values.E.T
     steps = zip(
@@ -218,15 +215,15 @@ def _round_one_by_one(
         values.E.unbind(),
         M_rows.unbind(),
         scales,
-        codings,
+        rounders,
         strict=True,
     )
     for j, step in enumerate(steps):
-        column, w, q, e, M_row, scale, code = step
+        column, w, q, e, M_row, scale, round_ = step
         if j:
             earlier_errors = E_columns[:, :j]
             column.addmv_(earlier_errors, M_row[:j])
         torch.div(column, scale, out=q)
-        code(q)
+        round_(q)
         q.mul_(scale)
         torch.sub(w, q, out=e)

@@ -107,9 +107,9 @@ def round_columns(
             float64 [rows].
 
     >>> one, none = torch.ones(1, 1), torch.zeros(1, 1)
-    >>> columns = ColumnScales(
-    ...     lambda zero_point: torch.Tensor.round_, one, none, torch.tensor([0, 0])
-    ... )
+    >>> from quantizer.numerics.fake_quantize import IntegerKernel
+    >>> kernel = IntegerKernel.of(-8, 7, "half_even")
+    >>> columns = ColumnScales(kernel, one, none, torch.tensor([0, 0]))
     >>> factor = factorize(torch.tensor([[2.0, 1.0], [1.0, 1.0]]))
     >>> round_columns(torch.tensor([[0.4], [0.3]]), factor, columns, block_size=128)
     (tensor([[0.],

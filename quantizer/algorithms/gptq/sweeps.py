@@ -145,10 +145,10 @@ class Refinement:
         for q, e, r, H_row, curvature, number in steps:
             scale = self.columns.scale[number]
             zero_point = self.columns.zero_point[number]
-            code = self.columns.kernel(zero_point)
+            round_ = self.columns.kernel.rounder(zero_point)
             best = q + r / curvature
             best /= scale
-            new_q = code(best)
+            new_q = round_(best)
             new_q *= scale
             change = new_q - q
             # Off by a rounding error, the code may be a worse one

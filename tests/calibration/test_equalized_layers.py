@@ -15,7 +15,7 @@ from support.extended import extended
 from torch import Tensor, nn
 
 import quantizer
-from quantizer.calibration.fits_model import check_levels
+from quantizer.calibration.power_of_two_equalization.decision import POWER_OF_TWO_EQUALIZATION
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
 from quantizer.graph.trace import trace
@@ -183,7 +183,7 @@ def test_a_channel_that_nobody_hears_is_no_reason(tmp_path: Path) -> None:
 MODEL = """
 import sys
 sys.path.insert(0, {here!r})
-from test_level_channels import MODELS, images
+from test_equalized_layers import MODELS, images
 
 def model():
     return MODELS["pointwise before"]()
@@ -281,4 +281,4 @@ def test_calibrations_with_other_levels_are_not_merged(
 def test_levels_of_another_network_are_refused(wrong: dict[str, Any]) -> None:
     graph = trace(MODELS["two depthwise"](), (images(1)[0],))
     with pytest.raises(ResultError, match="header/levels/Sequential::"):
-        check_levels(wrong, graph, "quant_info.json")
+        POWER_OF_TWO_EQUALIZATION.check(wrong, graph, "quant_info.json")

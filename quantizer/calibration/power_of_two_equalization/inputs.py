@@ -15,18 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
-from quantizer.algorithms.fold import fold_factors
 from quantizer.calibration import observing
-from quantizer.calibration.level_channels import (
-    LARGEST_EXPONENT,
-    WIDE,
-    Exponents,
-    decide_levels,
-    level_adjustment,
-    level_sentence,
-)
-from quantizer.calibration.request import CalibrationRequest
+from quantizer.calibration.power_of_two_equalization.layers import LARGEST_EXPONENT, WIDE
 from quantizer.calibration.solution import quantized_network
 from quantizer.comparison.channel_noise import (
     MAX_LOST,
@@ -119,35 +109,6 @@ class _Channels:
     def sizes(self) -> Tensor:
         """Return the largest magnitude of each channel."""
         return torch.maximum(self.low.abs(), self.high.abs())
-
-
-def far_channels(request: CalibrationRequest, plan: Plan) -> Exponents:
-    """Return the exponents of the channels that one scale cannot serve, of inputs and between
-    layers. Report them, and the channels of inputs that stay coarse.
-
-    The DPU computes nothing in float and has one scale for all weights of a layer, so its
-    channels stay as they are.
-    """
-    can_scale = plan.settings.target_device != "DPU"
-    early = _early_batches(request)
-    of_inputs = decide_input_levels(plan, early, can_scale=can_scale)
-    for level, text in of_inputs.remarks:
-        request.events.message(level, text)
-    if not can_scale:
-        return {}
-    of_layers = decide_levels(plan, request.read())
-    if of_layers:
-        text = level_sentence(of_layers)
-        request.events.message(logging.INFO, text)
-    return {**of_layers, **of_inputs.exponents}
-
-
-def _early_batches(request: CalibrationRequest) -> Iterator[Batch]:
-    """Yield the calibration data. The first batch is kept, so that reading it costs nothing."""
-    yield request.first_batch()
-    batches = request.read()
-    next(batches, None)
-    yield from batches
 
 
 def decide_input_levels(
@@ -358,20 +319,6 @@ def _exponents(sizes: Tensor) -> list[int]:
     if exponents.min() == exponents.max():
         return [0] * len(sizes)
     return [int(exponent) for exponent in exponents.tolist()]
-
-
-def adjustment_of(graph: Graph, exponents: Exponents) -> Adjustment:
-    """Return an adjustment with all factors: those of layers, as `level_channels` has them, and
-    those of inputs, which are multiplied in float before they are quantized.
-    """
-    adjustment = level_adjustment(graph, exponents)
-    names = input_values(graph)
-    groups = {row.group.source: row.group for row in input_readers(graph)}
-    for source, levels in exponents.items():
-        if source in names:
-            factors = torch.tensor(levels, dtype=torch.float32, device=graph.device)
-            adjustment = fold_factors(graph, groups[source], torch.exp2(-factors), adjustment)
-    return adjustment
 
 
 def _scaled_sentence(layers: Sequence[str], exponents: dict[str, list[int]]) -> str:

@@ -200,7 +200,7 @@ def test_ordinary_images_stay_as_they_are(
 MODEL_FILE = """
 import torch
 from torch import nn
-from calibration.test_input_channels import MEANS, UNITS, for_units, normalized_sensors, signals
+from calibration.test_equalized_inputs import MEANS, UNITS, for_units, normalized_sensors, signals
 
 def model():
     torch.manual_seed(0)
