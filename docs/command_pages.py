@@ -1,4 +1,4 @@
-"""Write docs/cli.md: every command with its options, from what `--help` prints."""
+"""Write cli.md of the site: every command with its options, from what `--help` prints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from quantizer.cli.main import SUBCOMMANDS, cli
 
 _TITLE = """# All commands
 
-`python docs/generate.py` writes this page from the program. `quantizer COMMAND --help` prints
-the same. Hyphens may stand for underscores (`--config-file`). Options of `--quant_mode` link to
-an example.
+This page is written from the program. `quantizer COMMAND --help` prints the same. Hyphens may
+stand for underscores (`--config-file`). Options of `--quant_mode` link to an example.
 
 """
 _DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
@@ -22,7 +21,7 @@ _ROOT_NAME = "quantizer --quant_mode"
 
 
 def commands_page() -> str:
-    """Return the text of docs/cli.md."""
+    """Return the text of cli.md."""
     context = click.Context(cli, info_name="quantizer")
     parts = [_TITLE, _section(cli, _ROOT_NAME)]
     for name in SUBCOMMANDS:

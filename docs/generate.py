@@ -1,11 +1,11 @@
 """Write what follows from the schemas, from the table of algorithms and from that of formats.
 
-These are: docs/cli.md from the command line; docs/reference.md from the docstrings; the tables
-in docs/one_command.md and docs/metrics.md; the table of what was tested in README.md; the part
-on algorithms in both schemas; the rules for editors in layered.schema.json; the options of
-method, round_mode and dtype in quantization_spec.schema.json; docs/config and docs/rules.md;
-the table of presets in docs/hierarchical.md; the table of engines in docs/deploy.md
-and those of families in docs/engines.md.
+These are: the tables in docs/one_command.md and docs/metrics.md; the table of what was tested
+in README.md; the part on algorithms in both schemas; the rules for editors in
+layered.schema.json; the options of method, round_mode and dtype in
+quantization_spec.schema.json; the table of presets in docs/hierarchical.md; the table of
+engines in docs/deploy.md and those of families in docs/engines.md. Pages that follow from the
+package as a whole are made with the site (docs/site_pages.py).
 
 Run `python docs/generate.py` after a change to a rule, a description, a setting, a preset or a
 number format. A test fails while a file is stale.
@@ -23,10 +23,8 @@ from typing import Any
 # This file is run as a program and loaded by a test.
 sys.path.append(str(Path(__file__).parent))
 
-from command_pages import commands_page
 from engine_table import with_engines
 from family_table import with_families
-from python_page import python_page
 from tested_table import with_table
 
 from quantizer.config.algorithm_schema import form_schema
@@ -36,7 +34,6 @@ from quantizer.config.forms.layered import FIELDS
 from quantizer.config.forms.types import RoundType
 from quantizer.config.load import load_config
 from quantizer.config.model import CAST_ONLY, ROLES, Role
-from quantizer.config.pages import key_names, key_page, rules_page
 from quantizer.config.resources import presets
 from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
@@ -71,12 +68,9 @@ first are about all.
 
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    pages = {ROOT / "docs" / "config" / f"{key}.md": key_page(key) for key in key_names()}
     schemas = {HIERARCHICAL: text_of(form_schema("hierarchical")), LAYERED: layered_schema()}
     schemas[SPEC] = spec_schema()
-    pages[HIERARCHICAL_PAGE] = hierarchical_page()
-    pages[ROOT / "docs" / "cli.md"] = commands_page()
-    pages[ROOT / "docs" / "reference.md"] = python_page()
+    pages = {HIERARCHICAL_PAGE: hierarchical_page()}
     pages[DESTINATIONS_PAGE] = destinations_page()
     pages[METRICS_PAGE] = metrics_page()
     deploying = ROOT / "docs" / "deploy.md"
@@ -85,7 +79,7 @@ def generated() -> dict[Path, str]:
     pages[loading] = with_families(loading.read_text("utf-8"))
     readme = ROOT / "README.md"
     pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
-    return {**schemas, **pages, ROOT / "docs" / "rules.md": rules_page()}
+    return {**schemas, **pages}
 
 
 def destinations_page() -> str:

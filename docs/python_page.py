@@ -1,4 +1,4 @@
-"""Write docs/reference.md: every public name of the package, from docstrings and schemas."""
+"""Write reference.md of the site: every public name, from docstrings and schemas."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from quantizer.export.agreement import Verification
 
 _TITLE = """# Python: every name
 
-`python docs/generate.py` writes this page from the docstrings. The [Python API](api.md) shows
-how the names are used together. All of them are imported from `quantizer`, except the classes
-under "What calls return": their objects come from other calls.
+This page is written from the docstrings, which `help(quantizer.NAME)` prints. The
+[Python API](api.md) shows how the names are used together. All of them are imported from
+`quantizer`, except the classes under "What calls return": their objects come from other calls.
 
 """
 _RETURNED: Mapping[str, Any] = {
@@ -86,7 +86,7 @@ _DOCTEST = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def python_page() -> str:
-    """Return the text of docs/reference.md.
+    """Return the text of reference.md.
 
     Raises:
         ValueError: a public name is in no section.

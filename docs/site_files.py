@@ -1,14 +1,19 @@
-"""A hook of the site: the version in its title, files of the repository that pages link to, and
-the schemas at their addresses.
+"""A hook of the site: the version in its title, the pages that follow from the package, files
+of the repository that pages link to, and the schemas at their addresses.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
+
+sys.path.append(str(Path(__file__).parent))
+
+from site_pages import site_pages, with_links
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(
@@ -32,7 +37,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what pages link to outside of docs/, and the schemas."""
+    """Add the pages that follow from the package, what pages link to outside of docs/, and the
+    schemas.
+    """
+    for place, text in site_pages().items():
+        files.append(File.generated(config, place, content=text))
     named = {
         name
         for path in (ROOT / "docs").glob("*.md")
@@ -48,11 +57,15 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Write a page as the site needs it.
 
-    Links to files of the repository lead to the copies. In the cells of tables, a bar in code
-    has a backslash for GitHub, which the site would show.
+    Commands that print a page link to it. Links to files of the repository lead to the copies.
+    In the cells of tables, a bar in code has a backslash for GitHub, which the site would show.
+    The search leaves out single decisions.
     """
-    text = TABLE_ROW.sub(_with_bars, markdown)
-    if "/" in page.file.src_uri:
+    place = page.file.src_uri
+    if place.startswith("decisions/0"):
+        page.meta["search"] = {"exclude": True}
+    text = TABLE_ROW.sub(_with_bars, with_links(place, markdown))
+    if "/" in place:
         return text
     return OUTSIDE.sub(r"](files/\1.txt)", text)
 

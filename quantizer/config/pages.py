@@ -1,5 +1,5 @@
-"""Write the pages of the config's keys and of the codes from the schemas. docs/config and
-docs/rules.md hold them.
+"""Write the pages of the config's keys and of the codes from the schemas. `quantizer explain`
+prints them, and the site has them.
 """
 
 import json

@@ -1,15 +1,15 @@
-"""docs/reference.md has a section for each public name, and a meaning for each argument."""
+"""reference.md of the site has a section for each public name, and a meaning for each argument."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from support.site import SITE_PAGES
 
 import quantizer
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text("utf-8")
+PAGE = SITE_PAGES["reference.md"]
 SECTIONS = {
     part.partition("\n")[0]: part for part in re.split(r"^###+ ", PAGE, flags=re.MULTILINE)[1:]
 }

@@ -11,22 +11,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.pages import commands_of
+from support.site import SITE_PAGES, with_links
 
 import quantizer
 from quantizer.cli.main import run_command
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [
-    ROOT / "README.md",
-    *sorted(DOCS.glob("*.md")),
-    *sorted((DOCS / "config").glob("*.md")),
-    *sorted((DOCS / "decisions").glob("*.md")),
-]
+PAGES = {path: path.read_text("utf-8") for path in [ROOT / "README.md", *DOCS.rglob("*.md")]}
+"""The pages of the repository."""
+SITE = {DOCS / place: text for place, text in SITE_PAGES.items()} | {
+    path: with_links(path.relative_to(DOCS).as_posix(), text)
+    for path, text in PAGES.items()
+    if path.parent != ROOT
+}
+"""The pages of the site, which links between them in addition."""
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"(\$ | {4})?(quantizer|torchrun|python|pip|sed|export) ")
 WIDEST_COMMAND = 96
@@ -56,35 +60,53 @@ def anchors(text: str) -> set[str]:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
-    text = FENCED.sub("", page.read_text("utf-8"))
+@pytest.mark.parametrize("pages", [PAGES, SITE], ids=["repository", "site"])
+def test_links_lead_to_files_and_headings_that_are_there(pages: dict[Path, str]) -> None:
+    lost = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page, text in pages.items()
+        for link in lost_links(page, text, pages)
+    ]
+    assert lost == []
+
+
+def lost_links(page: Path, text: str, pages: dict[Path, str]) -> Iterator[str]:
+    text = FENCED.sub("", text)
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        assert file.exists(), f"{target} is not there"
-        if anchor and file.suffix == ".md":
-            assert anchor in anchors(file.read_text("utf-8")), f"{target} has no such heading"
+        if file not in pages and not file.exists():
+            yield f"{target} is not there"
+        elif anchor and file in pages and anchor not in anchors(pages[file]):
+            yield f"{target} has no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_command_is_cut_at_a_width_of_1280_pixels(page: Path) -> None:
-    text = page.read_text("utf-8")
+def test_no_command_is_cut_at_a_width_of_1280_pixels() -> None:
+    cut = [
+        f"{page.relative_to(ROOT)}: {command}"
+        for page, text in {**PAGES, **SITE}.items()
+        for command in cut_commands(text)
+    ]
+    assert cut == []
+
+
+def cut_commands(text: str) -> Iterator[str]:
     code = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     code += re.findall(r"^ {4}\S.*$", FENCED.sub("", text), re.MULTILINE)
     in_command = False
     for line in "\n".join(code).splitlines():
         is_command = in_command or COMMAND.match(line) is not None
         in_command = is_command and line.endswith("\\")
-        assert not is_command or len(line) <= WIDEST_COMMAND, line
+        if is_command and len(line) > WIDEST_COMMAND:
+            yield line
 
 
 def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     named = set(re.findall(r"[\w/]+\.md", text.partition("\nnav:")[2]))
-    pages = {path.name for path in DOCS.glob("*.md")}
+    pages = {path.name for path in SITE if path.parent == DOCS}
     assert named == pages | {"config/README.md", "decisions/index.md"}
 
 

@@ -19,6 +19,11 @@ WITHOUT_TORCH = (
     "schema hierarchical",
     "--help",
 )
+PAGES = """
+from quantizer.config.pages import key_names, key_page, rules_page
+print(len(rules_page()), sum(len(key_page(key)) for key in key_names()))
+"""
+"""What `quantizer explain` prints for each key and code, which the wheel has no files of."""
 NEEDS_TORCH = (
     "plan --config_file net.json --model my_model.py",
     "--quant_mode calib --model my_model.py",
@@ -34,6 +39,8 @@ def main() -> None:
         if path.is_file() and not path.is_symlink()
     )
     print(f"the environment: {size / 1e6:.0f} MB")
+    pages = [sys.executable, "-c", PAGES]
+    subprocess.run(pages, check=True)
     with tempfile.TemporaryDirectory() as empty:
         for line, expected in [
             *((line, 0) for line in WITHOUT_TORCH),
