@@ -1,4 +1,4 @@
-"""Writes into a config's document what a ladder has changed in it, as comments."""
+"""Writes into a config's document what a search has changed in it, as comments."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def with_tuning_comments(
     """Return the document with the changes as a comment, and with the option that calibration
     needs besides the config, if any.
 
-    Changes of an earlier ladder stay in the list.
+    Changes of an earlier search stay in the list.
     """
     earlier = document.get(_CHANGES_KEY) or []
     comments: JsonObject = {}
