@@ -23,7 +23,6 @@ from quantizer.numerics.formats import has_minimum
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import TensorSpecs
-from quantizer.plan.readers import input_readers
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.files import damaged
 

@@ -3,41 +3,32 @@ with the best widths.
 """
 
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
 from quantizer.calibration import absorption
 from quantizer.cli import session
-from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
-from quantizer.cli.analyzed_data import on_device, watched_data
+from quantizer.cli.analyze_tensors import cheapest_floats, measured_tensors
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import say_note
+from quantizer.cli.search_context import Subject, watched_data
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
 from quantizer.cli.typed import refuse_typed
-from quantizer.config.forms.layer_entries import with_layer_entries
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError
 from quantizer.evaluation import analyze as engine
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.analyze import Analysis, Width, WidthChoice, width_bits
-from quantizer.evaluation.width_changes import chosen_specs, require_exact
-from quantizer.evaluation.width_choice import (
-    LARGEST_SIZE,
-    Budget,
-    choice_line,
-    measured_choices,
-)
+from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
 from quantizer.graph.passes import run_passes
-from quantizer.plan.model import Plan
 from quantizer.printable import json_text
 from quantizer.report import sensitivity
 from quantizer.report.files import REPORT_INPUTS, write_report
@@ -128,12 +119,19 @@ def analyze(options: AnalyzeOptions) -> None:
             result = _search_floats(subject, options.metric)
         else:
             result = _analyze_widths(options, subject, widths, budget)
+    if result.tensors is not None:
+        result.content["tensors"] = sensitivity.ablation_json(result.tensors)
+    text = f"{json_text(result.content)}\n"
+    if result.config is not None:
+        text = subject.read.text_of(result.config)
     if subject.batches.stamp:
         result.content["stamp"] = subject.batches.stamp
     file = options.config_file if options.apply else options.file
     if file:
         encoding = subject.read.encoding
-        write_output(file, result.text, encoding=encoding, in_place=options.apply)
+        write_output(file, text, encoding=encoding, in_place=options.apply)
+        if budget is not None:
+            result.lines.append(f"config: {file}")
     if reported is not None:
         _add_to_report(reported, result.content)
     if options.json:
@@ -142,7 +140,7 @@ def analyze(options: AnalyzeOptions) -> None:
     prints_config = changes_config and file is None
     _print(result, options, stderr=prints_config)
     if prints_config:
-        click.echo(result.text, nl=False)
+        click.echo(text, nl=False)
 
 
 def _require_consistent(options: AnalyzeOptions, budget: Budget | None) -> None:
@@ -177,7 +175,7 @@ class AnalysisResult:
     Attributes:
         graph: the graph that was analysed.
         content: the figures, as --json prints them.
-        text: the text that is written to a file: the changed config, or else the figures.
+        config: the changed config; None if nothing is changed.
         analysis: the loss of each weight at each width, if it was measured.
         choice: the chosen widths, if there is a budget.
         lines: the lines below the tables.
@@ -186,10 +184,10 @@ class AnalysisResult:
 
     graph: Graph
     content: dict[str, Any]
-    text: str
+    config: JsonMapping | None = None
     analysis: Analysis | None = None
     choice: WidthChoice | None = None
-    lines: Sequence[str] = ()
+    lines: list[str] = field(default_factory=list)
     tensors: Ablation | None = None
 
 
@@ -296,11 +294,10 @@ def _search_floats(subject: Subject, metric: str) -> AnalysisResult:
     """Find the layers to leave in float."""
     session.resolved_plan(subject.read, subject.original, quiet=subject.options.json)
     search, tensors = cheapest_floats(subject, metric)
-    content = search.to_json()
-    content["tensors"] = sensitivity.ablation_json(tensors)
     lines = search.summary_lines(path_names(subject.original))
-    text = subject.read.text_of(search.config)
-    return AnalysisResult(subject.original, content, text, lines=lines, tensors=tensors)
+    return AnalysisResult(
+        subject.original, search.to_json(), search.config, lines=lines, tensors=tensors
+    )
 
 
 def _add_to_report(reported: QuantInfo, content: dict[str, Any]) -> None:
@@ -320,71 +317,50 @@ def _analyze_widths(
 ) -> AnalysisResult:
     """Measure all widths, and with a budget choose the best."""
     read = subject.read
-    batches = subject.batches
     # The graph must be the one that calibration would quantize
     record = absorption.decide_absorption(
-        subject.original, read.config.settings, on_device(options, batches, subject.original)
+        subject.original, read.config.settings, subject.on_device()
     )
     refused = absorption.refused_layers({absorption.ABSORPTION.name: record})
     graph = run_passes(subject.original, read.config.settings, refused=refused)
     plan = session.resolved_plan(read, subject.original, quiet=options.json, graph=graph)
-    tensors = measured_tensors(subject)[0] if options.tensors else None
+    tensors: Ablation | None = None
+    if options.tensors:
+        tensors = measured_tensors(subject, subject.calibrated(read.config)[0])
     if read.config.algorithms:
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
         say_note(f"note: errors are those of round-to-nearest, without {names}")
-    data = watched_data(options, batches, plan.graph)
+    data = watched_data(options, subject.batches, plan.graph)
     analysis = engine.measured_analysis(plan, widths, data, options.passes)
-    if budget is not None:
-        return _choose(options, subject, plan, analysis, budget=budget, tensors=tensors)
-    content = sensitivity.analysis_json(analysis)
-    if tensors is not None:
-        content["tensors"] = sensitivity.ablation_json(tensors)
-    text = json_text(content) + "\n"
-    return AnalysisResult(plan.graph, content, text, analysis=analysis, tensors=tensors)
-
-
-def _choose(
-    options: AnalyzeOptions,
-    subject: Subject,
-    plan: Plan,
-    analysis: Analysis,
-    *,
-    budget: Budget,
-    tensors: Ablation | None,
-) -> AnalysisResult:
-    """Choose mixed widths or one uniform width: those with less noise, measured on some
-    batches.
-    """
-    batches = partial(on_device, options, subject.batches, plan.graph)
-    choices = measured_choices(plan, analysis, budget, batches)
-    # The mixed widths, if both are equally good
-    best = min(choices, key=lambda label: choices[label].noise)
-    chosen = choices[best].widths
-    changes = chosen_specs(plan, analysis, chosen)
-    config = with_layer_entries(subject.read.config.document, changes)
-    require_exact(plan, subject.original, changes, config)
+    if budget is None:
+        content = sensitivity.analysis_json(analysis)
+        return AnalysisResult(plan.graph, content, analysis=analysis, tensors=tensors)
+    sized = sized_config(
+        read.config.document,
+        plan,
+        subject.original,
+        analysis=analysis,
+        budget=budget,
+        batches=data.batches,
+    )
+    chosen = sized.choices[sized.best].widths
     content = sensitivity.analysis_json(analysis, chosen)
-    content["written"] = best
-    content["config"] = config
-    if tensors is not None:
-        content["tensors"] = sensitivity.ablation_json(tensors)
+    content["written"] = sized.best
+    content["config"] = sized.document
     lines = []
-    for label, choice in choices.items():
+    for label, choice in sized.choices.items():
         content[label] = sensitivity.choice_json(analysis, choice.widths, choice.noise)
         name = label
         if label == "uniform":
             name += f" {analysis.widths[choice.widths[0]]}"
-        lines.append(choice_line(name, analysis, choice))
-    if best == "uniform":
+        lines.append(sized.line(label, name))
+    if sized.best == "uniform":
         lines.append("note: the uniform width measures better, so the config has that one")
         lines.append("note: --passes every or other --choices may find better widths")
-    file = options.config_file if options.apply else options.file
-    if file:
-        lines.append(f"config: {file}")
     return AnalysisResult(
         plan.graph,
         content,
-        subject.read.text_of(config),
+        sized.document,
         analysis=analysis,
         choice=chosen,
         lines=lines,

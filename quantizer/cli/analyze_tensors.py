@@ -1,19 +1,13 @@
 """Runs the parts of `quantizer analyze` that calibrate: `--tensors` and `--metric`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from quantizer.calibration import steps
 from quantizer.calibration.events import Events, RunStage
-from quantizer.calibration.request import CalibrationRequest
-from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
-from quantizer.cli.analyzed_data import on_device
-from quantizer.cli.calib_mode import require_calibration_room
 from quantizer.cli.float_mode import evaluator_of
-from quantizer.cli.follow import OneBar, progress, run_display
+from quantizer.cli.follow import progress
 from quantizer.cli.gates import (
     MEASURED,
     Gate,
@@ -24,101 +18,48 @@ from quantizer.cli.gates import (
     require_known_parts,
     require_measured,
 )
-from quantizer.cli.options import Options
 from quantizer.cli.render import say_note
 from quantizer.cli.screen import without_notes
-from quantizer.cli.session import ReadConfig
-from quantizer.config.document.document import Document
-from quantizer.config.forms.layer_entries import with_float
-from quantizer.config.load import check_document
-from quantizer.config.model import Config
+from quantizer.cli.search_context import SearchContext, Subject
 from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate_calibrated
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
-from quantizer.evaluation.cheapest import (
-    FloatPart,
-    cheapest_parts,
-    float_parts,
-    most_trials,
-    needed_layers,
-)
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
-from quantizer.evaluation.scores import score
-from quantizer.graph.ir import Graph
+from quantizer.evaluation.search.float_layers import (
+    FloatPart,
+    FloatSearch,
+    float_parts,
+    layers_of,
+    most_trials,
+)
+from quantizer.evaluation.search.trial import Figures, Trial
 from quantizer.graph.output_parts import output_parts
-from quantizer.graph.passes import run_passes
-from quantizer.plan.model import Plan
-from quantizer.plan.resolve import resolve_plan
 from quantizer.report.tables import finite_row
 from quantizer.results.calibrated import Calibrated
-from quantizer.sources.batches import Batch
-from quantizer.sources.data import Batches
-from quantizer.sources.directions import BY_NAME
-from quantizer.sources.models import Evaluate, LoadedModel
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A config, with the model and data that it is analysed on."""
-
-    options: Options
-    read: ReadConfig
-    loaded: LoadedModel
-    batches: Batches
-    original: Graph
-
-    def calibrated(
-        self, config: Config, events: Events | None = None, fast_finetune: str | None = None
-    ) -> tuple[Calibrated, Plan]:
-        """Return the model calibrated with a config, in memory, and the plan.
-
-        Args:
-            config: of the calibration.
-            events: gets the progress and the messages, which are logged if it is None.
-            fast_finetune: how weights are finetuned, if they are.
-
-        Raises:
-            OutOfMemoryError: there is not enough memory.
-            ConfigError, ModelError, DataError: as `run_calibration`.
-        """
-        request = CalibrationRequest(
-            target=TracedTarget(self.original),
-            config=config,
-            batches=self.batches,
-            events=events or run_display(self.read.sources, quiet=True),
-            seed=self.options.seed,
-            memory=self.options.memory,
-            fast_finetune=fast_finetune,
-            confirm=partial(require_calibration_room, self.options),
-        )
-        state = steps.run_calibration(request)
-        calibrated = Calibrated(self.original, config.settings, state.solution)
-        return calibrated, state.calibration.plan
-
-
-def measured_tensors(subject: Subject, events: Events | None = None) -> tuple[Ablation, Plan]:
+def measured_tensors(
+    subject: Subject, calibrated: Calibrated, events: Events | None = None
+) -> Ablation:
     """Measure the effect of each quantized tensor on the output, on the first batches.
 
     `events` gets the progress, which has a bar of its own if it is None.
     """
-    options = subject.options
-    calibrated, plan = subject.calibrated(subject.read.config, events)
     batches = min(subject.batches.total or NOISE_BATCHES, NOISE_BATCHES)
     total = batches * len(calibrated.solution.tensors)
-    follower = events or progress(quiet=options.json)
+    follower = events or progress(quiet=subject.options.json)
     with RunStage(follower, "analyze tensors", total, "tensors") as stage:
-        ablation = ablate_calibrated(
+        return ablate_calibrated(
             calibrated,
-            few(lambda: on_device(options, subject.batches, subject.original)),
+            few(subject.on_device),
             after_tensor=stage.advance,
             is_alone_measured=True,
         )
-    return ablation, plan
 
 
 @dataclass(frozen=True)
-class FloatSearch:
+class FloatLayers:
     """The result of a search for layers to leave in float.
 
     Attributes:
@@ -167,84 +108,7 @@ class FloatSearch:
         return lines
 
 
-def layers_of(parts: Sequence[FloatPart]) -> tuple[str, ...]:
-    """Return the layers of all parts."""
-    layers: list[str] = []
-    for part in parts:
-        layers += part.layers
-    return tuple(layers)
-
-
-class _Trials:
-    """Runs tests with layers in float, and keeps their metrics.
-
-    Attributes:
-        runs: the metrics by the layers that were in float.
-    """
-
-    def __init__(
-        self, subject: Subject, gate: Gate, evaluator: Evaluate | None, events: Events
-    ) -> None:
-        self.runs: dict[tuple[str, ...], Mapping[str, float]] = {}
-        self._subject = subject
-        self._gate = gate
-        self._evaluator = evaluator
-        self._events = events
-        self._evaluation = session.open_data(subject.options, subject.loaded, evaluation=True)
-
-    def first_batch(self) -> Batch:
-        """Return the first batch that tests run on."""
-        return self._evaluation.first()
-
-    def document(self, layers: Sequence[str]) -> dict[str, Any]:
-        """Return the config with these layers in float."""
-        return with_float(self._subject.read.config.document, list(layers))
-
-    def needed_document(self, layers: Sequence[str]) -> dict[str, Any]:
-        """Return the shortest config with these layers in float."""
-        return self.document(needed_layers(layers, self._plan))
-
-    def _plan(self, layers: Sequence[str]) -> Plan:
-        config = self._config(layers)
-        original = self._subject.original
-        return resolve_plan(config, run_passes(original, config.settings), original)
-
-    def _config(self, layers: Sequence[str]) -> Config:
-        changed = Document.of(self.document(layers), "the config with layers in float")
-        return check_document(changed).require()
-
-    def holds(self, chosen: Sequence[FloatPart]) -> bool:
-        """Return whether the gate holds with these parts in float."""
-        key = layers_of(chosen)
-        if key not in self.runs:
-            with without_notes():
-                self.runs[key] = self._metrics(chosen)
-            value = self.runs[key][self._gate.metric]
-            layers = counted(len(key), "layer")
-            say_note(f"{layers} in float: {self._gate.metric} {value:.6g}")
-        return self._gate.holds(self.runs[key])
-
-    def _metrics(self, chosen: Sequence[FloatPart]) -> Mapping[str, float]:
-        config = self._config(layers_of(chosen))
-        calibrated, _ = self._subject.calibrated(config, self._events)
-        scores = score(
-            calibrated,
-            self._subject.loaded.module,
-            self._evaluation,
-            self._events,
-            function=self._evaluator,
-            check=self._check,
-        )
-        require_known([self._gate], scores.gated)
-        return scores.metrics | {self._gate.metric: scores.gated[self._gate.metric]}
-
-    def _check(self, metrics: Collection[str]) -> None:
-        directions = BY_NAME if self._evaluator is None else self._evaluator.directions
-        names = names_in_test(metrics, self._subject.options, directions)
-        require_known(about_all([self._gate]), names)
-
-
-def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablation]:
+def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablation]:
     """Find the layers to leave in float for a metric to hold, at the least bytes.
 
     Returns:
@@ -261,36 +125,53 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatSearch, Ablatio
         require_known(about_all([gate]), names_in_test(MEASURED, options))
     require_known_parts([gate], output_parts(subject.original))
     require_measured([gate], never_measured_metrics(subject.original))
-    with RunStage(progress(quiet=options.json), "analyze", unit="steps") as whole:
-        events = OneBar(whole)
-        trials = _Trials(subject, gate, evaluator, events)
-        if evaluator is None:
-            targets = not_measured_by_targets(trials.first_batch(), subject.original)
-            require_measured([gate], targets)
+    evaluation = session.open_data(options, subject.loaded, evaluation=True)
+    if evaluator is None:
+        targets = not_measured_by_targets(evaluation.first(), subject.original)
+        require_measured([gate], targets)
+    context = SearchContext(subject, evaluation, [gate])
+    start = Trial(subject.read.config.document)
+    tests: list[Figures] = []
+
+    def after_test(layers: Sequence[str], figures: Figures) -> None:
+        """Count a test, and print its metric."""
+        tests.append(figures)
+        value = figures.gated[gate.metric]
+        say_note(f"{counted(len(layers), 'layer')} in float: {gate.metric} {value:.6g}")
+
+    with context.shown_as("analyze") as whole:
         # This refuses a metric that is not measured, before all tensors are measured.
-        trials.holds(())
-        steps_of_trial = whole.done
+        before = context.measure(start)
+        require_known([gate], before.gated)
+        after_test((), before)
+        calibrated, plan = context.calibrate(start)
         with without_notes():
-            ablation, plan = measured_tensors(subject, events)
+            ablation = measured_tensors(subject, calibrated, context.bar)
         parts = float_parts(plan, ablation)
-        whole.total = whole.done + steps_of_trial * most_trials(len(parts))
-        chosen = cheapest_parts(parts, trials.holds)
-    if chosen is None:
+        whole.total = whole.done + most_trials(len(parts))
+        search = FloatSearch(subject.original, start, before, context.measure, after_test)
+        search.run(parts)
+    if search.best is None:
         raise GateError(
             f"{gate.text} does not hold even with all these layers in float",
             help="relax the bound of --metric",
         )
-    if parts and len(chosen) == len(parts):
+    if parts and len(search.best) == len(parts):
         raise GateError(
             f"{gate.text} holds only with all layers in float, where nothing is quantized",
             help="relax the bound of --metric",
         )
-    search = FloatSearch(
+
+    def metrics_of(figures: Figures) -> Mapping[str, float]:
+        """Return the figures of all outputs, and that of the gate."""
+        return {**figures.metrics, gate.metric: figures.gated[gate.metric]}
+
+    floats = FloatLayers(
         gate,
-        chosen,
-        trials.needed_document(layers_of(chosen)),
-        before=trials.runs[()],
-        after=trials.runs[layers_of(chosen)],
-        runs=len(trials.runs),
+        search.best,
+        search.trial(search.layers).document,
+        before=metrics_of(before),
+        after=metrics_of(search.figures),
+        runs=len(tests),
     )
-    return search, ablation
+    return floats, ablation

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from quantizer.cli.analyzed_data import watched_data
 from quantizer.cli.options import Options
 from quantizer.cli.render import say_note
+from quantizer.cli.search_context import watched_data
 from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import from_start
 from quantizer.config.resources import preset_text

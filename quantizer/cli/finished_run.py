@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from quantizer.cli.climbing import Tuning
 from quantizer.cli.divided_data import DividedData
 from quantizer.cli.gates import Gate, failed_gates, gate_lines
 from quantizer.cli.options import Options
-from quantizer.cli.reproduction import data_words
+from quantizer.cli.reproduction import data_options
 from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.tuned_run import TunedRun
 from quantizer.graph.modules import Untraced
 from quantizer.plan.model import Key, Plan
 from quantizer.report.verdict import VerdictFacts
@@ -25,7 +25,7 @@ class FinishedRun:
         calibrated, tested: the results of both modes.
         plan: of the calibration.
         data: that calibrate and judge; None on modules, whose weights need no data.
-        tuning: the ladder, if it was climbed.
+        tuning: the search for a better config, if there was one.
         remedy: what to do if a gate does not hold; empty to name the page of the report.
         untraced: what the file holds besides the layers of the plan.
     """
@@ -37,7 +37,7 @@ class FinishedRun:
     tested: Outcome
     plan: Plan
     data: DividedData | None = None
-    tuning: Tuning | None = None
+    tuning: TunedRun | None = None
     remedy: str = ""
     untraced: Untraced = field(default_factory=Untraced)
 
@@ -61,11 +61,11 @@ class FinishedRun:
             activation_codes = verified.activation_codes
             uint8_weights = verified.uint8_weights
             notes = verified.limits
-        data_options = options
+        of_data = options
         if self.data is not None:
             # As the page joins the options of both modes
             calibrated_samples = self.data.calib_options.subset_len
-            data_options = replace(options, subset_len=calibrated_samples)
+            of_data = replace(options, subset_len=calibrated_samples)
         return VerdictFacts.of(
             self.plan,
             floating=floating,
@@ -78,7 +78,7 @@ class FinishedRun:
             tested=tested.report,
             config=options.config_file or "",
             model_option=options.model or "",
-            data_options=data_words(data_options),
+            data_options=data_options(of_data),
             runtime=runtime,
             gates=gate_lines(gates, tested.metrics),
             not_met=failed_gates(gates, tested.metrics),

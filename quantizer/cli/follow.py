@@ -85,17 +85,6 @@ class Messages(Events):
             print_diagnostics((finding,), self._sources)
 
 
-class OneBar(Events):
-    """Counts the units of several stages as units of one stage, which has one bar."""
-
-    def __init__(self, whole: RunStage) -> None:
-        self._whole = whole
-
-    def advanced(self, stage: RunStage) -> None:
-        """Count one unit."""
-        self._whole.advance()
-
-
 class BarOfLongUnits(Events):
     """Shows in the bar of one stage how far the inner stage is that runs.
 

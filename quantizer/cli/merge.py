@@ -9,13 +9,13 @@ from quantizer.calibration import steps
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session
-from quantizer.cli.climbing import results_folder_option
 from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options, command, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.reproduction import read_commands, remember, words_of_merge
 from quantizer.cli.session import Outcome
 from quantizer.cli.start_folder import from_start
+from quantizer.cli.tuned_run import results_folder_option
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.parameters import with_views

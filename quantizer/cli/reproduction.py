@@ -70,12 +70,16 @@ def words_of(options: Options) -> list[str]:
     return ["quantizer", "--quant_mode", options.quant_mode, *_option_words(options, names)]
 
 
-def data_words(options: Options) -> list[str]:
-    """Return the options about the model's data, for another command in the same folder."""
-    words = []
+def data_options(options: Options) -> dict[str, list[str]]:
+    """Return the values of the options about the model's data, for another command in the same
+    folder.
+    """
+    values = {}
     for name in DATA_OPTIONS:
-        words += _option_words(options, (name,), path_text=str)
-    return words
+        words = _option_words(options, (name,), path_text=str)
+        if words:
+            values[name] = words[1:]
+    return values
 
 
 def names_same_source(options: Options, command: Sequence[str]) -> bool:

@@ -12,20 +12,11 @@ import click
 
 from quantizer.cli import session, torchrun
 from quantizer.cli.calib_mode import run_calib
-from quantizer.cli.climbing import (
-    TUNED_CONFIG,
-    Tuning,
-    minutes_option,
-    results_folder_option,
-    run_tuned,
-    with_advice,
-)
 from quantizer.cli.config_of_run import config_of_run
 from quantizer.cli.divided_data import data_of_run, divide_data
 from quantizer.cli.finished_run import FinishedRun
 from quantizer.cli.float_mode import evaluator_of, with_float_metrics
 from quantizer.cli.follow import one_display
-from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (
     MEASURED,
     Gate,
@@ -48,6 +39,12 @@ from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import as_typed, from_start
 from quantizer.cli.test_mode import run_test
+from quantizer.cli.tuned_run import (
+    TUNED_CONFIG,
+    minutes_option,
+    results_folder_option,
+    tune_config,
+)
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.load import load_preset
 from quantizer.config.resources import presets
@@ -264,7 +261,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
             finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
-        return _climbed(finished, options, gates, has_file=has_file)
+        return _tuned(finished, options, gates, has_file=has_file)
 
 
 def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRun) -> None:
@@ -280,10 +277,10 @@ def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRu
         require_measured(gates, not_measured_by_targets(example))
 
 
-def _climbed(
+def _tuned(
     finished: FinishedRun, options: RunOptions, gates: Sequence[Gate], *, has_file: bool
 ) -> FinishedRun:
-    """Return the run with the config that a ladder ends with.
+    """Return the run with the config that a search ends with.
 
     Args:
         finished: the run with the first config, for which a gate does not hold.
@@ -310,28 +307,30 @@ def _climbed(
     except UsageError as error:
         say_note(f"note: no better config is looked for: {error.message}")
         return finished
-    judge = GateJudge(opened, data, judged, targets=targets, run_as=targets)
-    start = None
-    if is_judged:
-        start = judge.judged_by_metrics(finished.tested.metrics, finished.plan)
-    climb = judge.climb(options.minutes, options.fast_finetune, start)
-    folder = from_start(options.output_dir)
-    path = folder / TUNED_CONFIG if has_file else Path(options.config_file or "")
-    if not climb.judged.is_met:
-        opened = with_advice(opened, climb)
-    run = run_tuned(judge, climb, path, opened, deploy=targets)
-    tuning = Tuning(climb, judge, options.minutes, str(path))
-    tuning.write(folder)
+    path = Path(options.config_file or "")
+    if has_file:
+        path = from_start(options.output_dir) / TUNED_CONFIG
+    run = tune_config(
+        opened,
+        data,
+        judged,
+        path,
+        minutes=options.minutes,
+        targets=targets,
+        deploy=targets,
+        tested=(finished.tested.metrics, finished.plan) if is_judged else None,
+        gives_advice=True,
+    )
     assert run.calibrated.plan is not None
     return replace(
         finished,
         test_options=run.test_options,
-        opened=opened,
+        opened=run.opened,
         calibrated=run.calibrated,
         tested=run.tested,
         plan=run.calibrated.plan,
         data=data,
-        tuning=tuning,
+        tuning=run,
     )
 
 

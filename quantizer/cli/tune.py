@@ -10,18 +10,9 @@ from dataclasses import dataclass, replace
 import click
 
 from quantizer.cli import session, torchrun
-from quantizer.cli.climbing import (
-    TUNED_CONFIG,
-    TunedRun,
-    Tuning,
-    minutes_option,
-    results_folder_option,
-    run_tuned,
-)
 from quantizer.cli.divided_data import divide_data
 from quantizer.cli.float_mode import evaluator_of
 from quantizer.cli.follow import one_display
-from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (
     MEASURED,
     Gate,
@@ -36,12 +27,19 @@ from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import MODEL, Options, command, takes
 from quantizer.cli.start_folder import from_start
+from quantizer.cli.tuned_run import (
+    TUNED_CONFIG,
+    TunedRun,
+    minutes_option,
+    results_folder_option,
+    tune_config,
+)
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 from quantizer.export import require_extras
 from quantizer.graph.output_parts import output_parts
 from quantizer.printable import json_text
-from quantizer.results.result_set import locked, mark_result_folder, require_result_folder
+from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner
 from quantizer.seeding import seed_everything
 from quantizer.storage.replacing import require_writable
@@ -78,11 +76,11 @@ def tune(options: TuneOptions) -> None:
     _require_usable(options, gates)
     stdout = sys.stderr if options.json else sys.stdout
     with session.notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
-        run, tuning = _tune(options, gates)
+        run = _tune(options, gates)
     if options.json:
-        click.echo(json_text({"tune": tuning.content, "test": run.tested.content}))
+        click.echo(json_text({"tune": run.content, "test": run.tested.content}))
     else:
-        tuning.show()
+        run.show()
         console = session.console()
         for line in gate_lines(gates, run.tested.metrics):
             session.print_line(line, console)
@@ -112,7 +110,7 @@ def _require_usable(options: TuneOptions, gates: Sequence[Gate]) -> None:
     load_config(options.config_file).require()
 
 
-def _tune(options: TuneOptions, gates: Sequence[Gate]) -> tuple[TunedRun, Tuning]:
+def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     """Change the config step by step, and calibrate and test the best config."""
     folder = from_start(options.output_dir)
     require_result_folder(folder)
@@ -128,10 +126,4 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> tuple[TunedRun, Tuning
     path = folder / TUNED_CONFIG
     require_writable(path)
     data = divide_data(replace(options, deploy=()), opened)
-    judge = GateJudge(opened, data, gates, targets=options.for_, run_as=())
-    climb = judge.climb(options.minutes, options.fast_finetune, None)
-    mark_result_folder(folder)
-    run = run_tuned(judge, climb, path, opened)
-    tuning = Tuning(climb, judge, options.minutes, str(path))
-    tuning.write(folder)
-    return run, tuning
+    return tune_config(opened, data, gates, path, minutes=options.minutes, targets=options.for_)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quantizer.comparison.extents import ChannelExtents
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowCounts
-from quantizer.comparison.part_places import PartPlaces
 from quantizer.comparison.row_matching import (
     MatchedRows,
+    PartPlaces,
     SeenOutput,
     count_unmatched,
     match_rows,

@@ -18,9 +18,7 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
-from quantizer.evaluation import low_sqnr
-from quantizer.evaluation.batch_groups import keep_on_device
-from quantizer.evaluation.compare import compare, target_metrics
+from quantizer.evaluation.compare import compare, keep_on_device, target_metrics
 from quantizer.evaluation.followed_data import (
     FollowedBatches,
     UserItems,
@@ -28,7 +26,14 @@ from quantizer.evaluation.followed_data import (
     same_in_each_pass,
 )
 from quantizer.evaluation.network_comparison import NetworkComparison
-from quantizer.evaluation.output_warnings import NOTES, OutputWarning, output_warnings
+from quantizer.evaluation.output_warnings import (
+    NOTES,
+    OutputWarning,
+    lost_to_passes,
+    output_warnings,
+    remark_on_low_sqnr,
+    remark_on_passes,
+)
 from quantizer.evaluation.pass_loss import PassLoss, pass_loss
 from quantizer.evaluation.tested_networks import Networks
 from quantizer.nn.network import Network
@@ -324,18 +329,18 @@ def remark_on_samples(metric: str, metrics: Mapping[str, float]) -> str:
 
 def _explained(scores: Scores, networks: Networks) -> tuple[OutputWarning, ...]:
     """Return the warnings about outputs, and log them."""
-    remark_on_passes = low_sqnr.remark_on_passes(scores.passes)
-    if remark_on_passes is not None:
-        _logger.warning("%s", remark_on_passes)
-    lost_to_passes = low_sqnr.lost_to_passes(scores.passes)
-    warnings = tuple(output_warnings(scores.comparison, networks, lost_to_passes))
+    of_passes = remark_on_passes(scores.passes)
+    if of_passes is not None:
+        _logger.warning("%s", of_passes)
+    explained = lost_to_passes(scores.passes)
+    warnings = tuple(output_warnings(scores.comparison, networks, explained))
     log_warnings(warnings)
     is_named = any(
         warning.kind in ("random", "constant", "hidden", "below") for warning in warnings
     )
-    if is_named or scores.is_task_held or remark_on_passes is not None:
+    if is_named or scores.is_task_held or of_passes is not None:
         return warnings
-    remark = low_sqnr.remark(scores.comparison, networks)
+    remark = remark_on_low_sqnr(scores.comparison, networks)
     if remark is not None:
         _logger.warning("%s", remark)
     return warnings

@@ -1,14 +1,27 @@
-"""Chooses bit widths under a size budget, from what each width costs each weight."""
+"""Chooses bit widths under a size budget, from what each width costs each weight, and changes a
+config so that it has exactly these.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.algorithms.budget import Option, choose
-from quantizer.errors import GateError
-from quantizer.evaluation.analyze import Analysis, GetBatches, measured_noise
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.document.document import Document
+from quantizer.config.forms.layer_entries import with_layer_entries
+from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.config.load import check_document
+from quantizer.config.model import QuantizationSpec, Role
+from quantizer.config.roles import base_role
+from quantizer.errors import GateError, UsageError
+from quantizer.evaluation.analyze import Analysis, GetBatches, WidthChoice, measured_noise
+from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve_plan
 
+WidthChanges = Mapping[str, Mapping[Role, QuantizationSpec]]
+"""For each layer with another width, the specs of its tensors."""
 CURVE_POINTS = 24
 """Budgets between the smallest and the largest widths for which a curve has the best choice."""
 
@@ -44,38 +57,75 @@ class MeasuredChoice:
     noise: float
 
 
-def choice_line(label: str, analysis: Analysis, choice: MeasuredChoice) -> str:
-    """Return a line about a choice. It begins with `label`."""
-    widths = choice.widths
-    megabytes = analysis.bytes(widths) / 1e6
-    predicted_db = analysis.db(analysis.total(widths))
-    measured_db = analysis.db(choice.noise)
-    return (
-        f"{label}: {analysis.mean_bits(widths):.3f} bits per weight, weights "
-        f"{megabytes:.3f} MB, output {predicted_db:.2f} dB predicted, "
-        f"{measured_db:.2f} dB measured"
-    )
+@dataclass(frozen=True)
+class SizedConfig:
+    """A config with the best widths within a budget.
+
+    Attributes:
+        analysis: of the weights.
+        choices: the best mixed widths, by "mixed", and the largest uniform width, by "uniform",
+            if one is within the budget.
+        best: the name of the choice with less noise.
+        document: the config with it.
+    """
+
+    analysis: Analysis
+    choices: Mapping[str, MeasuredChoice]
+    best: str
+    document: JsonObject
+
+    def line(self, label: str, name: str) -> str:
+        """Return a line about a choice, which it calls by `name`."""
+        analysis = self.analysis
+        choice = self.choices[label]
+        widths = choice.widths
+        megabytes = analysis.bytes(widths) / 1e6
+        predicted_db = analysis.db(analysis.total(widths))
+        measured_db = analysis.db(choice.noise)
+        return (
+            f"{name}: {analysis.mean_bits(widths):.3f} bits per weight, weights "
+            f"{megabytes:.3f} MB, output {predicted_db:.2f} dB predicted, "
+            f"{measured_db:.2f} dB measured"
+        )
 
 
-def measured_choices(
-    plan: Plan, analysis: Analysis, budget: Budget, batches: GetBatches
-) -> dict[str, MeasuredChoice]:
-    """Return the best mixed widths, by "mixed", and the largest uniform width, by "uniform".
+def sized_config(
+    document: JsonMapping,
+    plan: Plan,
+    original: Graph,
+    *,
+    analysis: Analysis,
+    budget: Budget,
+    batches: GetBatches,
+) -> SizedConfig:
+    """Return a config with mixed widths or one uniform width: those with less noise.
 
-    Without a uniform width within the budget, only the first.
+    Args:
+        document: the config to change.
+        plan: of the config.
+        original: the traced model, before passes.
+        analysis: of the plan's weights.
+        budget: of their size.
+        batches: what the noise is measured on.
 
     Raises:
         GateError: the smallest widths are too large.
+        ConfigError, UsageError: the config cannot have these widths.
     """
-    choices = {"mixed": best_choice(analysis, budget)}
+    widths = {"mixed": best_choice(analysis, budget)}
     uniform = uniform_choice(analysis, budget)
     if uniform is not None:
-        choices["uniform"] = uniform
-    measured: dict[str, MeasuredChoice] = {}
-    for label, choice in choices.items():
+        widths["uniform"] = uniform
+    choices = {}
+    for label, choice in widths.items():
         noise = measured_noise(plan, analysis, choice, batches)
-        measured[label] = MeasuredChoice(choice, noise)
-    return measured
+        choices[label] = MeasuredChoice(choice, noise)
+    # The mixed widths, if both are equally good
+    best = min(choices, key=lambda label: choices[label].noise)
+    changes = chosen_specs(plan, analysis, choices[best].widths)
+    changed = with_layer_entries(document, changes)
+    _require_exact(plan, original, changes, changed)
+    return SizedConfig(analysis, choices, best, changed)
 
 
 def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
@@ -188,3 +238,73 @@ def _costs(analysis: Analysis, budget: Budget) -> tuple[list[list[int]], int]:
     for row in analysis.rows:
         costs.append(list(row.sizes))
     return costs, limit
+
+
+def chosen_specs(plan: Plan, analysis: Analysis, choice: WidthChoice) -> WidthChanges:
+    """Return the specs of all tensors of each layer whose chosen width is not the config's."""
+    changed: dict[str, dict[Role, QuantizationSpec]] = {}
+    for row, index in zip(analysis.rows, choice, strict=True):
+        width = analysis.widths[index]
+        candidate = row.candidate
+        specs = zip(candidate.layers, candidate.specs, strict=True)
+        for name, spec in specs:
+            resized = candidate.with_width(spec, width)
+            if resized != spec:
+                changed[name] = _specs_of_layer(plan, name)
+                changed[name]["weights"] = resized
+    return changed
+
+
+def _specs_of_layer(plan: Plan, name: str) -> dict[Role, QuantizationSpec]:
+    specs: dict[Role, QuantizationSpec] = {}
+    for tensor in plan.tensors.values():
+        if name in tensor.members:
+            role = base_role(tensor.role)
+            specs[role] = tensor.spec
+    return specs
+
+
+def unwanted_changes(before: Plan, after: Plan, changed: WidthChanges) -> list[str]:
+    """Return the tensors, besides the weights of `changed`, whose spec differs in `after`."""
+    expected_specs = before.specs
+    actual_specs = after.specs
+    differing = []
+    for key in expected_specs.keys() | actual_specs.keys():
+        name, role = key
+        expected = expected_specs.get(key)
+        if role == "weights" and name in changed:
+            expected = changed[name]["weights"]
+        if not _is_same(expected, actual_specs.get(key)):
+            differing.append(f"{role} of {name}")
+    return sorted(differing)
+
+
+def _is_same(expected: QuantizationSpec | None, actual: QuantizationSpec | None) -> bool:
+    """Return whether two specs quantize alike."""
+    if expected is None or actual is None:
+        return expected is actual
+    if not expected.is_scaled:
+        # The other fields of a format without a scale have no meaning.
+        return expected.dtype == actual.dtype
+    return expected == actual
+
+
+def _require_exact(
+    plan: Plan, original: Graph, changes: WidthChanges, config: JsonObject
+) -> None:
+    """Check that a changed config gives each weight the chosen width and changes nothing else.
+
+    Raises:
+        ConfigError: it is not valid, for example because the device lacks a width.
+        UsageError: its form cannot express the widths.
+    """
+    checked = check_document(Document.of(config, "the config with the chosen widths"))
+    after = resolve_plan(checked.require(), plan.graph, original)
+    if any(finding.severity == "error" for finding in after.diagnostics):
+        raise ConfigError(after.diagnostics, checked.sources)
+    wrong = unwanted_changes(plan, after, changes)
+    if wrong:
+        raise UsageError(
+            f"the config cannot be changed in place: {wrong[0]} would not be as chosen",
+            help="state the weights' dtype, scheme and axis in one place, global or overall",
+        )

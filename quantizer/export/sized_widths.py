@@ -7,7 +7,6 @@ from torch import nn
 
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
-from quantizer.config.forms.layer_entries import with_layer_entries
 from quantizer.config.load import load_text
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import (
@@ -17,13 +16,7 @@ from quantizer.evaluation.analyze import (
     measured_analysis,
     width_candidates,
 )
-from quantizer.evaluation.width_changes import chosen_specs, require_exact
-from quantizer.evaluation.width_choice import (
-    LARGEST_SIZE,
-    Budget,
-    choice_line,
-    measured_choices,
-)
+from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.export.compressed_tensors.predicted_size import coded_bytes, float_bytes
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -124,15 +117,17 @@ def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:
         run.say(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
     analysis = measured_analysis(plan, WIDTHS, run.data)
     analysis = sizes.applied_to(analysis)
-    choices = measured_choices(plan, analysis, Budget(max_bytes=limit), run.data.batches)
-    label = min(choices, key=lambda name: choices[name].noise)
-    best = choices[label]
-    run.say(choice_line(label, analysis, best))
-    changes = chosen_specs(plan, analysis, best.widths)
-    changed = with_layer_entries(config.document, changes)
-    require_exact(plan, run.graph, changes, changed)
+    chosen = sized_config(
+        config.document,
+        plan,
+        run.graph,
+        analysis=analysis,
+        budget=Budget(max_bytes=limit),
+        batches=run.data.batches,
+    )
+    run.say(chosen.line(chosen.best, chosen.best))
     document = loaded.document or Document.of({}, "")
-    return edited_text(document, changed)
+    return edited_text(document, chosen.document)
 
 
 class _FileSizes:

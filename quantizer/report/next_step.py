@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.comparison.output_figures import WORST_SAMPLES
@@ -40,6 +40,8 @@ TEST_OPTIONS = ("eval_data", "evaluate", "skip_len")
 """Those of them that only test runs take."""
 _GATE_MARGIN_DB = 3.0
 """By how much the SQNR may fall before a gate that the page proposes fails."""
+OptionValues = Mapping[str, Sequence[str]]
+"""The values of a command's options, by name. A flag has none."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class NextFacts:
 
     tested: JsonMapping
     config: str
-    options: str
+    options: OptionValues
     has_model_file: bool
     not_met: Sequence[str] = ()
     weight_bits: int | None = None
@@ -85,13 +87,13 @@ def next_step(facts: NextFacts) -> NextStep:
     missed = facts.not_met[0] if facts.not_met else _lost_metric(facts.tested)
     if missed is not None:
         gate = shlex.quote(missed)
-        command = f"quantizer analyze --metric {gate} {facts.options}"
-        if "--config_file" in facts.options:
+        command = f"quantizer analyze --metric {gate} {option_words(facts.options)}"
+        if "config_file" in facts.options:
             command += " --apply"
         text = f"`{command}` finds the layers that have to stay in float."
         return NextStep(text, (command,))
     if _is_far_from_float(facts):
-        options = _options_without(facts.options, TEST_OPTIONS)
+        options = option_words(facts.options, without=TEST_OPTIONS)
         command = f"quantizer analyze --tensors {options}"
         text = (
             f"`{command}` lists the tensors that lose most. An evaluate() in the model's file "
@@ -105,45 +107,58 @@ def next_step(facts: NextFacts) -> NextStep:
             f"check in {facts.config}; `quantizer.calibrate` with it{arguments} repeats this."
         )
         return NextStep(text)
-    modes = {"calib": "quantizer --quant_mode calib", "test": "--quant_mode test"}
-    if skipped:
-        for command in facts.tested.get("commands", ()):
-            for mode, words in modes.items():
-                if f" --quant_mode {mode} " in command:
-                    modes[mode] = f"{words}{_sample_options(command)}"
+    calib, test = _modes(facts.tested, has_samples=bool(skipped))
     text = (
-        f"check in {facts.config}; `{modes['calib']}` and `{modes['test']}` with a --gate "
-        "repeat this in CI."
+        f"check in {facts.config}; `quantizer {calib}` and `{test}` with a --gate repeat this "
+        "in CI."
     )
     return NextStep(text, tuple(_repeating(facts.tested)))
 
 
-def _sample_options(command: str) -> str:
-    """Return the options of a command that choose samples.
-
-    >>> _sample_options("quantizer --quant_mode test --model m.py --skip_len 24 --deploy onnx")
-    ' --skip_len 24'
+def _modes(tested: JsonMapping, *, has_samples: bool) -> list[str]:
+    """Return the options for calib and for test mode, with those that choose samples if they
+    have to be given.
     """
-    return "".join(re.findall(r" --(?:subset|skip)_len \d+", command))
+    options_by_mode: dict[str, OptionValues] = {}
+    for command in tested.get("commands", ()):
+        options = _options_of_command(command)
+        options_by_mode.update(dict.fromkeys(options.get("quant_mode", ()), options))
+    texts = []
+    for mode in ("calib", "test"):
+        shown = {"quant_mode": [mode]}
+        for name, values in options_by_mode.get(mode, {}).items():
+            if has_samples and name in ("subset_len", "skip_len"):
+                shown[name] = list(values)
+        texts.append(option_words(shown))
+    return texts
 
 
-def _options_without(options: str, names: Sequence[str]) -> str:
-    """Return options without those of some names, each of which has a value.
+def option_words(options: OptionValues, without: Collection[str] = ()) -> str:
+    """Return options as a command has them, but those of some names.
 
-    >>> _options_without("--model m.py --skip_len 24 --seed 1", ["skip_len"])
-    '--model m.py --seed 1'
+    >>> option_words({"model": ["m.py"], "trust": [], "seed": ["1"]}, without=["seed"])
+    '--model m.py --trust'
     """
-    shown: list[str] = []
-    words = iter(shlex.split(options))
-    for word in words:
-        if word.removeprefix("--") in names:
-            next(words, None)
+    words: list[str] = []
+    for name, values in options.items():
+        if name not in without:
+            words += [f"--{name}", *values]
+    return shlex.join(words)
+
+
+def _options_of_command(command: str) -> dict[str, list[str]]:
+    """Return the options of a command of report.json."""
+    options: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in shlex.split(command):
+        if word.startswith("--"):
+            values = options.setdefault(word.removeprefix("--"), [])
         else:
-            shown.append(word)
-    return shlex.join(shown)
+            values.append(word)
+    return options
 
 
-def options_of(commands: Sequence[str]) -> str:
+def options_of(commands: Sequence[str]) -> dict[str, list[str]]:
     """Return the options of commands that say which config, model and data to use.
 
     >>> options_of(
@@ -152,25 +167,13 @@ def options_of(commands: Sequence[str]) -> str:
     ...         "quantizer --quant_mode test --model m.py --trust --deploy onnx",
     ...     ]
     ... )
-    '--config_file a.json --model m.py --trust'
+    {'config_file': ['a.json'], 'model': ['m.py'], 'trust': []}
     """
     values: dict[str, list[str]] = {}
     for command in commands:
-        option = ""
-        words_of_command: dict[str, list[str]] = {}
-        for word in shlex.split(command):
-            if word.startswith("--"):
-                option = word.removeprefix("--")
-                words_of_command.setdefault(option, [])
-            elif option:
-                words_of_command[option].append(word)
-        for name, words in words_of_command.items():
-            values.setdefault(name, words)
-    shown = []
-    for name in ("config_file", "model", *DATA_OPTIONS):
-        if name in values:
-            shown += [f"--{name}", *values[name]]
-    return shlex.join(shown)
+        values = {**_options_of_command(command), **values}
+    names = ("config_file", "model", *DATA_OPTIONS)
+    return {name: values[name] for name in names if name in values}
 
 
 def _is_far_from_float(facts: NextFacts) -> bool:
@@ -192,8 +195,9 @@ def _repeating(tested: JsonMapping) -> Iterator[str]:
     """Yield the commands of a run, with a gate for test mode if there is none."""
     gate = _proposed_gate(tested)
     for command in tested.get("commands", ()):
-        is_test = "--quant_mode test" in command
-        if is_test and gate and "--gate" not in command:
+        options = _options_of_command(command)
+        is_test = options.get("quant_mode") == ["test"]
+        if is_test and gate and "gate" not in options:
             yield f"{command} --gate {shlex.quote(gate)}"
         else:
             yield command

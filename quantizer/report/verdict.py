@@ -4,7 +4,6 @@ speed, the layers that stay float, and the next step.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from quantizer.plan.size import weight_bytes
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextFacts,
+    OptionValues,
     hides_samples,
     judged_db,
     leaf_rows,
@@ -55,7 +55,7 @@ class VerdictFacts:
         float_size: of the float weights, in bytes.
         quantized_size: of the same weights with those that are quantized as codes with scales.
         tested: the content of report.json.
-        data_options: of commands that read the model and its data.
+        data_options: the values of the options about the model's data, by name.
         runtime: a sentence on the speed and the kernels of the file; empty if unknown.
         left_float: the reasons why layers with weights stay in float, by layer.
         gates: a line for each gate, met or not.
@@ -76,7 +76,7 @@ class VerdictFacts:
     tested: JsonMapping
     config: str
     model_option: str = ""
-    data_options: Sequence[str] = ()
+    data_options: OptionValues = field(default_factory=dict)
     runtime: str = ""
     left_float: Mapping[str, str] = field(default_factory=dict)
     gates: Sequence[str] = ()
@@ -339,9 +339,11 @@ def _left_float(reasons: Mapping[str, str]) -> Iterator[str]:
 def _next_step(facts: VerdictFacts) -> str:
     if facts.path is None and not facts.not_met:
         return "the error below says why; run the command again when it is fixed."
-    options = f"--config_file {facts.config} --model {facts.model_option or PLACEHOLDER}"
-    if facts.data_options:
-        options += f" {shlex.join(facts.data_options)}"
+    options = {
+        "config_file": [facts.config],
+        "model": [facts.model_option or PLACEHOLDER],
+        **facts.data_options,
+    }
     next_facts = NextFacts(
         facts.tested,
         facts.config,

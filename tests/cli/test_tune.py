@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from support.runs import ROOT
 
-from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.main import run_command
-from quantizer.evaluation.ladder.rungs import Judged, Rung
+from quantizer.cli.search_context import SearchContext
+from quantizer.evaluation.search.trial import Figures, Trial
 
 MODEL = """import torch
 from torch import nn
@@ -205,16 +205,16 @@ def test_an_interrupted_climb_leaves_the_folder_as_it_was(
     model = net(MODEL + APART)
     assert tuned(model, "--gate", "sqnr_db>=10") == 0
     before = contents("quantize_result")
-    judge = GateJudge.judge
-    measured: list[Rung] = []
+    measure = SearchContext.measure
+    measured: list[Trial] = []
 
-    def interrupted(self: GateJudge, rung: Rung) -> Judged:
+    def interrupted(self: SearchContext, trial: Trial) -> Figures:
         if len(measured) == 2:
             raise KeyboardInterrupt
-        measured.append(rung)
-        return judge(self, rung)
+        measured.append(trial)
+        return measure(self, trial)
 
-    monkeypatch.setattr(GateJudge, "judge", interrupted)
+    monkeypatch.setattr(SearchContext, "measure", interrupted)
     assert tuned(model, "--gate", "sqnr_db>=25") == 130
     assert contents("quantize_result") == before
 
@@ -266,10 +266,10 @@ def test_a_gate_about_the_written_file_starts_no_climb(
 def test_a_metric_that_evaluate_does_not_return_is_refused_before_calibration(
     net: Callable[[str], str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(self: GateJudge, rung: Rung) -> Judged:
-        raise AssertionError(rung)
+    def never(self: SearchContext, trial: Trial) -> Figures:
+        raise AssertionError(trial)
 
-    monkeypatch.setattr(GateJudge, "judge", never)
+    monkeypatch.setattr(SearchContext, "measure", never)
     evaluate = "\n\ndef evaluate(model, data):\n    return {'accuracy': 0.8}\n"
     assert tuned(net(MODEL + APART + evaluate), "--gate", "acuracy>=0.7") == 2
     assert "did you mean accuracy?" in capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_the_next_step_is_that_of_the_terminal(content: dict[str, Any]) -> None:
         tested=content,
         config="a/net.json",
         model_option="net.py",
-        data_options=["--seed", "3"],
+        data_options={"seed": ["3"]},
         weight_bits=8,
     )
     for sqnr_db in (CLOSE_DB + 1, CLOSE_DB - 1):

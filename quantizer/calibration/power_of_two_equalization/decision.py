@@ -25,7 +25,7 @@ from quantizer.calibration.step import Decision
 from quantizer.graph.edits import channels_of
 from quantizer.graph.ir import Graph
 from quantizer.plan.floating import input_values
-from quantizer.plan.input_readers import input_readers
+from quantizer.plan.readers import input_readers
 from quantizer.sources.batches import Batch
 from quantizer.storage.files import damaged
 

@@ -29,7 +29,6 @@ from quantizer.comparison.extents import ends_along
 from quantizer.config.roles import is_parameter, parameter_role
 from quantizer.config.wording import first_names
 from quantizer.graph.edits import by_channel, input_weights
-from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import find_ranges

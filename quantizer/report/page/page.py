@@ -9,8 +9,8 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.report.page import figures, sections, summary
 from quantizer.report.page.axes import number
 from quantizer.report.page.html import Markup, fragment, page_file, with_code
-from quantizer.report.page.layer_columns import layer_columns, layers_legend
 from quantizer.report.page.rows import layer_name, rows_in_order, severity, value_text
+from quantizer.report.page.sections import layer_columns, layers_legend
 
 if TYPE_CHECKING:
     from jinja2 import Environment

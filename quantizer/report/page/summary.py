@@ -2,7 +2,6 @@
 metrics, and the exported files.
 """
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from quantizer.report.next_step import (
     NextStep,
     measured_parts,
     next_step,
+    option_words,
     options_of,
 )
 from quantizer.report.page.axes import number
@@ -58,14 +58,12 @@ def try_next(content: JsonMapping) -> NextStep:
     options = options_of(commands)
     config = content["config"]["name"] if content["config"] else "the config"
     if not options:
-        options = f"--model {PLACEHOLDER}"
         if content["config"]:
-            options = f"--config_file {config} {options}"
-    elif "--config_file" in options:
-        words = shlex.split(options)
-        config = words[words.index("--config_file") + 1]
+            options["config_file"] = [config]
+        options["model"] = [PLACEHOLDER]
+    config = options.get("config_file", [config])[0]
     if not content["metrics"]:
-        command = f"quantizer --quant_mode test {options}"
+        command = f"quantizer --quant_mode test {option_words(options)}"
         return NextStep("test mode measures what quantization costs.", (command,))
     widths = []
     for row in content["layers"]:

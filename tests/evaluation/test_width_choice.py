@@ -11,7 +11,7 @@ import pytest
 from support.configs import config, document
 from support.toys import traced
 
-from quantizer.evaluation.width_changes import unwanted_changes
+from quantizer.evaluation.width_choice import unwanted_changes
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

@@ -1,23 +1,20 @@
-"""The values that a ladder of configs is made of: a rung, a trial of a changed one, and what
-was measured on it.
+"""The values that a search is made of: a config to try, a change of one, and what was measured
+on it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from quantizer.calibration.finetuning import with_finetuning
 from quantizer.config.document.document import Document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
-from quantizer.config.model import Algorithm, Config
-from quantizer.graph.ir import Graph
-from quantizer.plan.model import Plan
-from quantizer.results.calibrated import Calibrated
-from quantizer.sources.batches import Batch
+from quantizer.config.model import Config
 
 LEAST_GAIN = 0.01
 """A change gains something if it takes away this share of the distance from the gates. Less is
@@ -28,7 +25,7 @@ TIE_DB = 0.1
 
 
 @dataclass(frozen=True)
-class Rung:
+class Trial:
     """A config, and the mode of finetuning that it is calibrated with.
 
     Attributes:
@@ -39,7 +36,7 @@ class Rung:
     document: JsonMapping
     fast_finetune: str | None = None
 
-    @property
+    @cached_property
     def config(self) -> Config:
         """Return the checked config.
 
@@ -54,62 +51,64 @@ class Rung:
 
     @property
     def key(self) -> str:
-        """Return a text that is the same for equal rungs only."""
+        """Return a text that is the same for equal trials only."""
         return json.dumps([self.document, self.fast_finetune], default=str)
 
 
 @dataclass(frozen=True)
-class Trial:
+class Change:
     """A change of a config that may come nearer to the gates.
 
     Attributes:
-        change: what it does to the config, as part of a sentence.
-        apply: returns the changed rung. It raises `UsageError` if the config's form has no word
-            for the change.
+        text: what it does to the config, as part of a sentence.
+        apply: returns the changed trial. It raises `UsageError` if the config's form has no
+            word for the change.
         undoes: the name of the earlier step whose change this one removes; empty if it removes
             none.
     """
 
-    change: str
-    apply: Callable[[Rung], Rung]
+    text: str
+    apply: Callable[[Trial], Trial]
     undoes: str = ""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What was measured on a rung.
+class Figures:
+    """What was measured on a trial.
 
     Attributes:
-        metrics: all figures of a test, by name.
+        metrics: the figures of a test, by name.
         shortfalls: for each gate the distance of its metric from the bound, as a share of the
             bound; 0 if the gate holds, infinity if nothing could be measured.
         weight_bytes: the bytes of all parameters, quantized.
         missed_by_float: the gates that do not hold for the float network either.
+        parts: the figures of single outputs and parts.
     """
 
     metrics: Mapping[str, float]
     shortfalls: tuple[float, ...]
     weight_bytes: int
     missed_by_float: tuple[str, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gated(self) -> Mapping[str, float]:
+        """Return all figures, by the names that gates use."""
+        return {**self.metrics, **self.parts}
 
     @property
     def is_met(self) -> bool:
         """Return whether all gates hold."""
         return not any(self.shortfalls)
 
-    @property
-    def sqnr_db(self) -> float | None:
-        """Return the SQNR of the worst output; None if no output has one."""
-        return self.metrics.get("sqnr_db")
-
-    def is_better_than(self, other: Judged) -> bool:
+    def is_better_than(self, other: Figures) -> bool:
         """Return whether no metric is farther from its bound than in `other`, and something is
         gained: less distance in all, or else a higher SQNR of the outputs.
 
-        >>> before = Judged({"sqnr_db": 20.0}, (0.5,), 100)
-        >>> Judged({"sqnr_db": 20.0}, (0.4,), 100).is_better_than(before)
+        >>> before = Figures({"sqnr_db": 20.0}, (0.5,), 100)
+        >>> Figures({"sqnr_db": 20.0}, (0.4,), 100).is_better_than(before)
         True
-        >>> Judged({"sqnr_db": 21.0}, (0.5,), 100).is_better_than(before)
+        >>> Figures({"sqnr_db": 21.0}, (0.5,), 100).is_better_than(before)
         True
         """
         pairs = zip(self.shortfalls, other.shortfalls, strict=True)
@@ -119,50 +118,8 @@ class Judged:
         distance_before = math.fsum(other.shortfalls)
         if math.fsum(self.shortfalls) < distance_before * (1 - LEAST_GAIN):
             return True
-        before_db = other.sqnr_db
-        after_db = self.sqnr_db
+        before_db = other.metrics.get("sqnr_db")
+        after_db = self.metrics.get("sqnr_db")
         if before_db is None or after_db is None:
             return False
         return after_db > before_db + TIE_DB
-
-
-@dataclass(frozen=True)
-class Ground:
-    """What all rungs of a ladder share: the model, its data, and how a rung is measured.
-
-    Attributes:
-        original: the traced model, before passes.
-        judge: calibrates and tests a rung.
-        calibrate: calibrates a rung in memory, and returns its plan, too.
-        batches: begins a pass over the calibration data, on the model's device.
-        refusal: returns why a target cannot hold a plan, or what its algorithms make of it. The
-            text is empty if all can.
-    """
-
-    original: Graph
-    judge: Callable[[Rung], Judged]
-    calibrate: Callable[[Rung], tuple[Calibrated, Plan]]
-    batches: Callable[[], Iterator[Batch]]
-    refusal: Callable[[Plan, Iterable[Algorithm]], str]
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The best rung so far, from which the trials of a step start.
-
-    Attributes:
-        ground: what all rungs share.
-        rung: the best rung so far.
-        plan: the plan of its config, before algorithms.
-        attempt: returns what is measured on a rung, which it measures once only. It raises
-            `OutOfTimeError` after the time budget, and what calibration raises.
-    """
-
-    ground: Ground
-    rung: Rung
-    plan: Plan
-    attempt: Callable[[Rung], Judged]
-
-
-class OutOfTimeError(Exception):
-    """A rung would be measured after the time budget."""
