@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantizer.api.notebook import html_table
-from quantizer.api.python_words import in_python
 from quantizer.config.wording import counted, did_you_mean, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, remark_on_samples
@@ -54,7 +53,7 @@ class Comparison:
     ) -> None:
         self.metrics: Mapping[str, float] = scores.metrics
         self.outputs = tables.output_rows(scores.comparison.outputs)
-        self.warnings = in_python([warning.to_json() for warning in scores.warnings])
+        self.warnings = [warning.to_json() for warning in scores.warnings]
         self.layers = tables.layer_rows(scores.comparison, calibrated.solution.specs)
         self.passes = scores.passes
         self._scores = scores

@@ -218,6 +218,8 @@ def _with_verdict(
     if target in WHOLE_MODELS:
         untraced = untraced_part(quantized.result._model, quantized.result._calibrated.original)
     shown = folder / FOLDER / path.name
+    # Files have the words of the shell, and what this function returns those of Python
+    verification = in_python(verification)
     facts = _verdict_facts(
         plan, tested, untraced, path=shown, verification=verification, config=config
     )
@@ -225,8 +227,8 @@ def _with_verdict(
         quantized,
         path=shown,
         folder=folder,
-        verification=in_python(verification),
-        verdict=in_python(tuple(verdict(facts))),
+        verification=verification,
+        verdict=tuple(verdict(facts)),
     )
 
 

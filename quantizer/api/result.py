@@ -301,7 +301,7 @@ def verified_file(
     if target not in EXPORTERS:
         remedy = f"known are {', '.join(EXPORTERS)}"
         if target in CHECKED_TARGETS:
-            remedy = f"give {CHECKED_TARGETS[target].words}"
+            remedy = f"give {CHECKED_TARGETS[target].words.marked}"
         raise UsageError(f"there is no export target {target!r}", help=remedy)
     file = path_of(path)
     choices = checked_choices(options, target, Result.export)

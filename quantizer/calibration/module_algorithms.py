@@ -86,7 +86,7 @@ class TracedModules:
             with without_cache(model):
                 graph = trace(model, first.args, first.kwargs)
         except ModelError as error:
-            text = f"{reason}: {error.message}"
+            text = f"{reason}: {error.message.marked}"
             raise ModelError(text, help=error.help or remedy) from error
         for name in _PASSES:
             graph = load_pass(name)(graph)

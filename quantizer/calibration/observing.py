@@ -40,7 +40,7 @@ DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
 """The spec of the histogram of all values of a tensor, for any spec of the tensor."""
 Observable = Network | ModuleTree
 """A model that shows the values of its nodes to watchers."""
-_RESTART = "run without --resume"
+_RESTART = "run without <--resume>"
 
 
 @dataclass

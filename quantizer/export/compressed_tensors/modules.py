@@ -111,7 +111,7 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     graph = module_graph(model)
     specs = _specs(graph, quantized)
     placement = place_codes(graph, specs)
-    refuse(f"--deploy {TARGET_NAME}", [*_insertion_refusals(quantized), *placement.refusals])
+    refuse(f"<--deploy {TARGET_NAME}>", [*_insertion_refusals(quantized), *placement.refusals])
     layers: dict[str, CompressedLayer] = {}
     for name, node in placement.linears.items():
         layers[node.scope] = _layer(quantized[node.scope], name, placement)

@@ -174,7 +174,7 @@ def _reason(
             return (
                 f"its {role} is rounded by operators in float: set round_mode to "
                 '"half_even", '
-                "or --onnx_profile fast"
+                "or <--onnx_profile fast>"
             )
     followers = [graph.by_name[name] for name in graph.consumers[layer] if name]
     is_activated = any(follower.row.kind == "fusable" for follower in followers)
