@@ -21,8 +21,7 @@ from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python, in_python
-from quantizer.api.quantized import Quantized
-from quantizer.api.result import Result, require_real, result_for_file, verified_file
+from quantizer.api.result import Quantized, Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
@@ -61,7 +60,6 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.untraced import Untraced, untraced_part
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
-from quantizer.plan.model import Plan
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -220,8 +218,15 @@ def _with_verdict(
     shown = folder / FOLDER / path.name
     # Files have the words of the shell, and what this function returns those of Python
     verification = in_python(verification)
-    facts = _verdict_facts(
-        plan, tested, untraced, path=shown, verification=verification, config=config
+    facts = VerdictFacts.of(
+        plan,
+        verification,
+        untraced=untraced,
+        path=str(shown),
+        size=tested["exports"][0]["bytes"],
+        tested=tested,
+        config=config,
+        improvement=improvement,
     )
     return replace(
         quantized,
@@ -229,43 +234,6 @@ def _with_verdict(
         folder=folder,
         verification=verification,
         verdict=tuple(verdict(facts)),
-    )
-
-
-def _verdict_facts(
-    plan: Plan,
-    tested: JsonMapping,
-    untraced: Untraced,
-    *,
-    path: Path,
-    verification: Verification,
-    config: str,
-) -> VerdictFacts:
-    """Return the facts that the verdict is about.
-
-    Args:
-        plan: of the calibration.
-        tested: report.json, with the file and its improvement.
-        untraced: what the file holds besides the layers of the plan.
-        path: the written file or folder.
-        verification: of the file.
-        config: its path, or a name for it.
-    """
-    runtime, floating = verification.in_runtime
-    return VerdictFacts.of(
-        plan,
-        floating=floating,
-        float_activations=verification.float_activations,
-        activation_codes=verification.activation_codes,
-        untraced=untraced,
-        uint8_weights=verification.uint8_weights,
-        runtime=runtime,
-        path=str(path),
-        size=tested["exports"][0]["bytes"],
-        tested=tested,
-        config=config,
-        improvement=tested["improvement"],
-        notes=verification.limits,
     )
 
 

@@ -1,21 +1,22 @@
-"""Defines the result of `calibrate` and of `load`: a quantized network that can be tested,
-saved and exported.
+"""Defines the results of `calibrate` and `load`, a quantized network that can be tested, saved
+and exported, and of `quantize`.
 """
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 
-from quantizer.api.comparison import Comparison
+from quantizer.api.comparison import Comparison, Report
 from quantizer.api.config import path_of
 from quantizer.api.notebook import html_table
 from quantizer.api.python_words import called_from_python, in_python
-from quantizer.api.report import Report
 from quantizer.calibration.events import Events
 from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import counted
@@ -269,6 +270,39 @@ class Result:
 
     def _repr_html_(self) -> str:
         return element("p", self._title()) + self.plan._repr_html_()
+
+
+@dataclass(frozen=True, repr=False)
+class Quantized:
+    """Holds what `quantize` returns. Its text is the verdict.
+
+    Attributes:
+        path: the written file or folder.
+        folder: the folder with config, results and report.
+        result: the calibrated model, to test and export further.
+        comparison: the comparison of the quantized network with the float one.
+        verification: the comparison of the written file with test mode.
+        verdict: at most eight lines in plain words.
+
+    >>> import tempfile, torch, quantizer
+    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     quantizer.quantize(torch.nn.Linear(8, 4), batches, "pt2", folder=folder).path.name
+    'Linear.pt2'
+    """
+
+    path: Path
+    folder: Path
+    result: Result
+    comparison: Comparison
+    verification: Verification
+    verdict: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.verdict)
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{escape(line)}</p>" for line in self.verdict)
 
 
 def require_real(batches: Batches, evaluate: Any, data: Any = None) -> None:

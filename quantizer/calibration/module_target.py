@@ -25,12 +25,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.modules import (
-    key_in_module,
-    module_graph,
-    parameters_of,
-    uncovered_modules,
-)
+from quantizer.graph.modules import module_graph, uncovered_modules
 from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import MUCH, group_size_remarks, left_float, share_left
@@ -148,13 +143,8 @@ class ModuleTarget(Target):
             roles = plan.of_layer(name)
             if roles:
                 check_quantizable(layer, name, roles)
-        paths = set()
-        for name, role in plan.tensors:
-            if is_parameter(role):
-                node = plan.graph.by_name[name]
-                path = node.params[parameter_name(role)]
-                paths.add(path.removesuffix(".T"))
-        check_finite(self.model, skipped=paths)
+        paths = _quantized_paths(plan)
+        check_finite(self.model, skipped={path.removesuffix(".T") for path in paths})
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield how many layers each rule selects, and what stays float."""
@@ -173,22 +163,10 @@ class ModuleTarget(Target):
 
     def _float_share(self, plan: Plan) -> float:
         """Return the share of all parameters of the model that stay float."""
-        modules = dict(self.model.named_modules())
-        quantized = set()
-        for name, role in plan.tensors:
-            if is_parameter(role):
-                node = self.graph.by_name[name]
-                module = modules[node.scope]
-                key = key_in_module(node, parameter_name(role))
-                attribute = parameters_of(module)[key]
-                quantized.add(id(module.get_parameter(attribute)))
-        size = 0
-        float_size = 0
-        for parameter in self.model.parameters():
-            size += parameter.numel()
-            if id(parameter) not in quantized:
-                float_size += parameter.numel()
-        return float_size / (size or 1)
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        tensors = plan.graph.tensors
+        quantized = sum(tensors[path].numel() for path in _quantized_paths(plan))
+        return (size - quantized) / (size or 1)
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """Return a trace of the model, without what cannot be done to its modules."""
@@ -270,6 +248,15 @@ class ModuleTarget(Target):
             path = self.graph.by_name[name].scope
             rectify_output(self.model.get_submodule(path))
         return solution
+
+
+def _quantized_paths(plan: Plan) -> set[str]:
+    """Return the paths of the parameters that a plan quantizes, as its graph has them."""
+    paths = set()
+    for name, role in plan.tensors:
+        if is_parameter(role):
+            paths.add(plan.graph.by_name[name].params[parameter_name(role)])
+    return paths
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from support.ledger import MODULES, PACKAGE, source
 from support.shell_words import options_in
 
 import quantizer
+from quantizer.api.comparison import Report
 from quantizer.api.python_words import ARGUMENTS, in_python
-from quantizer.api.report import Report
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.errors import UsageError
