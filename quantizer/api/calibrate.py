@@ -16,7 +16,6 @@ from quantizer.api.python_words import called_from_python
 from quantizer.api.result import Result
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.finetuning import with_finetuning
-from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Confirm
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.algorithms import MAX_SEED
@@ -27,7 +26,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.export.made_programs import exportable
 from quantizer.graph.ir import Graph
-from quantizer.nn.inplace import check_float
+from quantizer.nn.layer import check_float
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
@@ -45,6 +44,7 @@ from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import SYNTHETIC, Batches, is_synthetic, load_batches
 from quantizer.sources.hugging_face import example_input, without_cache
+from quantizer.sources.module_state import evaluating
 from quantizer.sources.synthetic import Wanted, synthetic_batches
 from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.sources.weights import check_finite

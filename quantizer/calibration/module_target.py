@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from quantizer.algorithms.adjustment import Adjustment, RoundedWeight
 from quantizer.calibration.module_algorithms import TracedModules, write_rounded
 from quantizer.calibration.module_attach import attach_solution
-from quantizer.calibration.module_outputs import float_outputs, layers_quantized_after_relu
+from quantizer.calibration.module_outputs import placed_outputs
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import AlgorithmScope, Target
@@ -26,12 +26,13 @@ from quantizer.config.wording import counted, first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, uncovered_modules
-from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
+from quantizer.nn.inplace import ModuleTree, check_quantizable, rectify_output
+from quantizer.nn.layer import check_float
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import MUCH, group_size_remarks, left_float, share_left
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import preserve_module_state
+from quantizer.sources.module_state import evaluating, preserve_module_state
 from quantizer.sources.weights import check_finite
 
 NEEDS_TRACE = {
@@ -170,7 +171,8 @@ class ModuleTarget(Target):
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """Return a trace of the model, without what cannot be done to its modules."""
-        traced = self._trace(
+        traced = TracedModules.of(
+            self.model,
             plan,
             first,
             reason="the config has algorithms, which work on a trace of the model",
@@ -198,24 +200,18 @@ class ModuleTarget(Target):
             ModelError: the model cannot be traced.
             UsageError: an output is quantized where its module does not reach.
         """
-        traced = self._trace(
+        traced = TracedModules.of(
+            self.model,
             plan,
             first,
             reason="output_tensors are quantized after the ReLU that follows a layer, which "
             "needs a trace of the model",
             remedy="leave output_tensors out",
         )
-        floats = float_outputs(traced, plan.settings)
-        target = replace(self, floats=floats)
-        plan = target._without_floats(plan)
-        traced = replace(traced, plan=plan)
-        layers = layers_quantized_after_relu(traced, plan.settings)
-        tree = ModuleTree(self.model, self.graph, layers)
-        return replace(target, rectified=layers, tree=tree), plan
-
-    def _trace(self, plan: Plan, first: Batch, *, reason: str, remedy: str) -> TracedModules:
-        with evaluating(self.model):
-            return TracedModules.of(self.model, plan, first, reason=reason, remedy=remedy)
+        outputs = placed_outputs(traced, plan.settings)
+        target = replace(self, floats=outputs.floats, rectified=outputs.rectified)
+        tree = ModuleTree(self.model, self.graph, outputs.rectified)
+        return replace(target, tree=tree), target._without_floats(plan)
 
     def adjusted(self, adjustment: Adjustment) -> ModuleTarget:
         """Write float parameters and inserted layers into the modules."""
@@ -257,20 +253,6 @@ def _quantized_paths(plan: Plan) -> set[str]:
         if is_parameter(role):
             paths.add(plan.graph.by_name[name].params[parameter_name(role)])
     return paths
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode for a while; each module gets its mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    # An exported program has no modes
-    with suppress(NotImplementedError):
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _not_quantized(config: Config, plan: Plan) -> Iterator[str]:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from torch import nn
 
 from quantizer.calibration import steps
-from quantizer.calibration.module_target import ModuleTarget, evaluating
+from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.cli import runlog, session
 from quantizer.cli.finished_run import FinishedRun
@@ -60,6 +60,7 @@ from quantizer.results.write import check_owner
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.module_state import evaluating
 from quantizer.sources.user_code import user_errors
 from quantizer.sources.weights import check_kinds
 from quantizer.storage.deferred_tensor import DeferredTensor

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError, QuantizerError
-from quantizer.nn.inplace import check_float
+from quantizer.nn.layer import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import (
