@@ -37,7 +37,7 @@ from quantizer.results.calibrated import (
 )
 from quantizer.results.calibrated_inputs import example_batch
 from quantizer.results.checkpoint import Checkpoints, calibrated
-from quantizer.results.folder import QuantInfo, read_info
+from quantizer.results.folder import read_info
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.same_calibration import check_plan
 from quantizer.results.write import write_results
@@ -297,7 +297,8 @@ def load(
     check_float(model, traced=True)
     info = read_info(Path(folder))
     if data is None:
-        batches = _example_batches(info)
+        example = example_batch(info.header)
+        batches = Batches(lambda: iter((example,)), "an example input", stands_in=True)
     else:
         batches = open_batches(model, data, CalibrationSettings(seed=info.header["seed"]))
     batch = _first_batch(model, batches)
@@ -359,11 +360,6 @@ def _synthetic_data(spec: str, model: nn.Module, settings: CalibrationSettings) 
         example = load_batches([item], module=model).first()
     wanted = Wanted(settings.subset_len, settings.batch_size, seed=settings.seed)
     return synthetic_batches(spec, model, example, wanted)
-
-
-def _example_batches(info: QuantInfo) -> Batches:
-    batch = example_batch(info.header)
-    return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
 def trace_compared(

@@ -17,7 +17,6 @@ from quantizer.api.calibrate import (
     open_batches,
     trace_compared,
 )
-from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python, in_python
@@ -25,7 +24,6 @@ from quantizer.api.result import Quantized, Result, require_real, result_for_fil
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
@@ -42,7 +40,6 @@ from quantizer.export import (
     require_model,
     require_operators,
 )
-from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -116,17 +113,27 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    typed, place = _place_of(folder)
+    typed = path_of(folder, "folder")
+    # The user's code may change the working directory
+    place = typed.absolute()
+    require_result_folder(place)
     name = _known_destination(to or default_destination(model))
     target = DESTINATIONS[name].target_of(model)
-    permission = replacing(overwrite=overwrite, inputs=_file_of(config))
-    with permission, in_words_of_run(target, name):
+    inputs = [config] if isinstance(config, (str, os.PathLike)) else []
+    with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
         require_extras([target])
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
         preset = preset_for(name, has_data=has_data) if config is None else ""
-        settings = _settings(target, choices, place, seed=seed, dynamic=dynamic, events=events)
+        settings = CalibrationSettings(
+            seed=seed,
+            dynamic=dynamic,
+            folder=place,
+            events=events,
+            confirm=partial(_confirm, checked_target(target, choices)),
+            has_next_step=True,
+        )
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
@@ -147,19 +154,6 @@ def quantize(
     improvement = DESTINATIONS[name].improvement(has_data=has_data)
     shown_config = _name_of(config, place, typed)
     return _with_verdict(quantized, target, typed, improvement=improvement, config=shown_config)
-
-
-def _place_of(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Return the folder of a run as its user calls it, and absolute: the user's code may change
-    the working directory.
-
-    Raises:
-        UsageError: it holds other files than results.
-    """
-    typed = path_of(folder, "folder")
-    place = typed.absolute()
-    require_result_folder(place)
-    return typed, place
 
 
 def _with_file(
@@ -208,9 +202,10 @@ def _with_verdict(
     tested = quantized.comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = improvement
-    _write_findings(
-        quantized.folder, quantized.comparison, tested, path=path, verification=verification
-    )
+    with locked(quantized.folder):
+        write_report(open_written(quantized.folder, REPORT_INPUTS), tested)
+        write_text(quantized.folder / "layers.csv", as_csv(quantized.comparison.layers))
+        write_json(path.parent / "verify.json", {path.name: verification.to_json()})
     plan = quantized.result.plan.plan
     untraced = Untraced()
     if target in WHOLE_MODELS:
@@ -302,14 +297,6 @@ def _divided(
     return calibration, replace(settings, evaluation=evaluation)
 
 
-def _settings(
-    target: str, choices: Mapping[str, str], folder: Path, **others: Any
-) -> CalibrationSettings:
-    """Return the settings of a calibration that makes a file, with others by name."""
-    confirm = partial(_confirm, checked_target(target, choices))
-    return CalibrationSettings(confirm=confirm, folder=folder, has_next_step=True, **others)
-
-
 def _confirm(
     checked: CheckedTarget, request: CalibrationRequest, state: CalibrationState
 ) -> None:
@@ -324,29 +311,6 @@ def _confirm(
             "the config needs calibration data, and there is none",
             help="give `data`, or a config without static activations and algorithms",
         )
-
-
-def _write_findings(
-    folder: Path,
-    comparison: Comparison,
-    tested: JsonMapping,
-    *,
-    path: Path,
-    verification: Verification,
-) -> None:
-    """Write the figures of the test and of the file next to the results, as the shell does.
-
-    Args:
-        folder: of the results.
-        comparison: the result of the test.
-        tested: the same as report.json has it, with the file.
-        path: of the file.
-        verification: of the file.
-    """
-    with locked(folder):
-        write_report(open_written(folder, REPORT_INPUTS), tested)
-        write_text(folder / "layers.csv", as_csv(comparison.layers))
-        write_json(path.parent / "verify.json", {path.name: verification.to_json()})
 
 
 def _sized_run(
@@ -373,11 +337,6 @@ def _config_file(
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)
     return run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
-
-
-def _file_of(config: AnyConfig | None) -> list[str | os.PathLike[str]]:
-    """Return the file of a config, if it has one."""
-    return [config] if isinstance(config, (str, os.PathLike)) else []
 
 
 def _name_of(config: AnyConfig, folder: Path, typed: Path) -> str:
