@@ -30,13 +30,14 @@ from quantizer.export.gguf.settings import (
 from quantizer.export.gguf.template import file_names
 from quantizer.export.gguf.vocabulary import vocabulary_keys
 from quantizer.export.hugging_face_folder import source_folder
+from quantizer.option_words import Sentence
 from quantizer.sources.embedding_modules import embedding_modules, pooling_mode
 
 TEMPLATE_HELP = (
     "give <--gguf_template FILE>, any .gguf of the same model, whose keys and tokenizer are "
     "kept"
 )
-NO_TOKENIZER = (
+NO_TOKENIZER = Sentence(
     "it has no tokenizer, because there is no tokenizer.json of a known kind, and engines take "
     f"and give numbers of tokens: {TEMPLATE_HELP}"
 )
