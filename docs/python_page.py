@@ -12,8 +12,7 @@ from enum import Enum
 from typing import Any
 
 import quantizer
-from quantizer.api.comparison import Comparison
-from quantizer.api.report import Report
+from quantizer.api.comparison import Comparison, Report
 from quantizer.api.result import Result
 from quantizer.config.algorithm_settings import AlgoConfig, settings_of
 from quantizer.config.forms.form import block_of

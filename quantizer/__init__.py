@@ -13,9 +13,8 @@ from quantizer.errors import TORCH, pip_line
 if TYPE_CHECKING:
     from quantizer import nn as nn
     from quantizer.api.calibrate import calibrate, load
-    from quantizer.api.config import Config, QuantizationConfig, QuantizationSpec
-    from quantizer.api.model_quantizer import ModelQuantizer
-    from quantizer.api.observers import (
+    from quantizer.api.config import (
+        Config,
         ObserverBase,
         PerBlock2DMinMaxObserver,
         PerBlockBFPObserver,
@@ -27,9 +26,12 @@ if TYPE_CHECKING:
         PerTensorMSEObserver,
         PerTensorPercentileObserver,
         PlaceholderObserver,
+        QuantizationConfig,
+        QuantizationSpec,
     )
+    from quantizer.api.model_quantizer import ModelQuantizer
     from quantizer.api.quantize import quantize
-    from quantizer.api.quantized import Quantized
+    from quantizer.api.result import Quantized
     from quantizer.config.algorithms import (
         AlgoConfig,
         AWQConfig,
@@ -90,7 +92,6 @@ __all__ = [
 # `nn` is missing above: a star import must not hide torch.nn
 _HOMES = (
     "quantizer.config.forms.types",
-    "quantizer.api.observers",
     "quantizer.config.algorithms",
     "quantizer.api.config",
     "quantizer.api.model_quantizer",
@@ -100,7 +101,7 @@ _HEAVY = {
     "calibrate": "quantizer.api.calibrate",
     "load": "quantizer.api.calibrate",
     "quantize": "quantizer.api.quantize",
-    "Quantized": "quantizer.api.quantized",
+    "Quantized": "quantizer.api.result",
 }
 """The modules of the names that need torch."""
 

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from quantizer.option_words import Sentence, marked_text
 from quantizer.printable import one_line
 
 _Found = TypeVar("_Found")
@@ -51,16 +52,16 @@ class QuantizerError(Exception):
         # Users read this word, too
         help: str | Sequence[str] | None = None,  # noqa: A002
     ) -> None:
-        self.message = one_line(message)
+        self.message = Sentence(one_line(marked_text(message)))
         super().__init__(self.message)
         self.help = None if help is None else _Lines(help)
 
     def reworded(self, change: Callable[[str], str]) -> None:
-        """Replace the message and the help by what `change` makes of them."""
-        self.message = change(self.message)
+        """Replace the message and the help by what `change` makes of them, with their marks."""
+        self.message = Sentence(change(self.message.marked))
         self.args = (self.message,)
         if self.help is not None:
-            self.help = _Lines(change(self.help).splitlines())
+            self.help = _Lines(change(self.help.marked).splitlines())
 
     def __str__(self) -> str:
         """Return message and help, for callers from Python."""
@@ -69,14 +70,17 @@ class QuantizerError(Exception):
         return self.message
 
 
-class _Lines(str):
+class _Lines(Sentence):
     """The lines of a help, each escaped once, even if they are passed to another error."""
 
     def __new__(cls, text: str | Sequence[str]) -> "_Lines":
         if isinstance(text, _Lines):
             return text
         parts = [text] if isinstance(text, str) else text
-        return super().__new__(cls, "\n".join(map(one_line, parts)))
+        lines = [one_line(marked_text(part)) for part in parts]
+        lines_of_help = super().__new__(cls, "\n".join(lines))
+        assert isinstance(lines_of_help, _Lines)
+        return lines_of_help
 
 
 class GateError(QuantizerError):

@@ -29,7 +29,7 @@ from quantizer.storage.deferred_tensor import loaded
 
 PROJECTIONS = 8
 """Of each batch. With four batches, a noise is found to a quarter of itself, 1 dB."""
-_REMEDY = "measure without gradients: --passes network"
+_REMEDY = "measure without gradients: <--passes network>"
 NO_GRADIENT = "the model's output has no gradient by its weights"
 
 

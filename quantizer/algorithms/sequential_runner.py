@@ -249,7 +249,7 @@ class SequentialRunner:
 def no_batches(purpose: str = "calibration") -> DataError:
     """Return the error about data for this purpose without any batch."""
     text = f"the {purpose} data has no batches"
-    return DataError(text, help="check --data and --subset_len")
+    return DataError(text, help="check <--data> and <--subset_len>")
 
 
 def _joinable(batches: Iterable[_NumberedInputs], most: int) -> Iterator[list[_NumberedInputs]]:

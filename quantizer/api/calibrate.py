@@ -16,7 +16,6 @@ from quantizer.api.python_words import called_from_python
 from quantizer.api.result import Result
 from quantizer.calibration.events import Events, ForkedEvents
 from quantizer.calibration.finetuning import with_finetuning
-from quantizer.calibration.module_target import evaluating
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Confirm
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.algorithms import MAX_SEED
@@ -27,7 +26,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.export.made_programs import exportable
 from quantizer.graph.ir import Graph
-from quantizer.nn.inplace import check_float
+from quantizer.nn.layer import check_float
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import (
     Calibrated,
@@ -38,13 +37,14 @@ from quantizer.results.calibrated import (
 )
 from quantizer.results.calibrated_inputs import example_batch
 from quantizer.results.checkpoint import Checkpoints, calibrated
-from quantizer.results.folder import QuantInfo, read_info
+from quantizer.results.folder import read_info
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.same_calibration import check_plan
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import SYNTHETIC, Batches, is_synthetic, load_batches
 from quantizer.sources.hugging_face import example_input, without_cache
+from quantizer.sources.module_state import evaluating
 from quantizer.sources.synthetic import Wanted, synthetic_batches
 from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.sources.weights import check_finite
@@ -297,7 +297,8 @@ def load(
     check_float(model, traced=True)
     info = read_info(Path(folder))
     if data is None:
-        batches = _example_batches(info)
+        example = example_batch(info.header)
+        batches = Batches(lambda: iter((example,)), "an example input", stands_in=True)
     else:
         batches = open_batches(model, data, CalibrationSettings(seed=info.header["seed"]))
     batch = _first_batch(model, batches)
@@ -359,11 +360,6 @@ def _synthetic_data(spec: str, model: nn.Module, settings: CalibrationSettings) 
         example = load_batches([item], module=model).first()
     wanted = Wanted(settings.subset_len, settings.batch_size, seed=settings.seed)
     return synthetic_batches(spec, model, example, wanted)
-
-
-def _example_batches(info: QuantInfo) -> Batches:
-    batch = example_batch(info.header)
-    return Batches(lambda: iter((batch,)), "an example input", stands_in=True)
 
 
 def trace_compared(

@@ -1,4 +1,5 @@
-"""Defines the hierarchical form of a config as dataclasses. Imports no torch.
+"""Defines the hierarchical form of a config as dataclasses, with the names of calibration
+methods as classes. Imports no torch.
 
 Source of names, order and defaults: AMD Quark for PyTorch, documentation of
 `quark.torch.quantization.config.config`.
@@ -15,7 +16,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quantizer.api.observers import OBSERVERS, ObserverBase
 from quantizer.api.python_words import called_from_python
 from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
 from quantizer.config.algorithms import entry_kinds
@@ -28,6 +28,73 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.storage.permission import replacing
 from quantizer.storage.replacing import replace_file
+
+
+class ObserverBase:
+    """Names how a range is found. A spec takes the class itself, never an instance."""
+
+    def __init__(self) -> None:
+        name = type(self).__name__
+        raise UsageError(
+            f"{name} has to be a class, not an instance",
+            help=f"write {name}, without parentheses",
+        )
+
+
+class PerTensorMinMaxObserver(ObserverBase):
+    """Selects one range for the tensor, from its smallest to its largest value."""
+
+
+class PerChannelMinMaxObserver(ObserverBase):
+    """Selects a range for each channel along `ch_axis`, or for each group of its values, from
+    the smallest to the largest value.
+    """
+
+
+class PerGroupMinMaxObserver(ObserverBase):
+    """Selects a range for each group of `group_size` values along `ch_axis`, from the smallest
+    to the largest value.
+    """
+
+
+class PerTensorPercentileObserver(ObserverBase):
+    """Selects one range that contains `percentage` percent of the values."""
+
+
+class PerTensorMSEObserver(ObserverBase):
+    """Selects the range with the least squared error."""
+
+
+class PerGroupMSEObserver(ObserverBase):
+    """Selects the range with the least squared error for each group of `group_size` values
+    along `ch_axis`.
+    """
+
+
+class PerBlockMXObserver(ObserverBase):
+    """Selects a shared exponent for each block of a microscaling format, from its largest
+    magnitude.
+    """
+
+
+class PerBlockBFPObserver(ObserverBase):
+    """Selects a shared exponent for each block of `bfp16`, from its largest magnitude."""
+
+
+class PerBlock2DMinMaxObserver(ObserverBase):
+    """Selects a range for each block of `block_size` rows and columns, from the smallest to the
+    largest value.
+    """
+
+
+class PlaceholderObserver(ObserverBase):
+    """Selects no range, for formats without a scale."""
+
+
+OBSERVERS: dict[str, type[ObserverBase]] = {
+    cls.__name__: cls for cls in ObserverBase.__subclasses__()
+}
+"""The classes by their names in config files."""
 
 
 @type_checked

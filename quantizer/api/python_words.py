@@ -1,6 +1,5 @@
-"""Says the options of the shell, which messages name, as arguments of Python."""
+"""Says the options that sentences name as arguments of Python."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -8,12 +7,10 @@ from typing import Any
 
 from quantizer.calibration.events import ForkedEvents
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS
 from quantizer.default_device import default_device_kept
 from quantizer.errors import ModelError, QuantizerError
 from quantizer.export.choices import CHOICES
-from quantizer.export.destinations import DESTINATIONS
-from quantizer.export.targets import EXPORTERS
+from quantizer.option_words import Option, in_shell, worded
 from quantizer.sources.user_code import user_exits
 
 _PHRASES = {
@@ -45,39 +42,19 @@ ARGUMENTS = {
     "output_dir": "folder",
 }
 """The arguments of Python by option of the shell. Other options have none."""
-_words = {"calib", "test", *LEVELS, *FINETUNE_MODES, *EXPORTERS, *DESTINATIONS}
-for _choice in CHOICES.values():
-    _words.update(filter(None, _choice.values))
-_VALUE = "|".join(
-    [
-        # The longer of two words that begin alike comes first
-        *sorted(map(re.escape, _words), reverse=True),
-        r"synthetic(?::[\w:]+)?",
-        r"\d[\w.]*",
-        r"[\w./~-]+\.json",
-        "[A-Z]+",
-    ]
-)
-_OPTION = re.compile(
-    rf"`[^`]*`|--(?P<name>[a-z]\w*)"
-    rf"(?: (?P<values>(?:{_VALUE})\b(?:(?:, | or | and )(?:{_VALUE})\b)*))?"
-)
-"""Matches a command, which stays, or an option with the values that it may have."""
-_IN_THE_FILE = re.compile(r", or add \w+\(\) to the model's file|add \w+\(\) to the .*?, or ")
-"""Matches a remedy that only the shell has."""
 
 
 def in_python(value: Any) -> Any:
-    """Return a text with arguments instead of options, or a value with all its texts changed.
+    """Return a text with arguments for the options that it names, or a value with all its texts
+    changed.
 
-    >>> in_python("leave --dynamic out, or use --onnx_profile fast or tuned")
+    >>> in_python("leave <--dynamic> out, or use <--onnx_profile fast or tuned>")
     'leave `dynamic` out, or use onnx_profile="fast" or "tuned"'
-    >>> in_python({"help": "`quantizer plan --top 3` shows them; run --quant_mode calib again"})
-    {'help': '`quantizer plan --top 3` shows them; run `calibrate` and `Result.save` again'}
+    >>> in_python({"help": "run <--quant_mode calib> again"})
+    {'help': 'run `calibrate` and `Result.save` again'}
     """
     if isinstance(value, str):
-        value = value.replace("test mode's --deploy", "`Result.export` with --deploy")
-        return _OPTION.sub(_argument, _IN_THE_FILE.sub("", value))
+        return worded(value, _arguments, "python")
     if isinstance(value, (list, tuple)):
         return type(value)(map(in_python, value))
     if isinstance(value, Mapping):
@@ -88,26 +65,26 @@ def in_python(value: Any) -> Any:
     return value
 
 
-def _argument(match: re.Match[str]) -> str:
+def _arguments(options: tuple[Option, ...]) -> str:
+    return " ".join(map(_argument, options))
+
+
+def _argument(option: Option) -> str:
     """Return the argument for an option, with its values, if there are some."""
-    option, values = match["name"], match["values"]
-    if option is None:
-        return match[0]
-    if match[0] in _PHRASES:
-        return _PHRASES[match[0]]
-    if option not in ARGUMENTS:
-        return match[0].replace(f"--{option}", f"the shell's `{option}`")
-    name = ARGUMENTS[option]
-    if values is None:
+    phrase = _PHRASES.get(in_shell((option,)))
+    if phrase is not None:
+        return phrase
+    values = option.values
+    if option.name not in ARGUMENTS:
+        return f"the shell's `{option.name}` {option.listed(values)}".rstrip()
+    name = ARGUMENTS[option.name]
+    if not values:
         return f"`{name}`"
     # The values of a target's options are texts
-    if name in CHOICES or not values.replace(".", "").isdecimal():
-        values = re.sub(_VALUE, _quoted, values)
-    return f"{name}={values}"
-
-
-def _quoted(match: re.Match[str]) -> str:
-    return f'"{match[0]}"'
+    are_numbers = "".join(values).replace(".", "").isdecimal()
+    if name in CHOICES or not are_numbers:
+        values = tuple(f'"{value}"' for value in values)
+    return f"{name}={option.listed(values)}"
 
 
 @contextmanager

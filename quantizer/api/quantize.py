@@ -17,16 +17,13 @@ from quantizer.api.calibrate import (
     open_batches,
     trace_compared,
 )
-from quantizer.api.comparison import Comparison
 from quantizer.api.config import AnyConfig, path_of, read_config
 from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python, in_python
-from quantizer.api.quantized import Quantized
-from quantizer.api.result import Result, require_real, result_for_file, verified_file
+from quantizer.api.result import Quantized, Result, require_real, result_for_file, verified_file
 from quantizer.calibration.events import Events
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
@@ -43,7 +40,6 @@ from quantizer.export import (
     require_model,
     require_operators,
 )
-from quantizer.export.agreement import Verification
 from quantizer.export.choices import checked_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -59,9 +55,8 @@ from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
-from quantizer.nn.inplace import check_float
+from quantizer.nn.layer import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
-from quantizer.plan.model import Plan
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -118,17 +113,27 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    typed, place = _place_of(folder)
+    typed = path_of(folder, "folder")
+    # The user's code may change the working directory
+    place = typed.absolute()
+    require_result_folder(place)
     name = _known_destination(to or default_destination(model))
     target = DESTINATIONS[name].target_of(model)
-    permission = replacing(overwrite=overwrite, inputs=_file_of(config))
-    with permission, in_words_of_run(target, name):
+    inputs = [config] if isinstance(config, (str, os.PathLike)) else []
+    with replacing(overwrite=overwrite, inputs=inputs), in_words_of_run(target, name):
         require_extras([target])
         choices = choices_for(name, checked_choices(options, target, quantize))
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
         preset = preset_for(name, has_data=has_data) if config is None else ""
-        settings = _settings(target, choices, place, seed=seed, dynamic=dynamic, events=events)
+        settings = CalibrationSettings(
+            seed=seed,
+            dynamic=dynamic,
+            folder=place,
+            events=events,
+            confirm=partial(_confirm, checked_target(target, choices)),
+            has_next_step=True,
+        )
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
@@ -149,19 +154,6 @@ def quantize(
     improvement = DESTINATIONS[name].improvement(has_data=has_data)
     shown_config = _name_of(config, place, typed)
     return _with_verdict(quantized, target, typed, improvement=improvement, config=shown_config)
-
-
-def _place_of(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Return the folder of a run as its user calls it, and absolute: the user's code may change
-    the working directory.
-
-    Raises:
-        UsageError: it holds other files than results.
-    """
-    typed = path_of(folder, "folder")
-    place = typed.absolute()
-    require_result_folder(place)
-    return typed, place
 
 
 def _with_file(
@@ -210,60 +202,33 @@ def _with_verdict(
     tested = quantized.comparison.to_json()
     tested["exports"] = [export_summary(target, path, verification)]
     tested["improvement"] = improvement
-    _write_findings(
-        quantized.folder, quantized.comparison, tested, path=path, verification=verification
-    )
+    with locked(quantized.folder):
+        write_report(open_written(quantized.folder, REPORT_INPUTS), tested)
+        write_text(quantized.folder / "layers.csv", as_csv(quantized.comparison.layers))
+        write_json(path.parent / "verify.json", {path.name: verification.to_json()})
     plan = quantized.result.plan.plan
     untraced = Untraced()
     if target in WHOLE_MODELS:
         untraced = untraced_part(quantized.result._model, quantized.result._calibrated.original)
     shown = folder / FOLDER / path.name
-    facts = _verdict_facts(
-        plan, tested, untraced, path=shown, verification=verification, config=config
+    # Files have the words of the shell, and what this function returns those of Python
+    verification = in_python(verification)
+    facts = VerdictFacts.of(
+        plan,
+        verification,
+        untraced=untraced,
+        path=str(shown),
+        size=tested["exports"][0]["bytes"],
+        tested=tested,
+        config=config,
+        improvement=improvement,
     )
     return replace(
         quantized,
         path=shown,
         folder=folder,
-        verification=in_python(verification),
-        verdict=in_python(tuple(verdict(facts))),
-    )
-
-
-def _verdict_facts(
-    plan: Plan,
-    tested: JsonMapping,
-    untraced: Untraced,
-    *,
-    path: Path,
-    verification: Verification,
-    config: str,
-) -> VerdictFacts:
-    """Return the facts that the verdict is about.
-
-    Args:
-        plan: of the calibration.
-        tested: report.json, with the file and its improvement.
-        untraced: what the file holds besides the layers of the plan.
-        path: the written file or folder.
-        verification: of the file.
-        config: its path, or a name for it.
-    """
-    runtime, floating = verification.in_runtime
-    return VerdictFacts.of(
-        plan,
-        floating=floating,
-        float_activations=verification.float_activations,
-        activation_codes=verification.activation_codes,
-        untraced=untraced,
-        uint8_weights=verification.uint8_weights,
-        runtime=runtime,
-        path=str(path),
-        size=tested["exports"][0]["bytes"],
-        tested=tested,
-        config=config,
-        improvement=tested["improvement"],
-        notes=verification.limits,
+        verification=verification,
+        verdict=tuple(verdict(facts)),
     )
 
 
@@ -332,14 +297,6 @@ def _divided(
     return calibration, replace(settings, evaluation=evaluation)
 
 
-def _settings(
-    target: str, choices: Mapping[str, str], folder: Path, **others: Any
-) -> CalibrationSettings:
-    """Return the settings of a calibration that makes a file, with others by name."""
-    confirm = partial(_confirm, checked_target(target, choices))
-    return CalibrationSettings(confirm=confirm, folder=folder, has_next_step=True, **others)
-
-
 def _confirm(
     checked: CheckedTarget, request: CalibrationRequest, state: CalibrationState
 ) -> None:
@@ -354,29 +311,6 @@ def _confirm(
             "the config needs calibration data, and there is none",
             help="give `data`, or a config without static activations and algorithms",
         )
-
-
-def _write_findings(
-    folder: Path,
-    comparison: Comparison,
-    tested: JsonMapping,
-    *,
-    path: Path,
-    verification: Verification,
-) -> None:
-    """Write the figures of the test and of the file next to the results, as the shell does.
-
-    Args:
-        folder: of the results.
-        comparison: the result of the test.
-        tested: the same as report.json has it, with the file.
-        path: of the file.
-        verification: of the file.
-    """
-    with locked(folder):
-        write_report(open_written(folder, REPORT_INPUTS), tested)
-        write_text(folder / "layers.csv", as_csv(comparison.layers))
-        write_json(path.parent / "verify.json", {path.name: verification.to_json()})
 
 
 def _sized_run(
@@ -403,11 +337,6 @@ def _config_file(
 
     finish = partial(config_within, max_mb=made_for.max_mb, run=run)
     return run_config(folder, made_for, new_text, finish=finish, overwrite=overwrite)
-
-
-def _file_of(config: AnyConfig | None) -> list[str | os.PathLike[str]]:
-    """Return the file of a config, if it has one."""
-    return [config] if isinstance(config, (str, os.PathLike)) else []
 
 
 def _name_of(config: AnyConfig, folder: Path, typed: Path) -> str:

@@ -1,23 +1,23 @@
-"""Defines the result of `calibrate` and of `load`: a quantized network that can be tested,
-saved and exported.
+"""Defines the results of `calibrate` and `load`, a quantized network that can be tested, saved
+and exported, and of `quantize`.
 """
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
 
-from quantizer.api.comparison import Comparison
+from quantizer.api.comparison import Comparison, Report
 from quantizer.api.config import path_of
 from quantizer.api.notebook import html_table
 from quantizer.api.python_words import called_from_python, in_python
-from quantizer.api.report import Report
 from quantizer.calibration.events import Events
-from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.evaluation.scores import score
@@ -50,6 +50,7 @@ from quantizer.results.write import check_owner, write_copy
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate, checked_measure
+from quantizer.sources.module_state import evaluating
 from quantizer.storage.permission import replacing
 
 
@@ -271,6 +272,39 @@ class Result:
         return element("p", self._title()) + self.plan._repr_html_()
 
 
+@dataclass(frozen=True, repr=False)
+class Quantized:
+    """Holds what `quantize` returns. Its text is the verdict.
+
+    Attributes:
+        path: the written file or folder.
+        folder: the folder with config, results and report.
+        result: the calibrated model, to test and export further.
+        comparison: the comparison of the quantized network with the float one.
+        verification: the comparison of the written file with test mode.
+        verdict: at most eight lines in plain words.
+
+    >>> import tempfile, torch, quantizer
+    >>> batches = [torch.linspace(-1, 1, 32).view(4, 8)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     quantizer.quantize(torch.nn.Linear(8, 4), batches, "pt2", folder=folder).path.name
+    'Linear.pt2'
+    """
+
+    path: Path
+    folder: Path
+    result: Result
+    comparison: Comparison
+    verification: Verification
+    verdict: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.verdict)
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{escape(line)}</p>" for line in self.verdict)
+
+
 def require_real(batches: Batches, evaluate: Any, data: Any = None) -> None:
     """Raise `UsageError` if metrics of the task would be measured on synthetic data.
 
@@ -301,7 +335,7 @@ def verified_file(
     if target not in EXPORTERS:
         remedy = f"known are {', '.join(EXPORTERS)}"
         if target in CHECKED_TARGETS:
-            remedy = f"give {CHECKED_TARGETS[target].words}"
+            remedy = f"give {CHECKED_TARGETS[target].words.marked}"
         raise UsageError(f"there is no export target {target!r}", help=remedy)
     file = path_of(path)
     choices = checked_choices(options, target, Result.export)

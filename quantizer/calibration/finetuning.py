@@ -90,7 +90,7 @@ def finetune_weights(
         finetuned_solution = finetune_network(
             graph,
             solution,
-            partial(request.read_again, "fast finetuning", "leave --fast_finetune out"),
+            partial(request.read_again, "fast finetuning", "leave <--fast_finetune> out"),
             mode,
             store=ActivationStore(request.memory),
             seed=request.seed,
@@ -210,14 +210,14 @@ def _check_mode(mode: str | None, config: Config) -> None:
     rounding = [algorithm.name for algorithm in config.algorithms if algorithm.stage == "round"]
     if mode and rounding:
         raise UsageError(
-            f"--fast_finetune {mode} and the config's {rounding[0]} both round the weights",
-            help="leave out --fast_finetune, or the algorithm",
+            f"<--fast_finetune {mode}> and the config's {rounding[0]} both round the weights",
+            help="leave out <--fast_finetune>, or the algorithm",
         )
     if mode == "adaquant" and config.settings.target_device == "DPU":
         raise UsageError(
-            "--fast_finetune adaquant changes the scales of weights, and the DPU's are "
+            "<--fast_finetune adaquant> changes the scales of weights, and the DPU's are "
             "aligned to its shifters",
-            help="use --fast_finetune adaround",
+            help="use <--fast_finetune adaround>",
         )
 
 

@@ -16,6 +16,7 @@ from quantizer.config.model import Algorithm, Config
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
+from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
 from quantizer.storage import process_memory
@@ -204,7 +205,7 @@ def require_room(mode: str, more: int, remedies: Sequence[str]) -> None:
 
 def remedies(graph: Graph) -> list[str]:
     """Return what takes less memory."""
-    texts = ["use a smaller --batch_size"]
+    texts: list[str] = [Sentence("use a smaller <--batch_size>")]
     if not graph.is_deferred:
         texts.append("give a Hugging Face folder, whose weights stay in their files")
     return texts

@@ -25,6 +25,7 @@ from quantizer.nn.network import build_layer
 from quantizer.plan.model import Key, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.module_state import evaluating
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,10 @@ class TracedModules:
         from quantizer.graph.trace import trace
 
         try:
-            with without_cache(model):
+            with evaluating(model), without_cache(model):
                 graph = trace(model, first.args, first.kwargs)
         except ModelError as error:
-            text = f"{reason}: {error.message}"
+            text = f"{reason}: {error.message.marked}"
             raise ModelError(text, help=error.help or remedy) from error
         for name in _PASSES:
             graph = load_pass(name)(graph)

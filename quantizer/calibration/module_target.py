@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from quantizer.algorithms.adjustment import Adjustment, RoundedWeight
 from quantizer.calibration.module_algorithms import TracedModules, write_rounded
 from quantizer.calibration.module_attach import attach_solution
-from quantizer.calibration.module_outputs import float_outputs, layers_quantized_after_relu
+from quantizer.calibration.module_outputs import placed_outputs
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import AlgorithmScope, Target
@@ -25,18 +25,14 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.modules import (
-    key_in_module,
-    module_graph,
-    parameters_of,
-    uncovered_modules,
-)
-from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
+from quantizer.graph.modules import module_graph, uncovered_modules
+from quantizer.nn.inplace import ModuleTree, check_quantizable, rectify_output
+from quantizer.nn.layer import check_float
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import MUCH, group_size_remarks, left_float, share_left
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import preserve_module_state
+from quantizer.sources.module_state import evaluating, preserve_module_state
 from quantizer.sources.weights import check_finite
 
 NEEDS_TRACE = {
@@ -148,13 +144,8 @@ class ModuleTarget(Target):
             roles = plan.of_layer(name)
             if roles:
                 check_quantizable(layer, name, roles)
-        paths = set()
-        for name, role in plan.tensors:
-            if is_parameter(role):
-                node = plan.graph.by_name[name]
-                path = node.params[parameter_name(role)]
-                paths.add(path.removesuffix(".T"))
-        check_finite(self.model, skipped=paths)
+        paths = _quantized_paths(plan)
+        check_finite(self.model, skipped={path.removesuffix(".T") for path in paths})
 
     def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield how many layers each rule selects, and what stays float."""
@@ -173,26 +164,15 @@ class ModuleTarget(Target):
 
     def _float_share(self, plan: Plan) -> float:
         """Return the share of all parameters of the model that stay float."""
-        modules = dict(self.model.named_modules())
-        quantized = set()
-        for name, role in plan.tensors:
-            if is_parameter(role):
-                node = self.graph.by_name[name]
-                module = modules[node.scope]
-                key = key_in_module(node, parameter_name(role))
-                attribute = parameters_of(module)[key]
-                quantized.add(id(module.get_parameter(attribute)))
-        size = 0
-        float_size = 0
-        for parameter in self.model.parameters():
-            size += parameter.numel()
-            if id(parameter) not in quantized:
-                float_size += parameter.numel()
-        return float_size / (size or 1)
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        tensors = plan.graph.tensors
+        quantized = sum(tensors[path].numel() for path in _quantized_paths(plan))
+        return (size - quantized) / (size or 1)
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
         """Return a trace of the model, without what cannot be done to its modules."""
-        traced = self._trace(
+        traced = TracedModules.of(
+            self.model,
             plan,
             first,
             reason="the config has algorithms, which work on a trace of the model",
@@ -220,24 +200,18 @@ class ModuleTarget(Target):
             ModelError: the model cannot be traced.
             UsageError: an output is quantized where its module does not reach.
         """
-        traced = self._trace(
+        traced = TracedModules.of(
+            self.model,
             plan,
             first,
             reason="output_tensors are quantized after the ReLU that follows a layer, which "
             "needs a trace of the model",
             remedy="leave output_tensors out",
         )
-        floats = float_outputs(traced, plan.settings)
-        target = replace(self, floats=floats)
-        plan = target._without_floats(plan)
-        traced = replace(traced, plan=plan)
-        layers = layers_quantized_after_relu(traced, plan.settings)
-        tree = ModuleTree(self.model, self.graph, layers)
-        return replace(target, rectified=layers, tree=tree), plan
-
-    def _trace(self, plan: Plan, first: Batch, *, reason: str, remedy: str) -> TracedModules:
-        with evaluating(self.model):
-            return TracedModules.of(self.model, plan, first, reason=reason, remedy=remedy)
+        outputs = placed_outputs(traced, plan.settings)
+        target = replace(self, floats=outputs.floats, rectified=outputs.rectified)
+        tree = ModuleTree(self.model, self.graph, outputs.rectified)
+        return replace(target, tree=tree), target._without_floats(plan)
 
     def adjusted(self, adjustment: Adjustment) -> ModuleTarget:
         """Write float parameters and inserted layers into the modules."""
@@ -272,18 +246,13 @@ class ModuleTarget(Target):
         return solution
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode for a while; each module gets its mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    # An exported program has no modes
-    with suppress(NotImplementedError):
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def _quantized_paths(plan: Plan) -> set[str]:
+    """Return the paths of the parameters that a plan quantizes, as its graph has them."""
+    paths = set()
+    for name, role in plan.tensors:
+        if is_parameter(role):
+            paths.add(plan.graph.by_name[name].params[parameter_name(role)])
+    return paths
 
 
 def _not_quantized(config: Config, plan: Plan) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,8 +23,6 @@ from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.nn.execution import Watchers
-from quantizer.nn.inplace import ModuleTree
-from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, ObservationError, Observer, find_ranges
@@ -38,9 +37,14 @@ logger = logging.getLogger(__name__)
 
 DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
 """The spec of the histogram of all values of a tensor, for any spec of the tensor."""
-Observable = Network | ModuleTree
-"""A model that shows the values of its nodes to watchers."""
-_RESTART = "run without --resume"
+_RESTART = "run without <--resume>"
+
+
+class Observable(Protocol):
+    """A model that shows the values of its nodes to watchers."""
+
+    def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:
+        """Run, show each watched node's value to its watcher, and return the output."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from quantizer.distributed import Ranks
 from quantizer.errors import DAMAGE_ERRORS, CheckpointError
 from quantizer.storage.files import damaged
 
-_AGAIN = "run without --resume"
+_AGAIN = "run without <--resume>"
 _T = TypeVar("_T")
 
 

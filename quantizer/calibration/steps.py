@@ -28,11 +28,12 @@ from quantizer.calibration.snapshots import checked_statistics, other_run, repor
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.calibration.step import STAGES, Step
 from quantizer.calibration.stretched_inputs import InputMagnitudes
-from quantizer.config.diagnostics import ConfigError
+from quantizer.config.diagnostics import ConfigError, with_place
 from quantizer.config.model import Settings
 from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module
+from quantizer.option_words import Sentence, marked_text
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
@@ -60,12 +61,10 @@ def plan_tensors(request: CalibrationRequest, state: CalibrationState) -> Calibr
     for finding in findings:
         is_note = finding.severity == "note"
         level = logging.INFO if is_note else logging.WARNING
-        text = finding.message
-        if finding.place:
-            text = f"{finding.place}: {text}"
+        text = with_place(finding).marked
         if finding.help:
-            text = f"{text} ({finding.help})"
-        events.message(level, text, finding)
+            text += f" ({marked_text(finding.help)})"
+        events.message(level, Sentence(text), finding)
     for level, text in state.target.remarks(request.config, plan):
         events.message(level, text)
     state = replace(state, plan=plan)

@@ -1,6 +1,6 @@
 """Holds what `quantizer run` has done, for its verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from quantizer.cli.divided_data import DividedData
@@ -9,8 +9,9 @@ from quantizer.cli.options import Options
 from quantizer.cli.reproduction import data_options
 from quantizer.cli.session import OpenedRun, Outcome
 from quantizer.cli.tuned_run import TunedRun
+from quantizer.export.agreement import Verification
 from quantizer.graph.modules import Untraced
-from quantizer.plan.model import Key, Plan
+from quantizer.plan.model import Plan
 from quantizer.report.verdict import VerdictFacts
 
 
@@ -47,20 +48,11 @@ class FinishedRun:
         options = self.test_options
         path: str | None = None
         size = 0
-        runtime = ""
-        floating: Mapping[str, str] | None = None
-        float_activations: tuple[Key, ...] = ()
-        activation_codes = ""
-        uint8_weights: tuple[str, ...] = ()
-        notes: tuple[str, ...] = ()
-        for written, verified in tested.deployed.items():
+        verified: Verification | None = None
+        for written, verification in tested.deployed.items():
+            verified = verification
             path = str(written)
             size = tested.exports[-1]["bytes"]
-            runtime, floating = verified.in_runtime
-            float_activations = verified.float_activations
-            activation_codes = verified.activation_codes
-            uint8_weights = verified.uint8_weights
-            notes = verified.limits
         of_data = options
         if self.data is not None:
             # As the page joins the options of both modes
@@ -68,10 +60,7 @@ class FinishedRun:
             of_data = replace(options, subset_len=calibrated_samples)
         return VerdictFacts.of(
             self.plan,
-            floating=floating,
-            float_activations=float_activations,
-            activation_codes=activation_codes,
-            uint8_weights=uint8_weights,
+            verified,
             untraced=self.untraced,
             path=path,
             size=size,
@@ -79,9 +68,7 @@ class FinishedRun:
             config=options.config_file or "",
             model_option=options.model or "",
             data_options=data_options(of_data),
-            runtime=runtime,
             gates=gate_lines(gates, tested.metrics),
             not_met=failed_gates(gates, tested.metrics),
             improvement=self.opened.improvement,
-            notes=notes,
         )

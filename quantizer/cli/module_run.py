@@ -11,9 +11,10 @@ from rich.console import RenderableType
 from torch import nn
 
 from quantizer.calibration import steps
-from quantizer.calibration.module_target import ModuleTarget, evaluating
+from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.cli import runlog, session
+from quantizer.cli.finished_run import FinishedRun
 from quantizer.cli.float_mode import evaluator_of, metric_lines
 from quantizer.cli.follow import progress, run_display
 from quantizer.cli.gates import (
@@ -58,6 +59,7 @@ from quantizer.results.write import check_owner
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.module_state import evaluating
 from quantizer.sources.user_code import user_errors
 from quantizer.sources.weights import check_kinds
 from quantizer.storage.deferred_tensor import DeferredTensor
@@ -100,24 +102,6 @@ def _load_values(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class ModuleRun:
-    """A run on modules after its last step.
-
-    Attributes:
-        opened: the model and its data.
-        calibrated, tested: the results of both steps.
-        plan: for the modules.
-        untraced: what the file holds besides the layers of the plan.
-    """
-
-    opened: OpenedRun
-    calibrated: Outcome
-    tested: Outcome
-    plan: Plan
-    untraced: Untraced
-
-
-@dataclass(frozen=True)
 class RunOnModules:
     """A run whose model cannot be traced.
 
@@ -125,6 +109,7 @@ class RunOnModules:
         options: of the run, with its config.
         opened: the model and its data.
         gates: of the run.
+        destination: what its user calls the target.
         target: of `--deploy`.
         error: why the model cannot be traced.
     """
@@ -132,10 +117,11 @@ class RunOnModules:
     options: Options
     opened: OpenedRun
     gates: Sequence[Gate]
+    destination: str
     target: str
     error: UntraceableError
 
-    def run(self) -> ModuleRun:
+    def run(self) -> FinishedRun:
         """Quantize, test and write.
 
         Raises:
@@ -180,7 +166,17 @@ class RunOnModules:
             left_float[path] = f"there are no quantization rules for {kind}"
         other_bytes = max(float_bytes - weight_bytes(plan)[0], 0)
         untraced = Untraced(other_bytes, left_float)
-        return ModuleRun(opened, calibrated, tested, plan, untraced)
+        test_options = replace(options, quant_mode="test", deploy=(self.target,))
+        return FinishedRun(
+            self.destination,
+            test_options,
+            opened,
+            calibrated,
+            tested,
+            plan,
+            untraced=untraced,
+            remedy="`exclude` in the config leaves layers in float",
+        )
 
     def _improvement(self) -> str:
         """Return what would lose less."""

@@ -369,20 +369,10 @@ def _on_modules(
             modules = module_graph(model)
             config_file = config_of_run(options, made_for, modules, opened, target=target)
             options = replace(options, config_file=config_file)
-        run = RunOnModules(options, opened, gates, target, error).run()
-    if options.minutes and failed_gates(gates, run.tested.metrics):
+        finished = RunOnModules(options, opened, gates, name, target, error).run()
+    if options.minutes and failed_gates(gates, finished.tested.metrics):
         say_note("note: no better config is looked for: that needs a trace")
-    test_options = replace(options, quant_mode="test", deploy=(target,))
-    return FinishedRun(
-        name,
-        test_options,
-        run.opened,
-        run.calibrated,
-        run.tested,
-        run.plan,
-        untraced=run.untraced,
-        remedy="`exclude` in the config leaves layers in float",
-    )
+    return finished
 
 
 def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None:

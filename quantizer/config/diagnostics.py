@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quantizer.errors import UsageError
+from quantizer.option_words import Sentence, marked_text
 from quantizer.printable import one_line
 
 Severity = Literal["error", "warning", "note"]
@@ -72,6 +73,11 @@ class Diagnostic:
     related: tuple[tuple[Place, str], ...] = field(default=())
     fixes: Iterable[Fix] = field(default=(), compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", Sentence(self.message))
+        if self.help is not None:
+            object.__setattr__(self, "help", Sentence(self.help))
+
 
 Diagnostics = Iterator[Diagnostic]
 
@@ -92,7 +98,7 @@ class ConfigError(UsageError):
         self.diagnostics = tuple(diagnostics)
         self.sources = dict(sources or {})
         first = self._errors[0]
-        super().__init__(_with_place(first), help=first.help)
+        super().__init__(with_place(first), help=first.help)
 
     @property
     def _errors(self) -> list[Diagnostic]:
@@ -102,9 +108,9 @@ class ConfigError(UsageError):
 
     def __str__(self) -> str:
         """Return all errors with their helps, each on a line, for callers from Python."""
-        lines = []
+        lines: list[str] = []
         for finding in self._errors:
-            lines.append(_with_place(finding))
+            lines.append(with_place(finding))
             if finding.help:
                 lines.append(f"help: {finding.help}")
         return "\n".join(map(one_line, lines))
@@ -114,16 +120,18 @@ class ConfigError(UsageError):
         super().reworded(change)
         findings = []
         for finding in self.diagnostics:
-            message = change(finding.message)
+            message = change(marked_text(finding.message))
             remedy = finding.help
             if remedy is not None:
-                remedy = change(remedy)
+                remedy = change(marked_text(remedy))
             findings.append(replace(finding, message=message, help=remedy))
         self.diagnostics = tuple(findings)
 
 
-def _with_place(finding: Diagnostic) -> str:
-    return f"{finding.place}: {finding.message}" if finding.place else finding.message
+def with_place(finding: Diagnostic) -> Sentence:
+    """Return the message of a finding after its place, if it has one."""
+    message = marked_text(finding.message)
+    return Sentence(f"{finding.place}: {message}" if finding.place else message)
 
 
 @contextmanager

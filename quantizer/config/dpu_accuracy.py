@@ -34,9 +34,9 @@ def with_dpu_accuracy(config: Config, level: str | None) -> Config:
     settings = config.settings
     if settings.target_device != "DPU":
         raise UsageError(
-            f"--dpu_accuracy {level} is for the DPU, and this config is for "
+            f"<--dpu_accuracy {level}> is for the DPU, and this config is for "
             f"{settings.target_device}",
-            help="set include_cle and include_bias_corr in it, and add --fast_finetune",
+            help="set include_cle and include_bias_corr in it, and add <--fast_finetune>",
         )
     # The file does not set these two
     places = {name: place for name, place in settings.places.items() if name not in _SWITCHES}

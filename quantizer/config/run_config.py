@@ -140,7 +140,7 @@ def _require_same(path: Path, made_for: MadeFor, new_text: Callable[[], str]) ->
     if model != made_for.model:
         message = f"{path} was made for {model}, and this model is {made_for.model}"
     elif to != made_for.to:
-        message = f"{path} was made for --to {to}, not for --to {made_for.to}"
+        message = f"{path} was made for <--to {to}>, not for <--to {made_for.to}>"
         # Widths that were measured differ in too many layers to list them
         if to.split()[0] != made_for.to.split()[0]:
             message += _differences(source, new_text())
@@ -152,8 +152,8 @@ def _require_same(path: Path, made_for: MadeFor, new_text: Callable[[], str]) ->
         message += _differences(source, new_text())
     raise UsageError(
         message,
-        help=f"choose another --output_dir, write a new config with --overwrite, or keep "
-        f"this one with --config_file {path}",
+        help=f"choose another <--output_dir>, write a new config with <--overwrite>, or keep "
+        f"this one with <--config_file {path}>",
     )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from quantizer.distributed.ranks import Ranks
 from quantizer.distributed.tensor_pickle import pickled, unpickled
 from quantizer.errors import DataError, QuantizerError, RankError, first_line
+from quantizer.option_words import Sentence
 
 _T = TypeVar("_T")
 _MAX_SUMMED = 1 << 24
@@ -28,7 +29,7 @@ _COLLECTIVE_TIMEOUT = timedelta(days=30)
 _POLL_S = 0.0005
 """Seconds between two looks at a collective that is not complete."""
 _LOST_HELP = (
-    "see what it printed, and whether its machine had enough memory; --resume continues from "
+    "see what it printed, and whether its machine had enough memory; <--resume> continues from "
     "the last checkpoint"
 )
 
@@ -163,7 +164,7 @@ class ProcessGroup(Ranks):
             # Ranks have different data, so errors of data name the rank. All ranks have the
             # other errors alike, and rank 0 prints its own
             if not self.is_first or isinstance(error, DataError):
-                error.message = f"rank {self.rank}: {error.message}"
+                error.message = Sentence(f"rank {self.rank}: {error.message.marked}")
             report["message"] = error.message
             report["help"] = error.help
             report["code"] = error.exit_code

@@ -149,10 +149,10 @@ def require_wide(graph: Graph, solution: Solution) -> None:
         dtype = graph.by_name[name].dtype
         if dtype in (torch.float16, torch.bfloat16):
             raise UsageError(
-                f"--exact cannot compare {name}: it computes in "
+                f"<--exact> cannot compare {name}: it computes in "
                 f"{str(dtype).removeprefix('torch.')}, which rounds sums before they are "
                 "quantized",
-                help="--exact needs a float32 model: calibrate and test model.float()",
+                help="<--exact> needs a float32 model: calibrate and test model.float()",
             )
 
 

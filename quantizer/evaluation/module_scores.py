@@ -4,6 +4,7 @@ model, and measures the user's metrics of both.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from quantizer.evaluation.compare import over_batches
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.output_warnings import sample_warnings
 from quantizer.evaluation.paired_run import record_predictions
-from quantizer.evaluation.scores import Scores, log_warnings, measure
+from quantizer.evaluation.scores import Scores, in_pairs, log_warnings, measure
 from quantizer.graph.output_names import leaf_names, plain_output
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.sources.data import Batches
@@ -56,9 +57,12 @@ class ModulePair:
             DataError: no batch, or an output of the float model is not finite.
             ModelError: the outputs have other shapes.
         """
+        measured = partial(
+            measure, batches=batches, device=self.device, events=events, function=function
+        )
         before: Mapping[str, float] = {}
         if function is not None:
-            before = self._measured(self.reference, batches, events, function, kind="float")
+            before = measured(self.reference, label="evaluate float")
             check(before.keys())
         comparison = NetworkComparison([])
         samples = SampleFinder(lambda batch: list(outputs_of(self.reference, batch).values()))
@@ -73,30 +77,12 @@ class ModulePair:
         log_warnings(warnings)
         if function is None:
             return Scores(comparison, comparison.pairs(), BY_NAME, warnings=warnings)
-        after = self._measured(self.quantized, batches, events, function, kind="quantized")
-        pairs = {}
-        for name, value in before.items():
-            if name in after:
-                pairs[name] = {"float": value, "quantized": after[name]}
+        pairs = in_pairs(before, measured(self.quantized, label="evaluate quantized"))
         return Scores(comparison, pairs, function.directions, warnings=warnings)
 
     def moved(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Return batches on the device of the models."""
         return (batch.to(self.device) for batch in batches)
-
-    def _measured(
-        self,
-        model: nn.Module,
-        batches: Batches,
-        events: Events,
-        function: Evaluate,
-        *,
-        kind: str,
-    ) -> dict[str, float]:
-        """Return the user's metrics of one model."""
-        return measure(
-            model, batches, self.device, events, label=f"evaluate {kind}", function=function
-        )
 
     def _add(
         self, comparison: NetworkComparison, number: int, batch: Batch, samples: SampleFinder

@@ -181,6 +181,21 @@ def metrics_of_both(
     return metrics
 
 
+def in_pairs(
+    before: Mapping[str, float], after: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Return the metrics that both networks have, by name.
+
+    >>> in_pairs({"top1": 0.9, "loss": 0.1}, {"top1": 0.8})
+    {'top1': {'float': 0.9, 'quantized': 0.8}}
+    """
+    pairs = {}
+    for name, value in before.items():
+        if name in after:
+            pairs[name] = {"float": value, "quantized": after[name]}
+    return pairs
+
+
 def score(
     calibrated: Calibrated,
     module: nn.Module,
@@ -266,10 +281,7 @@ class _Test:
             quantized.recorded = recorded
             after = self._measured(quantized, "evaluate quantized", function)
             quantized.recorded = None
-            pairs = {}
-            for name, value in before.items():
-                if name in after:
-                    pairs[name] = {"float": value, "quantized": after[name]}
+            pairs = in_pairs(before, after)
         scores = Scores(compared, pairs, directions, passes, judged_on=judged_on(batches))
         if not explained or not self.ranks.is_first:
             return scores

@@ -157,7 +157,7 @@ def best_choice(analysis: Analysis, budget: Budget) -> tuple[int, ...]:
             f"{analysis.mean_bits(smallest):.4g} bits per weight, "
             f"{analysis.bytes(smallest) / 1e6:.4g} MB with all other weights "
             f"({analysis.other_bytes / 1e6:.4g} MB) and scales",
-            help="raise the budget, or give smaller widths in --choices",
+            help="raise the budget, or give smaller widths in <--choices>",
         )
     by_row = [0] * len(analysis.rows)
     for rows, index in zip(groups, choice, strict=True):

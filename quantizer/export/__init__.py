@@ -18,6 +18,7 @@ from quantizer.export.library_failures import refused_by_libraries
 from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
+from quantizer.option_words import marked_text
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
     from quantizer.plan.model import Plan, TensorSpecs
 
 FOLDER = "export"
-_LEAVE_OUT = "leave the algorithm or the module out, or use --deploy safetensors"
+_LEAVE_OUT = "leave the algorithm or the module out, or use <--deploy safetensors>"
 _IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
 _FIX_NUMBERS = (
     "make these numbers an input of forward(), or leave them out in evaluation mode; "
-    "--deploy safetensors holds the weights without the operators"
+    "<--deploy safetensors> holds the weights without the operators"
 )
 _MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
 _USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'
@@ -86,8 +87,8 @@ def require_model(target: str, choices: Mapping[str, str], model: nn.Module) -> 
     try:
         exporter.require_model(model)
     except UsageError as error:
-        message = error.message.removeprefix(f"--deploy {target}: ")
-        message = f"--deploy {target}: {message}"
+        prefix = f"<--deploy {target}>: "
+        message = f"{prefix}{error.message.marked.removeprefix(prefix)}"
         raise UsageError(message, help=error.help) from error
 
 
@@ -181,16 +182,17 @@ def refuse(words: str, refusals: Iterable[Refusal]) -> None:
     Raises:
         UsageError: there are refusals.
     """
+    words = marked_text(words)
     names_by_reason: dict[str, list[str]] = {}
     helps: dict[str, None] = {}
     for refusal in refusals:
         if not refusal.layer:
-            raise UsageError(f"{words} {refusal.why}", help=refusal.help)
+            raise UsageError(f"{words} {marked_text(refusal.why)}", help=refusal.help)
         name = refusal.layer
         if refusal.role:
             name = f"{refusal.role} of {refusal.layer}"
-        names_by_reason.setdefault(refusal.why, []).append(name)
-        helps[refusal.help] = None
+        names_by_reason.setdefault(marked_text(refusal.why), []).append(name)
+        helps[marked_text(refusal.help)] = None
     texts: list[str] = []
     for why, names in names_by_reason.items():
         separator = ": each " if len(names) > 1 else " "

@@ -60,11 +60,11 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
             remedy = f"known are {known}"
             raise UsageError(f"{name} is {value!r}", help=remedy)
         if value != option.default and option.target not in targets:
-            raise UsageError(f"--{name} is only for --deploy {option.target}")
+            raise UsageError(f"<--{name}> is only for <--deploy {option.target}>")
         if value in option.alone and set(targets) != {option.target}:
             raise UsageError(
-                f"--{name} {value} changes which layers are quantized, so that the figures of "
-                "the run hold for no other file",
+                f"<--{name} {value}> changes which layers are quantized, so that the figures "
+                "of the run hold for no other file",
                 help="write the other targets in a run of their own",
             )
         if value == option.default or option.goes_with is None:
@@ -72,7 +72,7 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
         other, needed = option.goes_with
         default = CHOICES[other].default
         if choices.get(other, default) not in needed:
-            raise UsageError(f"--{name} is only for --{other} {listed(needed)}")
+            raise UsageError(f"<--{name}> is only for <--{other} {listed(needed)}>")
 
 
 def chooses_layers(choices: Mapping[str, str]) -> bool:

@@ -143,8 +143,9 @@ def choices_for(name: str, choices: Mapping[str, str]) -> dict[str, str]:
         chosen = values.get(option, CHOICES[option].default)
         if chosen not in (value, CHOICES[option].default):
             raise UsageError(
-                f"--to {name} writes --{option} {value}, and --{option} {chosen} is given",
-                help=f"leave out --{option}, or give --to {DESTINATIONS[name].target}",
+                f"<--to {name}> writes <--{option} {value}>, and <--{option} {chosen}> is "
+                "given",
+                help=f"leave out <--{option}>, or give <--to {DESTINATIONS[name].target}>",
             )
         values[option] = value
     return values
@@ -166,13 +167,13 @@ def preset_for(name: str, *, has_data: bool) -> str:
     if destination.without_data is not None:
         return destination.without_data
     others = [
-        f"--to {other}"
+        f"<--to {other}>"
         for other, place in DESTINATIONS.items()
         if place.without_data is not None
     ]
     raise UsageError(
-        f"--to {name} needs calibration data, and there is none",
-        help="give --data, or add calibration_data() to the model's file; "
-        "--data synthetic makes data from the model itself; these need no data: "
+        f"<--to {name}> needs calibration data, and there is none",
+        help="give <--data><shell:, or add calibration_data() to the model's file>; "
+        "<--data synthetic> makes data from the model itself; these need no data: "
         f"{', '.join(others)}",
     )

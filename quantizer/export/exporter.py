@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from quantizer.export.choices import CHOICES
+from quantizer.option_words import Sentence
 from quantizer.storage.replacing import remove_file, remove_folder
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Refusal:
     help: str
     layer: str = ""
     role: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "why", Sentence(self.why))
+        object.__setattr__(self, "help", Sentence(self.help))
 
 
 class Exporter(ABC, Generic[Written]):

@@ -82,7 +82,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
         raise UsageError(
             f"the model is {a_kind(model)} without a config of transformers, so no engine "
             "could load its checkpoint",
-            help="use --deploy safetensors, onnx or pt2, or give a Hugging Face folder",
+            help="use <--deploy safetensors, onnx or pt2>, or give a Hugging Face folder",
         )
     for part in (content, content.get("text_config")):
         for key in QUANTIZATION_KEYS:

@@ -11,6 +11,7 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
+from quantizer.option_words import Sentence
 from quantizer.plan.model import Key
 from quantizer.storage.files import read_json
 
@@ -18,7 +19,7 @@ DEPLOY_FILE = "deploy.json"
 """The name of the file in the folder of an .onnx."""
 DEPLOY_FORMAT = 1
 """The version of its layout."""
-_HELP = "remove it, or give no --deploy_file, to measure again"
+_HELP = "remove it, or give no <--deploy_file>, to measure again"
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class LayerChoice:
             f"{DEPLOY_FILE} has the times"
         )
         if measured.get("vnni") is True and self.content["weights"] != "int8":
-            line += ". This processor has VNNI: --onnx_weights int8 may be faster"
-        return line
+            line += ". This processor has VNNI: <--onnx_weights int8> may be faster"
+        return Sentence(line)
 
 
 def network_digest(graph: Graph, solution: Solution) -> str:
@@ -94,9 +95,9 @@ def read_choice(path: Path, digest: str, weights: str, keys: Collection[Key]) ->
         )
     if content["weights"] != weights:
         raise UsageError(
-            f"{path} was measured with --onnx_weights {content['weights']}, and this run has "
-            f"--onnx_weights {weights}",
-            help=f"give --onnx_weights {content['weights']}, or {_HELP}",
+            f"{path} was measured with <--onnx_weights {content['weights']}>, and this run has "
+            f"<--onnx_weights {weights}>",
+            help=f"give <--onnx_weights {content['weights']}>, or {_HELP}",
         )
     unknown: list[str] = []
     for layer, role in content["float_activations"]:

@@ -65,14 +65,14 @@ def _refusal(error: Exception, target: str, graph: Graph) -> ModelError:
             layer = _layer_of(str(cause), graph)
         cause = cause.__cause__ or cause.__context__
     reason = _ADDRESS.sub("", f"{type(shown).__name__}: {first_line(shown)}")
-    text = f"--deploy {target}: a library that writes it fails at {graph.model}: {reason}"
+    text = f"<--deploy {target}>: a library that writes it fails at {graph.model}: {reason}"
     if layer:
         text += f"; that is layer {layer}"
     row = EXPORTERS[target]
     if row.for_transformers:
-        return ModelError(text, help="--deploy safetensors holds all weights")
+        return ModelError(text, help="<--deploy safetensors> holds all weights")
     other = "pt2" if "onnx" in row.needs else "onnx"
-    help_text = f"keep that part outside the quantized model, or use --deploy {other}"
+    help_text = f"keep that part outside the quantized model, or use <--deploy {other}>"
     return ModelError(text, help=help_text)
 
 

@@ -16,7 +16,7 @@ from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
-CHANGE_REMEDY = "leave out the algorithm or the setting that makes it, or use --deploy pt2"
+CHANGE_REMEDY = "leave out the algorithm or the setting that makes it, or use <--deploy pt2>"
 
 
 def model_of(deployment: Deployment, target: str) -> nn.Module:
@@ -27,7 +27,7 @@ def model_of(deployment: Deployment, target: str) -> nn.Module:
     """
     if deployment.model is None:
         raise UsageError(
-            f"--deploy {target} needs the float model", help="give it to Deployment.of"
+            f"<--deploy {target}> needs the float model", help="give it to Deployment.of"
         )
     model_config(deployment.model)
     return deployment.model
@@ -128,4 +128,4 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 def cannot_store(target: str, why: str, remedy: str) -> UsageError:
     """Return the error for what the file of a target has no place for."""
-    return UsageError(f"--deploy {target}: {why}", help=remedy)
+    return UsageError(f"<--deploy {target}>: {why}", help=remedy)

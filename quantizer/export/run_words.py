@@ -1,16 +1,13 @@
 """Says errors of a run with `--to`, which its user has written, instead of `--deploy`."""
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quantizer.errors import QuantizerError
 from quantizer.export.destinations import CHECKPOINT, DESTINATIONS
-from quantizer.export.targets import EXPORTERS
+from quantizer.option_words import Option, Words, marked, worded
 
-_NAMES = "|".join(sorted({*EXPORTERS, *DESTINATIONS}, reverse=True))
-_DEPLOY = re.compile(rf"--deploy (?P<names>(?:{_NAMES})(?:(?:, | or | and )(?:{_NAMES}))*)")
-"""Matches the option with one target or several."""
+_IN_TEST_MODE = "<shell:test mode's ><python:`Result.export` with >"
 
 
 @contextmanager
@@ -21,28 +18,26 @@ def in_words_of_run(target: str, destination: str) -> Iterator[None]:
         target: of the run.
         destination: what its user calls it.
     """
-    written = f"--deploy {target}"
-    for name, value in DESTINATIONS[destination].choices.items():
-        written += f" --{name} {value}"
+    choices = DESTINATIONS[destination].choices.items()
+    written = [Option("deploy", (target,))]
+    written += [Option(name, (value,)) for name, value in choices]
     written_by_target = {name: name for name in DESTINATIONS} | {target: destination}
 
-    def option(match: re.Match[str]) -> str:
+    def words(options: tuple[Option, ...]) -> str:
         """Return the option of a run for those targets that a run writes; if it writes none,
         say that test mode does.
         """
-        targets = re.split(", | or | and ", match["names"])
-        names = [written_by_target[name] for name in targets if name in written_by_target]
+        if options == tuple(written):
+            return marked(Option("to", (destination,)))
+        deploy, *others = options
+        if deploy.name != "deploy":
+            return marked(*options)
+        names = [written_by_target[name] for name in deploy.values if name in written_by_target]
         if not names:
-            return f"test mode's {match[0]}"
-        joined = " and " if " and " in match["names"] else " or "
-        return f"--to {joined.join(names)}"
+            return f"{_IN_TEST_MODE}{marked(*options)}"
+        return marked(Option("to", tuple(names), deploy.joint), *others)
 
-    def reworded(text: str) -> str:
-        """Return a sentence with destinations."""
-        text = text.replace(written, f"--to {destination}")
-        return _DEPLOY.sub(option, text)
-
-    with _in_words(reworded):
+    with _in_words(words):
         yield
 
 
@@ -52,20 +47,23 @@ def in_words_of_checkpoint() -> Iterator[None]:
     quantized in place has. Other targets need a result of `calibrate`.
     """
 
-    def reworded(text: str) -> str:
-        """Return a sentence without the option of the target."""
-        text = text.replace(f"--deploy {CHECKPOINT}", CHECKPOINT)
-        return _DEPLOY.sub(r"`calibrate` and test mode's \g<0>", text)
+    def words(options: tuple[Option, ...]) -> str:
+        """Return the format for the option of this file, and how to write that of others."""
+        if options == (Option("deploy", (CHECKPOINT,)),):
+            return CHECKPOINT
+        if options[0].name != "deploy":
+            return marked(*options)
+        return f"`calibrate` and {_IN_TEST_MODE}{marked(*options)}"
 
-    with _in_words(reworded):
+    with _in_words(words):
         yield
 
 
 @contextmanager
-def _in_words(reworded: Callable[[str], str]) -> Iterator[None]:
-    """Change the texts of errors of the code inside."""
+def _in_words(words: Words) -> Iterator[None]:
+    """Change the names of options in errors of the code inside."""
     try:
         yield
     except QuantizerError as error:
-        error.reworded(reworded)
+        error.reworded(lambda text: worded(text, words, surface=""))
         raise

@@ -27,7 +27,7 @@ from quantizer.storage.files import deferred_tensors, write_tensors
 from quantizer.storage.safetensors_file import read_metadata
 
 _FORMAT = 3
-_REMEDY = "run --deploy safetensors again"
+_REMEDY = "run <--deploy safetensors> again"
 _CORRECTION = ".bias_correction"
 # safetensors writes several keys in any order, so there is only one.
 _METADATA_KEY = "quantizer"

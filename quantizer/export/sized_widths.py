@@ -48,28 +48,29 @@ def require_sized(
         return
     if not isinstance(max_mb, (int, float)) or not 0 < max_mb < LARGEST_SIZE:
         raise UsageError(
-            f"--max_mb {max_mb} is not a size", help="write for example --max_mb 1500"
+            f"<--max_mb {max_mb}> is not a size", help="write for example <--max_mb 1500>"
         )
     if has_config:
         raise UsageError(
-            "--max_mb chooses the widths of a new config, and this run has one already",
+            "<--max_mb> chooses the widths of a new config, and this run has one already",
             help="leave one of them out, or use `quantizer analyze --max_mb`",
         )
     if destination != _DESTINATION:
         raise UsageError(
-            f"--max_mb chooses 4 or 8 bits for weights, and --to {destination} has one width",
-            help=f"give --to {_DESTINATION}, or use `quantizer analyze --max_mb`",
+            f"<--max_mb> chooses 4 or 8 bits for weights, and <--to {destination}> has one "
+            "width",
+            help=f"give <--to {_DESTINATION}>, or use `quantizer analyze --max_mb`",
         )
     if target != _TARGET:
         raise UsageError(
-            f"--max_mb limits checkpoints for engines, and this model becomes {target}",
+            f"<--max_mb> limits checkpoints for engines, and this model becomes {target}",
             help="it needs a model of transformers; `quantizer analyze --max_mb` takes any",
         )
     if not has_data:
         raise UsageError(
-            "--max_mb measures what each weight loses in 4 bits, and there is no data",
-            help="give --data, or add calibration_data() to the model's file; --data synthetic "
-            "makes data from the model itself",
+            "<--max_mb> measures what each weight loses in 4 bits, and there is no data",
+            help="give <--data><shell:, or add calibration_data() to the model's file>; "
+            "<--data synthetic> makes data from the model itself",
         )
 
 
@@ -170,16 +171,16 @@ class _FileSizes:
         least, most = map(self._total, range(len(WIDTHS)))
         if limit < least:
             raise UsageError(
-                f"--max_mb {limit / 1e6:g} is too small: with {WIDTHS[0]} bits everywhere the "
-                f"file takes {least / 1e6:.4g} MB, of which {self.floats / 1e6:.4g} MB stay "
-                "in float",
+                f"<--max_mb {limit / 1e6:g}> is too small: with {WIDTHS[0]} bits everywhere "
+                f"the file takes {least / 1e6:.4g} MB, of which {self.floats / 1e6:.4g} MB "
+                "stay in float",
                 help="raise the limit, or quantize more layers with a config of your own",
             )
         if limit >= most:
             raise UsageError(
-                f"--max_mb {limit / 1e6:g} is more than {WIDTHS[1]} bits need, which is "
+                f"<--max_mb {limit / 1e6:g}> is more than {WIDTHS[1]} bits need, which is "
                 f"{most / 1e6:.4g} MB",
-                help="give --to w8",
+                help="give <--to w8>",
             )
 
     def _total(self, index: int) -> int:

@@ -6,6 +6,8 @@ Imports no torch, so that the command line can list them.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from quantizer.option_words import Option, Sentence, marked
+
 
 @dataclass(frozen=True)
 class TargetOption:
@@ -265,16 +267,14 @@ class CheckedTarget:
     choices: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def words(self) -> str:
+    def words(self) -> Sentence:
         """Return the options of test mode that write it.
 
-        >>> CHECKED_TARGETS["npu"].words
-        '--deploy onnx --onnx_profile npu'
+        >>> print(CHECKED_TARGETS["npu"].words)
+        --deploy onnx --onnx_profile npu
         """
-        options = [f"--deploy {self.target}"]
-        for name, value in self.choices.items():
-            options.append(f"--{name} {value}")
-        return " ".join(options)
+        choices = [Option(name, (value,)) for name, value in self.choices.items()]
+        return Sentence(marked(Option("deploy", (self.target,)), *choices))
 
 
 WHOLE_MODELS = ("compressed-tensors", "gptq")
@@ -291,8 +291,8 @@ for _profile in ("tuned", "tensorrt", "npu"):
 def checked_target(name: str, choices: Mapping[str, str]) -> CheckedTarget:
     """Return what a value of `--for` stands for if options have these values, too.
 
-    >>> checked_target("onnx", {"onnx_profile": "npu", "onnx_weights": "int8"}).words
-    '--deploy onnx --onnx_profile npu'
+    >>> print(checked_target("onnx", {"onnx_profile": "npu", "onnx_weights": "int8"}).words)
+    --deploy onnx --onnx_profile npu
     """
     checked = CHECKED_TARGETS[name]
     if checked.choices:

@@ -21,7 +21,7 @@ from quantizer.nn.network import Network
 # order. Elsewhere readers round scales to the model's dtype and compute ranges in it, which
 # moves some codes by a step.
 EXACT_DB = 100.0
-READER_HELP = "--deploy pt2 or safetensors needs no such reader"
+READER_HELP = "<--deploy pt2 or safetensors> needs no such reader"
 _KEY_KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 

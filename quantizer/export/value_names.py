@@ -142,5 +142,5 @@ def require_apart(inputs: Collection[str], outputs: Collection[str]) -> None:
         if name in inputs:
             raise UsageError(
                 f"an input and an output are both called {name!r}",
-                help="give other names with --input_names or --output_names",
+                help="give other names with <--input_names> or <--output_names>",
             )

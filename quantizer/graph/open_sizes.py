@@ -26,7 +26,7 @@ _FAR = (3, 4, 16)
 """These multiples of the traced size are tried, too."""
 _CHANGES = ((2, 0), (2, 32), (1, -1), (1, 1))
 """Factors of the traced size and what is added, those first that most networks take."""
-_WITHOUT = "leave --dynamic out"
+_WITHOUT = "leave <--dynamic> out"
 _HALF = 2
 """A range with an end is worth a dynamic size if it has half of the traced size, or twice."""
 

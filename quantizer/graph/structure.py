@@ -70,9 +70,9 @@ class InputGroup:
         block: index into `Structure.blocks`; None outside.
         fold: None where only an explicit multiplication is exact.
         why_not: the reason why there is no fold.
-        is_fixed: whether its channels can be divided nowhere.
         tied: nodes outside the group that have the weight of one of its layers: other columns
             need a copy of their own.
+        is_fixed: whether its channels can be divided nowhere.
     """
 
     source: str
@@ -82,8 +82,8 @@ class InputGroup:
     block: int | None = None
     fold: Fold | None = None
     why_not: str = ""
-    is_fixed: bool = False
     tied: tuple[str, ...] = ()
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)

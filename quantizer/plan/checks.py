@@ -187,16 +187,16 @@ def dynamic_sizes(
             yield Diagnostic(
                 "QZ348",
                 f"{tensor.role} of {tensor.layer} has a scale for each index of axis "
-                f"{spec.ch_axis}, whose size --dynamic leaves open",
+                f"{spec.ch_axis}, whose size <--dynamic> leaves open",
                 None,
-                help="set ch_axis to that of the channels, or leave --dynamic out",
+                help="set ch_axis to that of the channels, or leave <--dynamic> out",
             )
     if settings.target_device == "DPU":
         yield Diagnostic(
             "QZ347",
-            f"the DPU runs one size, and --dynamic leaves {listed(names)} open",
+            f"the DPU runs one size, and <--dynamic> leaves {listed(names)} open",
             settings.places.get("target_device"),
-            help="leave --dynamic out, or use a config for the CPU, such as cpu_int8.json",
+            help="leave <--dynamic> out, or use a config for the CPU, such as cpu_int8.json",
         )
 
 

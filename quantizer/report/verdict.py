@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from quantizer.comparison.sample_noise import worst_words
 from quantizer.config.json_types import JsonMapping
@@ -41,6 +41,21 @@ _MAX_NAMES = 3
 _MOST_PERCENT = 200
 _NOTHING = Untraced()
 _BYTES = ("int8", "uint8")
+
+
+class VerifiedFile(Protocol):
+    """What a verdict takes from the verification of a file; see `Verification`."""
+
+    @property
+    def in_runtime(self) -> tuple[str, Mapping[str, str] | None]: ...
+    @property
+    def limits(self) -> tuple[str, ...]: ...
+    @property
+    def float_activations(self) -> tuple[Key, ...]: ...
+    @property
+    def activation_codes(self) -> str: ...
+    @property
+    def uint8_weights(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -89,31 +104,31 @@ class VerdictFacts:
     def of(
         cls,
         plan: Plan,
+        verified: VerifiedFile | None = None,
         *,
-        floating: Mapping[str, str] | None,
-        float_activations: Collection[Key] = (),
-        activation_codes: str = "",
         untraced: Untraced = _NOTHING,
-        uint8_weights: Collection[str] = (),
         **facts: Any,
     ) -> VerdictFacts:
         """Return the facts about a plan, with others given by name.
 
         Args:
             plan: of the calibration.
-            floating: by layer, why a runtime multiplies it in float; None if no runtime was
-                asked.
-            float_activations: those that the file leaves in float, although they are planned.
-            activation_codes: the integer type of 8-bit activations in the file; empty for that
-                of the plan.
+            verified: the verification of the file; None if none was written.
             untraced: what the file holds besides the layers of the plan.
-            uint8_weights: the layers whose 8-bit weights are uint8 in the file.
             facts: the other attributes.
         """
-        tensors = dict(plan.tensors)
-        for key in float_activations:
-            tensors.pop(key, None)
-        plan = replace(plan, tensors=tensors)
+        activation_codes = ""
+        uint8_weights: Collection[str] = ()
+        floating: Mapping[str, str] | None = None
+        if verified is not None:
+            activation_codes = verified.activation_codes
+            uint8_weights = verified.uint8_weights
+            facts["runtime"], floating = verified.in_runtime
+            facts["notes"] = verified.limits
+            tensors = dict(plan.tensors)
+            for key in verified.float_activations:
+                tensors.pop(key, None)
+            plan = replace(plan, tensors=tensors)
         reasons = _left_float_of(plan) if floating is None else floating
         names = path_names(plan.graph)
         left_float: dict[str, str] = {}

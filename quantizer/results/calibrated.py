@@ -286,7 +286,7 @@ def _trace_as_calibrated(
         return trace_module(module, resized, fixed=is_fixed)
     except (ModelError, DataError) as error:
         check_model(info, original)
-        text += f", which the model cannot take: {error.message}"
+        text += f", which the model cannot take: {error.message.marked}"
         raise ResultError(text, help="calibrate again") from error
 
 
@@ -341,7 +341,7 @@ def _check_input_sizes(calibrated: Graph, now: Graph, solution: Solution) -> Non
         remedy = f"give data of the shape {stored}"
         length = window_length(stored_shapes)
         if length:
-            remedy = f"give --seq_len {length}, or data of that shape"
+            remedy = f"give <--seq_len {length}>, or data of that shape"
         raise ResultError(
             f"calibrated with inputs of the shape {stored}; this run has {present}, for which "
             f"{why}",

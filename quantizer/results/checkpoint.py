@@ -18,6 +18,7 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import other_run, reporting_damage
 from quantizer.config.wording import counted
 from quantizer.errors import BatchError, CheckpointError, DataError, QuantizerError, ResultError
+from quantizer.option_words import Sentence, marked_text
 from quantizer.results.result_set import holding
 from quantizer.storage.deferred_tensor import DeferredTensor, move_to_disk
 from quantizer.storage.files import (
@@ -38,7 +39,7 @@ SAVE_INTERVAL_S = 30.0
 _FORMAT = 5
 _PREFIX = "checkpoint."
 """What the names of all files of checkpoints begin with."""
-_WITHOUT_RESUME = "run without --resume"
+_WITHOUT_RESUME = "run without <--resume>"
 
 
 class _Stored(NamedTuple):
@@ -218,7 +219,7 @@ class Checkpoints(Events):
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
         self.folder = folder
         self.resume = resume
-        self.how_to_resume = "--resume continues from there"
+        self.how_to_resume: str = Sentence("<--resume> continues from there")
         self._open: dict[str, Checkpoint] = {}
         self._last_save = time.monotonic()
         self._is_unsaved = False
@@ -290,7 +291,8 @@ class Checkpoints(Events):
             progress = counted(done, "batch")
         if stage.total and stage.unit != "batches":
             progress = f"{done} of {stage.total} {stage.unit}"
-        text = f"{stage.name} stopped after {progress}; {self.how_to_resume}"
+        how_to_resume = marked_text(self.how_to_resume)
+        text = Sentence(f"{stage.name} stopped after {progress}; {how_to_resume}")
         stage.events.message(logging.WARNING, text)
 
     def _save(self, stage: RunStage) -> Snapshot:
@@ -321,7 +323,7 @@ def calibrated(request: CalibrationRequest, *, must_resume: bool) -> Calibration
         return steps.run_calibration(request)
     except CheckpointError as error:
         checkpoints.resume = False
-        text = f"{error.message}, so calibration begins anew"
+        text = Sentence(f"{error.message.marked}, so calibration begins anew")
         request.events.message(logging.INFO, text)
         return steps.run_calibration(request)
 
@@ -339,9 +341,9 @@ def check_checkpoint(checkpoints: Checkpoints, mode: str | None) -> None:
     """
     stored = checkpoints.stored_key("finetune").get("mode")
     if stored and stored != mode:
-        option = f"--fast_finetune {mode}" if mode else "no --fast_finetune"
+        option = f"<--fast_finetune {mode}>" if mode else "no <--fast_finetune>"
         raise ResultError(
             f"the checkpoint in {checkpoints.folder} was finetuning with {stored}, and this "
             f"run has {option}",
-            help=f"add --fast_finetune {stored}, or run without --resume",
+            help=f"add <--fast_finetune {stored}>, or run without <--resume>",
         )

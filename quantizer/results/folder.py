@@ -66,13 +66,13 @@ FILES_OF_TESTS = (
     "export/verify.json",
 )
 """All files about one calibration that are removed when another one replaces it."""
-_CALIBRATE_AGAIN = "run --quant_mode calib again"
+_CALIBRATE_AGAIN = "run <--quant_mode calib> again"
 _CALIBRATION_KEY = "calibration"
 _CHECKSUM_KEY = "checksum"
 RESULT_SET_KIND = FileSetKind(
     CHECKSUMS_FILE,
     changed="was changed after calibration",
-    missing="run --quant_mode calib first, with the same --output_dir",
+    missing="run <--quant_mode calib> first, with the same <--output_dir>",
     again=_CALIBRATE_AGAIN,
     main=INFO_FILE,
 )

@@ -30,7 +30,7 @@ from quantizer.plan.model import Key, TensorSpecs
 from quantizer.results.calibrated_folder import CalibratedFolder, ObserverStates
 from quantizer.results.write import scale_positions
 
-_AGAIN = "calibrate again with the config that --dry_run -o FILE writes"
+_AGAIN = "calibrate again with the config that <--dry_run> -o FILE writes"
 _HISTOGRAM = "histogram"
 """Stands for the role in the key of a histogram. Calibration stores one of a value whose
 observer has none, in addition to the ranges of batches.
@@ -90,10 +90,12 @@ def retune_activations(
     """
     form = form_of(folder.document.value)
     if change.percentage is not None and change.method not in (None, "percentile"):
-        raise UsageError(f"--percentage is for the percentile method, not for {change.method}")
+        raise UsageError(
+            f"<--percentage> is for the percentile method, not for {change.method}"
+        )
     if form == "hierarchical" and change.statistic:
         raise UsageError(
-            "--statistic is for the layered form: here the observers of activations decide it"
+            "<--statistic> is for the layered form: here the observers of activations decide it"
         )
     changed: dict[Key, SpecChange] = {}
     for key in folder.activations:

@@ -88,7 +88,7 @@ def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
     for difference in _differences(info, config, plan.tensors):
         raise ResultError(
             f"the config is not the calibrated one: {difference}",
-            help="calibrate with this config first, or leave out --config_file",
+            help="calibrate with this config first, or leave out <--config_file>",
         )
     return plan
 

@@ -94,7 +94,7 @@ def check_owner(folder: Path, model: str, *, overwrite: bool) -> None:
     if owner != model:
         raise ResultError(
             f"{folder} holds results of {owner}, not of {model}",
-            help="choose another --output_dir or add --overwrite",
+            help="choose another <--output_dir> or add <--overwrite>",
         )
 
 
@@ -115,7 +115,8 @@ def require_expendable(folder: Path, sources: Iterable[Path], *, overwrite: bool
         if folder.samefile(source):
             return
     raise UsageError(
-        f"{folder} holds another calibration", help="choose another folder, or add --overwrite"
+        f"{folder} holds another calibration",
+        help="choose another folder, or add <--overwrite>",
     )
 
 

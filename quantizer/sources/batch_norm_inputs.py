@@ -129,7 +129,7 @@ def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batc
                 raise DataError(
                     "no synthetic data can be made: no gradient of the model's batch norms "
                     "reaches its inputs",
-                    help="give real data with --data",
+                    help="give real data with <--data>",
                 )
             adam.zero_grad()
             with user_errors("the gradient of the model's batch norms", DataError):
@@ -139,7 +139,7 @@ def match_batch_norms(module: nn.Module, noise: Batch, scaling: Scaling) -> Batc
         if not value.isfinite().all():
             raise DataError(
                 "synthetic data from the statistics of batch norms are not finite",
-                help="give real data with --data",
+                help="give real data with <--data>",
             )
         value.data = value.data.contiguous()
     return _filled(noise, values).detached().to("cpu")
@@ -197,7 +197,7 @@ def _distance_on(module: nn.Module, batch: Batch) -> Tensor:
     if not distances:
         raise DataError(
             "no synthetic data can be made: the model runs none of its batch norms",
-            help="give real data with --data",
+            help="give real data with <--data>",
         )
     return torch.stack(distances).mean()
 

@@ -227,7 +227,7 @@ def prefix_errors(place: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise type(error)(f"{place}{error.message}", help=error.help) from error
+        raise type(error)(f"{place}{error.message.marked}", help=error.help) from error
 
 
 def prefix_batch_errors(

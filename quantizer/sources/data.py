@@ -188,7 +188,7 @@ class Batches:
         if seen.batches == 0:
             remedy = "give at least one batch, a tensor whose dimension 0 counts the samples"
             if self.skip_len:
-                remedy = f"give more data: --skip_len {self.skip_len} leaves out all of it"
+                remedy = f"give more data: <--skip_len {self.skip_len}> leaves out all of it"
             if self._first is not None:
                 remedy = "return a new iterator in each call: the first one is used up"
             raise DataError(f"{self.label} gives no batch", help=remedy)
@@ -294,7 +294,7 @@ def load_batches(
         label = source
         kind, paths = find_files(source)
     if preprocess is not None and kind != _IMAGES:
-        raise UsageError("--preprocess is for images, but the data is not images")
+        raise UsageError("<--preprocess> is for images, but the data is not images")
     if kind == _IMAGES:
         batches = _image_data(label, paths, preprocess, size, seed=seed)
     elif kind == _TENSORS:
@@ -320,8 +320,8 @@ def _image_data(
     images = find_images(paths)
     if preprocess is None:
         raise UsageError(
-            f"{label} holds images, and --preprocess is missing",
-            help=f"give --preprocess '{PREPROCESS_EXAMPLE}', or batches of tensors",
+            f"{label} holds images, and <--preprocess> is missing",
+            help=f"give <--preprocess> '{PREPROCESS_EXAMPLE}', or batches of tensors",
         )
     settings = parse_preprocess(preprocess)
     read = partial(image_batches, images, settings, size, seed)

@@ -241,7 +241,7 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
     if name in auto_classes:
         raise ModelError(
             f"{folder} is not loaded: {name} is code in this folder",
-            help="read its Python files, and add --trust to run them",
+            help="read its Python files, and add <--trust> to run them",
         )
     raise ModelError(
         f"{folder / HUGGING_FACE_CONFIG} names a model {name!r}, which this version of "
@@ -339,5 +339,5 @@ def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
         dtype = next(module.parameters()).dtype
         return {name: torch.zeros(1, channels, height, width, dtype=dtype)}
     raise DataError(
-        f"{type(module).__name__} does not state the shape of its input", help="give --data"
+        f"{type(module).__name__} does not state the shape of its input", help="give <--data>"
     )

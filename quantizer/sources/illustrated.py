@@ -126,7 +126,7 @@ class IllustratedRows:
         if not (self._folder / "config.json").is_file():
             raise DataError(
                 f"{place} has images, and the model comes from no folder with a processor",
-                help="give the folder as --model, or batches of your own",
+                help="give the folder as <--model>, or batches of your own",
             )
         what = f"transformers, loading the processor of {self._folder},"
 

@@ -100,7 +100,7 @@ class Preprocess:
         return (pixels.clamp(0, MAX_BYTE) / MAX_BYTE - mean) / std
 
     def _check_pixels(self, size: Sequence[int]) -> None:
-        remedy = 'a larger "max_pixels" in --preprocess allows it'
+        remedy = 'a larger "max_pixels" in <--preprocess> allows it'
         _require_pixels(size, self.max_pixels, remedy)
 
 
@@ -118,14 +118,14 @@ def parse_preprocess(text: str) -> Preprocess:
     Raises:
         UsageError: the file or its content cannot be used.
     """
-    place = "--preprocess"
+    place = "<--preprocess>"
     if not text.lstrip().startswith("{"):
         place = text
         try:
             text = read_start(text, _MAX_SETTINGS_BYTES).decode()
         except (OSError, UnicodeDecodeError) as cause:
             raise UsageError(
-                f"--preprocess {place} cannot be read: {_reason(cause)}",
+                f"<--preprocess {place}> cannot be read: {_reason(cause)}",
                 help=f"give a file or: {PREPROCESS_EXAMPLE}",
             ) from cause
     remedy = f"for example: {PREPROCESS_EXAMPLE}"
@@ -205,7 +205,7 @@ def _require_same_shape(
             raise DataError(
                 f"the images differ in size: {path} gives {list(tensor.shape)}, {images[0][0]} "
                 f"gives {list(first)}",
-                help='set "resize" and "crop" in --preprocess',
+                help='set "resize" and "crop" in <--preprocess>',
             )
 
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError, QuantizerError
-from quantizer.nn.inplace import check_float
+from quantizer.nn.layer import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
 from quantizer.sources.hugging_face import (
@@ -45,14 +45,14 @@ _FORMS = (
 )
 _REFUSED_WEIGHTS = (
     "{path} holds weights, not a model",
-    "give the Python that builds it: --model FILE.py --weights {path}",
+    "give the Python that builds it: <--model FILE.py --weights {path}>",
 )
 _REFUSED: Mapping[str, tuple[str, str]] = {
     ".onnx": (
         "{path}: an ONNX graph is not a PyTorch model, and quantizer has no converter",
         "give the PyTorch model it was exported from, or convert it to a torch.nn.Module first",
     ),
-    ".json": ("{path} is not a model", "a config is given as --config_file {path}"),
+    ".json": ("{path} is not a model", "a config is given as <--config_file {path}>"),
     ".ipynb": (
         "{path} is a notebook, not a Python file",
         "`jupyter nbconvert --to script {path}` writes one",
@@ -148,7 +148,7 @@ def load_model(
         raise ModelError(
             f"there is no folder {spec}; quantizer downloads nothing",
             help=f"download a model of the Hugging Face Hub first: `hf download {spec} "
-            f"--local-dir {path.name}`, then --model {path.name}",
+            f"--local-dir {path.name}`, then <--model {path.name}>",
         )
     else:
         loaded = _from_python(spec)
@@ -263,7 +263,7 @@ def _remedy_for(returned: Any) -> str:
     if is_state and all(isinstance(value, torch.Tensor) for value in returned.values()):
         return (
             "this is a state_dict: build the module and load it with "
-            "module.load_state_dict(), or give the file as --weights"
+            "module.load_state_dict(), or give the file as <--weights>"
         )
     return "return the module alone"
 
@@ -369,7 +369,7 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
     if not trust:
         raise ModelError(
             f"{path} is not loaded: a .pt2 file can run code when torch.export.load opens it",
-            help="add --trust if you trust its author, or give the Python that builds it",
+            help="add <--trust> if you trust its author, or give the Python that builds it",
         )
     try:
         # Registers operators that programs may call
@@ -389,7 +389,7 @@ def _from_folder(folder: Path, trust: bool) -> LoadedModel:
         raise ModelError(
             f"{folder} holds an adapter of PEFT, not a whole model",
             help="merge it into its model first: peft.AutoPeftModelForCausalLM.from_pretrained"
-            f"('{folder}').merge_and_unload().save_pretrained('merged'), then --model merged",
+            f"('{folder}').merge_and_unload().save_pretrained('merged'), then <--model merged>",
         )
     if not (folder / HUGGING_FACE_CONFIG).is_file():
         raise ModelError(

@@ -24,7 +24,7 @@ _COUNTS: Mapping[str, int] = {
 """The most parts that a config may ask for, by the last word of a key. transformers makes them
 one by one.
 """
-_TRUST_HELP = "read its Python files, and add --trust to run them"
+_TRUST_HELP = "read its Python files, and add <--trust> to run them"
 
 
 def load_pretrained(
@@ -93,7 +93,7 @@ def check_config(file: Path, config: Mapping[str, Any]) -> None:
     for name in _kernels(config):
         raise ModelError(
             f"{file} names the kernel {name!r:.200}, which is code on the hub",
-            help="remove attn_implementation from it, or add --trust to run that code",
+            help="remove attn_implementation from it, or add <--trust> to run that code",
         )
 
 

@@ -34,8 +34,8 @@ STAMP = "synthetic data, made from the model itself"
 DEFAULT_SAMPLES = 32
 DEFAULT_SEQUENCES = 8
 _NO_SHAPE = (
-    "add example_input() to the model's file, or give the shape, for example "
-    f"--data {SYNTHETIC}:{DEFAULT_SAMPLES}x3x224x224, or {SYNTHETIC}:{DEFAULT_SEQUENCES}x512 "
+    "<shell:add example_input() to the model's file, or >give the shape, for example "
+    f"<--data {SYNTHETIC}:{DEFAULT_SAMPLES}x3x224x224>, or {SYNTHETIC}:{DEFAULT_SEQUENCES}x512 "
     "for a language model"
 )
 
@@ -82,7 +82,7 @@ def synthetic_batches(
     if kinds == {True}:
         if wanted.seq_len is not None:
             raise UsageError(
-                "--seq_len is for texts, but the input of the model is floating-point",
+                "<--seq_len> is for texts, but the input of the model is floating-point",
                 help="leave out the option",
             )
         return _input_batches(spec, module, example, wanted)
@@ -91,7 +91,7 @@ def synthetic_batches(
     raise DataError(
         f"no synthetic data can be made for {type(module).__name__}, which takes integers "
         "and floating-point inputs",
-        help="give real data with --data",
+        help="give real data with <--data>",
     )
 
 
@@ -122,7 +122,7 @@ def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
         raise DataError(
             f"no synthetic data can be made for {name}: it has no batch normalization with "
             "statistics of training, and its input is not token ids",
-            help="give real data with --data",
+            help="give real data with <--data>",
         )
     samples = wanted.samples or DEFAULT_SAMPLES
     size = wanted.batch_size or DEFAULT_BATCH_SIZE
@@ -167,7 +167,7 @@ def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
         raise DataError(
             f"no synthetic data can be made for {type(module).__name__}: its integer inputs "
             f"have the shapes {texts}, and sequences of tokens are one input [samples, tokens]",
-            help="give real data with --data",
+            help="give real data with <--data>",
         )
     length = wanted.seq_len or shapes[0][1]
     longest = longest_window(module)

@@ -175,7 +175,9 @@ def _check_size(path: Path, unpacked: int, limit: int) -> None:
             f"it has {size_text(size)} and would unpack to {size_text(unpacked)}, more than "
             f"{size_text(limit)}"
         )
-        raise _UnreadableError(text, "--max_unpacked allows more, such as --max_unpacked 8GB")
+        raise _UnreadableError(
+            text, "<--max_unpacked> allows more, such as <--max_unpacked 8GB>"
+        )
 
 
 def _read_safetensors(path: Path) -> NamedTensors:

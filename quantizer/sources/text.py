@@ -50,12 +50,12 @@ class Windows:
     def __post_init__(self) -> None:
         if self.seq_len < 2:
             raise UsageError(
-                f"--seq_len {self.seq_len}: a window needs two tokens, one to predict and one "
-                "before it"
+                f"<--seq_len {self.seq_len}>: a window needs two tokens, one to predict and "
+                "one before it"
             )
         if self.stride is not None and not 1 <= self.stride <= self.seq_len:
             raise UsageError(
-                f"--stride must be from 1 to --seq_len, {self.seq_len}, not {self.stride}"
+                f"<--stride> must be from 1 to <--seq_len>, {self.seq_len}, not {self.stride}"
             )
 
     @property
@@ -100,7 +100,7 @@ class TextData:
         if any(document.images for document in self._documents):
             if size > 1:
                 raise UsageError(
-                    f"--batch_size {size}: {self.label} has images, and each row is a batch",
+                    f"<--batch_size {size}>: {self.label} has images, and each row is a batch",
                     help="leave it out",
                 )
             yield from self._illustrated_rows.batches()
@@ -161,8 +161,8 @@ class TextData:
         if self.windows.tokenizer is None:
             raise UsageError(
                 f"{self.label} is text, and there is no tokenizer",
-                help="give --tokenizer, a tokenizer.json or a folder, or batches of tokens, "
-                "or add tokenizer() to the model's file",
+                help="give <--tokenizer>, a tokenizer.json or a folder, or batches of tokens"
+                "<shell:, or add tokenizer() to the model's file>",
             )
         ids = self._token_ids(self.windows.tokenizer())
         count = len(ids)
@@ -170,7 +170,7 @@ class TextData:
         if count < seq_len:
             remedy = "give a longer text"
             if count > 1:
-                remedy += f", or --seq_len {count}"
+                remedy += f", or <--seq_len {count}>"
             raise DataError(
                 f"{self.label} has {counted(count, 'token')}, fewer than a window of {seq_len}",
                 help=remedy,
@@ -195,7 +195,7 @@ class TextData:
         if self.windows.shuffle_seed is not None:
             if len(documents) == 1:
                 raise UsageError(
-                    f"--shuffle changes nothing: {self.label} is one document",
+                    f"<--shuffle> changes nothing: {self.label} is one document",
                     help="give several files, or rows of .jsonl or .parquet, or leave it out",
                 )
             random.Random(self.windows.shuffle_seed).shuffle(documents)
@@ -233,7 +233,7 @@ class TextData:
             raise DataError(
                 f"the tokenizer gives token {max(ids)}, but the model has only {vocab_size} "
                 "tokens",
-                help="give the model's own tokenizer with --tokenizer",
+                help="give the model's own tokenizer with <--tokenizer>",
             )
 
 

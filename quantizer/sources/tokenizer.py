@@ -90,7 +90,8 @@ def _load_from_folder(folder: Path, trust: bool) -> Any:
     if not trust and _is_code(folder):
         raise DataError(
             f"the tokenizer of {folder} is code in this folder",
-            help="read its Python files, and add --trust to run them; or give a tokenizer.json",
+            help="read its Python files, and add <--trust> to run them; or give a "
+            "tokenizer.json",
         )
 
     def load() -> Any:
@@ -207,7 +208,7 @@ class TextTokenizer:
         if not has_template or not hasattr(template, "apply_chat_template"):
             raise DataError(
                 f"{self.label} has no chat template, which messages need",
-                help="give rows with text instead of messages, or --tokenizer FOLDER of a "
+                help="give rows with text instead of messages, or <--tokenizer FOLDER> of a "
                 "chat model",
             )
         return template

@@ -313,7 +313,7 @@ class Spool:
                 f"cannot write values of the network to {tempfile.gettempdir()}: "
                 f"{error.strerror}",
                 help="set TMPDIR to a folder on a larger disk, or calibrate with a smaller "
-                "--subset_len",
+                "<--subset_len>",
             ) from error
         self._bytes_since_trim += tensor.nbytes
         if self._bytes_since_trim > _TRIM_BYTES:

@@ -22,7 +22,7 @@ from quantizer.storage.process_memory import size_text
 from quantizer.storage.replacing import replace_file
 from quantizer.storage.safetensors_file import deferred_file, safetensors_parts
 
-_CALIBRATE_AGAIN = "run --quant_mode calib again"
+_CALIBRATE_AGAIN = "run <--quant_mode calib> again"
 _JSON_TOKENS_PER_PART = 1 << 14
 """How many tokens of JSON are joined before they are written."""
 _MAX_REASON_LENGTH = 200
@@ -67,7 +67,7 @@ def cannot_use(folder: Path, error: OSError) -> ResultError:
         if path.exists() and not path.is_dir():
             reason = f"{path} is not a folder"
     return ResultError(
-        f"cannot use {folder} for results: {reason}", help="choose another --output_dir"
+        f"cannot use {folder} for results: {reason}", help="choose another <--output_dir>"
     )
 
 
@@ -212,7 +212,7 @@ def _parse_file(place: Path | OpenFile, parse: Callable[[OpenFile], Any], kind: 
     try:
         return parse(_open_file(place))
     except FileNotFoundError:
-        help_ = "run --quant_mode calib first, with the same --output_dir"
+        help_ = "run <--quant_mode calib> first, with the same <--output_dir>"
         raise ResultError(f"{path} does not exist", help=help_) from None
     except OSError as error:
         raise cannot_read(path, error) from error

@@ -43,7 +43,7 @@ def folder_lock(folder: Path, work: Path) -> Iterator[None]:
         except Timeout:
             raise ResultError(
                 f"{folder} is in use by another run{_owner(path)}",
-                help="wait for it or choose another --output_dir",
+                help="wait for it or choose another <--output_dir>",
             ) from None
     # The other classes of filelock write to the lock file themselves, and remove it
     is_unix = isinstance(lock, UnixFileLock)

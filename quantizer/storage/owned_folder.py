@@ -96,7 +96,7 @@ class OwnedFolder:
             if kind:
                 raise UsageError(
                     f"{self.path} holds files that {fault}: {', '.join(kind)}",
-                    help="move them to another folder, or replace them with --overwrite",
+                    help="move them to another folder, or replace them with <--overwrite>",
                 )
 
     def require_folder(self, name: str) -> None:

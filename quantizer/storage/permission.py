@@ -107,4 +107,6 @@ def require_replaceable(path: Path) -> None:
                 help="give another path",
             )
     if not may_overwrite():
-        raise UsageError(f"{path} exists already", help="give another path, or add --overwrite")
+        raise UsageError(
+            f"{path} exists already", help="give another path, or add <--overwrite>"
+        )

@@ -131,7 +131,7 @@ def test_python_chooses_widths_within_a_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "settings", "message"),
     [
-        ("big", {}, "`max_mb` big is not a size"),
+        ("big", {}, 'max_mb="big" is not a size'),
         (1e-3, {}, "with 4 bits everywhere the file takes"),
         (LIMIT, {"config": "mine.json"}, "this run has one already"),
     ],

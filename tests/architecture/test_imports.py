@@ -12,7 +12,7 @@ from support.ledger import MODULES, PACKAGE, source
 
 ROOT = PACKAGE.parent
 LAYERS = (
-    ("printable",),
+    ("printable", "option_words"),
     ("errors", "seeding", "default_device"),
     ("storage",),
     ("config", "numerics", "distributed"),

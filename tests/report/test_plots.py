@@ -12,7 +12,7 @@ from support.configs import document
 from support.reports import Net
 
 import quantizer
-from quantizer.api.report import Report
+from quantizer.api.comparison import Report
 from quantizer.api.result import Result
 from quantizer.cli.main import run_command
 from quantizer.errors import UsageError

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quantizer.export.agreement import Verification
+from quantizer.export.kernels import Kernels
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.report.verdict import MAX_LINES, VerdictFacts, verdict
@@ -124,7 +126,8 @@ def test_products_inside_an_operator_are_called_by_its_path() -> None:
     graph = trace(Attention().eval(), (torch.randn(2, 3, 4),))
     [layer] = [node.name for node in graph.nodes if node.op == "scaled_dot_product_attention"]
     floating = {f"{layer}#inside": "it is inside", f"{layer}#inside#2": "it is inside"}
-    facts = VerdictFacts.of(Plan(graph, {}, ()), floating=floating, **OTHER_FACTS)
+    verified = Verification("outputs", 0.0, 0.0, 1.0, kernels=Kernels((), floating))
+    facts = VerdictFacts.of(Plan(graph, {}, ()), verified, **OTHER_FACTS)
     line = "In float: mixer.scaled_dot_product_attention (it is inside)."
     assert line in verdict(facts)
 

@@ -54,7 +54,7 @@ def parse_document(source: Text) -> Document:
         )
     if parser.problems and Path(source.name).suffix == ".py":
         message = "this is Python, not a config"
-        help_ = f"a model is given as --model {source.name}"
+        help_ = f"a model is given as <--model {source.name}>"
         raise _unreadable(source.name, message, help_, code="QZ004")
     if parser.problems:
         raise ConfigError(merged_by_cause(parser.problems), {source.name: source.text})

@@ -71,7 +71,7 @@ def _weight(stated: JsonMapping, spec: QuantizationSpec) -> JsonObject:
         known = ", ".join(INTEGERS)
         raise UsageError(
             f"the hierarchical form has no dtype {integer_word(spec)}",
-            help=f"it has {known}: change --choices",
+            help=f"it has {known}: change <--choices>",
         )
     changed = {**stated, "dtype": word, "symmetric": spec.symmetric}
     if spec.symmetric_scale != usual_symmetric_scale(spec):

@@ -26,7 +26,7 @@ _PROJECTIONS = frozenset({"k_proj", "v_proj", "qkv_proj", "kv_b_proj"})
 """The layers by which readers recognize an attention."""
 _SCALE_NAMES: Mapping[Part, str] = {"key": "k_scale", "value": "v_scale"}
 _ALIKE_HELP = "give *.k_proj and *.v_proj the same entry in kv_cache_quant_config"
-_NO_CACHE = "leave kv_cache_quant_config out, or use --deploy pt2"
+_NO_CACHE = "leave kv_cache_quant_config out, or use <--deploy pt2>"
 _INT8_REMARK = "the key-value cache is int8, and vLLM and SGLang have only fp8 there"
 
 
@@ -134,7 +134,7 @@ def _spec_refusal(spec: QuantizationSpec) -> Reason | None:
     if spec.qscheme != "per_tensor":
         return (
             "has a scale for each token, and readers have none for the tokens of a cache",
-            "set its qscheme to per_tensor, or use --deploy pt2",
+            "set its qscheme to per_tensor, or use <--deploy pt2>",
         )
     difference = scale_difference(spec)
     if difference is None:

@@ -75,7 +75,7 @@ class Mixture:
                 raise cannot_store(
                     "compressed-tensors",
                     f"there is no layout for {path}",
-                    "exclude it, or use --deploy pt2",
+                    "exclude it, or use <--deploy pt2>",
                 )
             part = _part(stack, rows[:, 0], count)
             layers[part_name.removesuffix(_WEIGHT)] = CompressedLayer(part)

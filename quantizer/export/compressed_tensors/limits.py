@@ -25,7 +25,7 @@ def layer_weight_refusal(spec: QuantizationSpec, features: int) -> Reason | None
     reason = _format_refusal(spec)
     size = spec.group_size or -1
     if reason is None and spec.qscheme == "per_group" and size > 0 and features % size:
-        return _partial_groups(size, features, "use --deploy pt2, or exclude the layer")
+        return _partial_groups(size, features, "use <--deploy pt2>, or exclude the layer")
     return reason
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.calibration.module_attach import role_in_module
-from quantizer.calibration.module_target import evaluating
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.errors import ModelError, UsageError
@@ -38,6 +37,7 @@ from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
 from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.module_state import evaluating
 from quantizer.storage.files import cannot_write
 from quantizer.storage.permission import replacing
 from quantizer.storage.replacing import replaced_folder
@@ -111,7 +111,7 @@ def _checkpoint_of_modules(model: nn.Module) -> CompressedCheckpoint:
     graph = module_graph(model)
     specs = _specs(graph, quantized)
     placement = place_codes(graph, specs)
-    refuse(f"--deploy {TARGET_NAME}", [*_insertion_refusals(quantized), *placement.refusals])
+    refuse(f"<--deploy {TARGET_NAME}>", [*_insertion_refusals(quantized), *placement.refusals])
     layers: dict[str, CompressedLayer] = {}
     for name, node in placement.linears.items():
         layers[node.scope] = _layer(quantized[node.scope], name, placement)

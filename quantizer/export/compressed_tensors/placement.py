@@ -24,20 +24,20 @@ LINEAR_CLASS = "torch.nn.Linear"
 _LINEAR_NAME = "Linear"
 _BETWEEN_OPERATORS = (
     "is quantized between operators, and checkpoints have no place for that",
-    "quantize only inputs of linear layers, or use --deploy pt2",
+    "quantize only inputs of linear layers, or use <--deploy pt2>",
 )
 _EXPERT_INPUT = (
     "is of experts, whose inputs readers leave in float",
-    "leave it float, or use --deploy pt2",
+    "leave it float, or use <--deploy pt2>",
 )
 INSERTION_REASON = (
     "was inserted by an algorithm, and the model of the checkpoint has no such operator",
-    "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
+    "let the algorithm fold it into a layer (no online rotations), or use <--deploy pt2>",
 )
-_EXCLUDE = "use --deploy pt2, or exclude it"
+_EXCLUDE = "use <--deploy pt2>, or exclude it"
 _NO_LAYER = "finds no linear layer with a quantized weight"
-_NO_LAYER_HELP = "quantize weights, or use --deploy safetensors"
-_OTHER_CLASS_HELP = "use --deploy onnx, pt2 or safetensors"
+_NO_LAYER_HELP = "quantize weights, or use <--deploy safetensors>"
+_OTHER_CLASS_HELP = "use <--deploy onnx, pt2 or safetensors>"
 _COMPUTED = (
     "is computed from other tensors of the model, which has no place for a rounded one",
     _EXCLUDE,

@@ -36,7 +36,7 @@ from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG, read_checkpoint
 _WEIGHT_ACCESS = re.compile(r"\b(self|module)\.(?:([\w.]+)\.)?weight\b")
 _NOT_PACKED_HELP = (
     "leave such layers in float, or quantize weights and inputs to 8 bits, which are not "
-    "packed; --deploy pt2 and safetensors need no such reader"
+    "packed; <--deploy pt2 and safetensors> need no such reader"
 )
 # Readers compute these in bfloat16.
 _BFLOAT16_FORMATS = (MXFP4_FORMAT, MXFP8_FORMAT, NVFP4_FORMAT)

@@ -16,7 +16,7 @@ from quantizer.plan.model import TensorSpecs
 
 ENCODED_BITS = (4, 8, 16)
 """The widths of codes that encodings have."""
-_TARGET_HELP = "or use --deploy onnx or pt2"
+_TARGET_HELP = "or use <--deploy onnx or pt2>"
 # The dimensions of a linear layer's weight, the only one that may have groups.
 _LINEAR_DIMENSIONS = 2
 
@@ -146,9 +146,9 @@ def require_axes(encodings: Iterable[TensorEncoding], model: ModelProto, version
             axis = 1 - axis
         if axis != assumed:
             raise UsageError(
-                f"--deploy encodings: {encoding.name} has scales along axis {axis}, and "
+                f"<--deploy encodings>: {encoding.name} has scales along axis {axis}, and "
                 f"version {version} has no place for an axis",
-                help=f"--encodings_version {WITH_AXES} has one",
+                help=f"<--encodings_version {WITH_AXES}> has one",
             )
 
 

@@ -17,7 +17,7 @@ from quantizer.export.encodings.evaluation import evaluated_model
 from quantizer.export.float32 import to_float32
 from quantizer.export.onnx.verify import UNOPTIMIZED, OnnxFile, SessionOfFile, open_session
 
-_REMEDY = "--deploy onnx writes the roundings into the network itself"
+_REMEDY = "<--deploy onnx> writes the roundings into the network itself"
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ from quantizer.export.gguf.settings import (
 from quantizer.export.gguf.template import file_names
 from quantizer.export.gguf.vocabulary import vocabulary_keys
 from quantizer.export.hugging_face_folder import source_folder
+from quantizer.option_words import Sentence
 from quantizer.sources.embedding_modules import embedding_modules, pooling_mode
 
 TEMPLATE_HELP = (
-    "give --gguf_template FILE, any .gguf of the same model, whose keys and tokenizer are kept"
+    "give <--gguf_template FILE>, any .gguf of the same model, whose keys and tokenizer are "
+    "kept"
 )
-NO_TOKENIZER = (
+NO_TOKENIZER = Sentence(
     "it has no tokenizer, because there is no tokenizer.json of a known kind, and engines take "
     f"and give numbers of tokens: {TEMPLATE_HELP}"
 )
@@ -69,12 +71,12 @@ def outline_of_architecture(model: nn.Module, state: Mapping[str, Tensor]) -> Ou
     family = FAMILIES.get(whole_config.model_type)
     if family is None:
         kind = whole_config.model_type
-        text = f"--deploy gguf: this model is {kind}, which needs a template"
+        text = f"<--deploy gguf>: this model is {kind}, which needs a template"
         known = f"these need none: {', '.join(FAMILIES)}"
         raise UsageError(text, help=f"{TEMPLATE_HELP}; {known}")
     why = unsupported_setting(family, config)
     if why is not None:
-        text = f"--deploy gguf: this model {why}"
+        text = f"<--deploy gguf>: this model {why}"
         raise UsageError(text, help=TEMPLATE_HELP)
     keys = {
         "general.name": typed(type(model).__name__),
@@ -143,7 +145,7 @@ def _tensors(
     tensors: dict[str, tuple[str, Arrangement]] = {}
     for piece, (source, half) in pieces.items():
         if piece not in names:
-            text = f"--deploy gguf: the package gguf has no name for {source}"
+            text = f"<--deploy gguf>: the package gguf has no name for {source}"
             raise UsageError(text, help=TEMPLATE_HELP)
         arrangement = _arrangement(family, config, names[piece])
         tensors[names[piece]] = (source, replace(arrangement, half=half))

@@ -34,6 +34,7 @@ from quantizer.export.model_tensors import (
 from quantizer.export.transformers_verify import expected_calls
 from quantizer.graph.ir import Graph
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs
 
 _TARGET = "gguf"
@@ -41,9 +42,11 @@ _GENERATING = "AutoModelForCausalLM"
 _HEADLESS = "AutoModel"
 _NO_LANGUAGE_MODEL = Refusal(
     "holds language models, and this model has no embedding of tokens",
-    "--deploy onnx, pt2 and safetensors hold any network",
+    "<--deploy onnx, pt2 and safetensors> hold any network",
 )
-_ROUNDED = "its scales are rounded to float16; test mode with --deploy gguf computes with these"
+_ROUNDED = Sentence(
+    "its scales are rounded to float16; test mode with <--deploy gguf> computes with these"
+)
 
 
 class GgufExporter(Exporter[GgufFile]):

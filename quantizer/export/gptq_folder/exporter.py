@@ -33,6 +33,7 @@ from quantizer.export.transformers_verify import ExpectedCall, expected_calls, v
 from quantizer.graph.ir import Graph
 from quantizer.graph.language_parts import layers_behind_blocks
 from quantizer.nn.network import Network
+from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs
 from quantizer.sources import hugging_face
 from quantizer.sources.hugging_face import load_hugging_face
@@ -41,8 +42,8 @@ from quantizer.storage.files import write_json
 
 _FORM = "gptq"
 """The first version, in which zero points are stored minus one."""
-_ROUNDED = (
-    "its scales are rounded to the model's dtype; test mode with --deploy gptq computes with "
+_ROUNDED = Sentence(
+    "its scales are rounded to the model's dtype; test mode with <--deploy gptq> computes with "
     "these"
 )
 

@@ -31,11 +31,11 @@ _WORD_BITS = 32
 _WIDTHS = (2, 3, 4, 8)
 _WEIGHT_ONLY = (
     "is quantized at run time, and checkpoints of GPTQ have only weights",
-    "quantize only weights, or use --deploy compressed-tensors",
+    "quantize only weights, or use <--deploy compressed-tensors>",
 )
 _EXPERTS = (
     "is of experts, which are not written in this form",
-    "use --deploy compressed-tensors, or exclude experts",
+    "use <--deploy compressed-tensors>, or exclude experts",
 )
 _OTHER_SCHEME = (
     "has other bits, groups or symmetry than the first layer, and the form has one of each"
@@ -98,7 +98,7 @@ def _weight_refusal(graph: Graph, node: Node, spec: QuantizationSpec) -> Reason 
         if length * spec.bit_width % _WORD_BITS:
             return (
                 f"has {length} {name}, which do not fill words of {_WORD_BITS} bits",
-                "exclude the layer, or use --deploy compressed-tensors",
+                "exclude the layer, or use <--deploy compressed-tensors>",
             )
     return None
 
@@ -140,7 +140,7 @@ def layer_tensors(path: str, weight: QuantizedTensor) -> dict[str, Tensor]:
         raise cannot_store(
             TARGET_NAME,
             f"{path} has a zero point of 0, and the form stores them minus one",
-            "set symmetric to true for the weights, or use --deploy compressed-tensors",
+            "set symmetric to true for the weights, or use <--deploy compressed-tensors>",
         )
     zeros = (zero_point - 1).to(torch.uint8).t()
     inputs = codes.shape[1]

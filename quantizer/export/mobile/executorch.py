@@ -33,6 +33,7 @@ from quantizer.export.mobile.rewrites import (
     write_softplus,
 )
 from quantizer.export.torch_export.coded import ProgramForm
+from quantizer.option_words import Sentence
 
 ORIGIN_METHOD = "quantizer"
 """The method of a .pte that returns how it was made, as text."""
@@ -193,7 +194,9 @@ def _size_remarks(source: MobileProgram) -> list[str]:
     samples = f"1 to {source.most_samples} samples"
     if source.most_samples == 1:
         samples = "one sample"
-    remarks = [f"a batch has {samples}; --executorch_batch N sets the largest"]
+    remarks: list[str] = [
+        Sentence(f"a batch has {samples}; <--executorch_batch N> sets the largest")
+    ]
     for length in source.tested.graph.lengths:
         remarks.append(f"{length.name} is {length}")
     return remarks

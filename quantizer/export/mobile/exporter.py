@@ -41,7 +41,7 @@ _LOCATION = re.compile(r"^(.*: error: )?(loc\(.*\)\): )?")
 """Where a compiler's error occurred, at the beginning of its message."""
 WHOLE = "XNNPACK computes all operators"
 """The note on a file without limits."""
-_UNKNOWN_HELP = "keep that part outside the quantized model, or use --deploy onnx or pt2"
+_UNKNOWN_HELP = "keep that part outside the quantized model, or use <--deploy onnx or pt2>"
 
 
 @dataclass(frozen=True)
@@ -225,14 +225,14 @@ class MobileExporter(Exporter[MobileFile]):
                 why = first_line(error)
                 raise VerificationError(
                     f"{written.name} is not written: {self.engine.name} cannot run it: {why}",
-                    help="--deploy pt2 needs no such engine",
+                    help="<--deploy pt2> needs no such engine",
                 ) from error
 
         verification = verified_calls(
             written.tested,
             outputs,
             name=written.name,
-            remedy="--deploy pt2_float computes with floats, as test mode does",
+            remedy="<--deploy pt2_float> computes with floats, as test mode does",
         )
         return replace(
             verification, kernels=written.kernels, remarks=written.remarks, asides=(WHOLE,)

@@ -85,7 +85,7 @@ class MobileEngine:
                 are_held = False
                 yield Refusal(
                     f"has filters that are computed, which {self.compiler} cannot convert",
-                    "write it as a product of matrices (torch.bmm), or use --deploy onnx",
+                    "write it as a product of matrices (torch.bmm), or use <--deploy onnx>",
                     node.name,
                 )
         if not are_held or not specs:
@@ -95,7 +95,7 @@ class MobileEngine:
             reasons = sorted(set(kernels.floating.values()))
             yield Refusal(
                 f"would multiply every layer in float: {'; '.join(reasons)}",
-                f"start from configs/{PRESET}.json, or use --deploy pt2_float",
+                f"start from configs/{PRESET}.json, or use <--deploy pt2_float>",
             )
 
     def kernels(self, graph: Graph, specs: TensorSpecs) -> Kernels:

@@ -79,8 +79,8 @@ class LitertExporter(MobileExporter):
         names = [length.name for length in graph.lengths if length.is_asked_for]
         if names:
             yield Refusal(
-                f"writes fixed sizes, and --dynamic leaves {listed(names)} open",
-                "leave --dynamic out, or use --deploy executorch or onnx",
+                f"writes fixed sizes, and <--dynamic> leaves {listed(names)} open",
+                "leave <--dynamic> out, or use <--deploy executorch or onnx>",
             )
         yield from super().refusals(graph, specs, opset)
 

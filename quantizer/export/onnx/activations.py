@@ -68,17 +68,17 @@ def activation_refusal(
     if spec.is_dynamic and spec.qscheme == "per_group":
         return (
             "has dynamic ranges of groups",
-            "set its qscheme to per_token, or use --deploy pt2",
+            "set its qscheme to per_token, or use <--deploy pt2>",
         )
     if spec.is_dynamic and spec.scale_type != "float":
         return (
             "has a dynamic range with powers of two",
-            "set scale_type to float there, or use --deploy pt2",
+            "set scale_type to float there, or use <--deploy pt2>",
         )
     if spec.dtype not in FLOAT8_TYPES and spec.dtype != "int":
         return (
             f"is {spec.dtype}, which has no exact form",
-            "use another format there, or --deploy pt2",
+            "use another format there, or <--deploy pt2>",
         )
     if spec.dtype in FLOAT8_TYPES and opset < _FLOAT8_OPSET:
         return f"is {spec.dtype}, which operator set {opset} lacks", newer_opset
@@ -97,7 +97,7 @@ def activation_refusal(
     if spec.round_mode != "half_even" and spec.round_mode not in _ROUNDINGS:
         return (
             f"is rounded by {spec.round_mode}, for which there are no ONNX operators here",
-            "set round_mode to half_even there, or use --deploy pt2",
+            "set round_mode to half_even there, or use <--deploy pt2>",
         )
     if not spec.is_dynamic and activation_type(spec, opset, conventions) is None:
         return f"has {spec.bit_width} bits, which operator set {opset} lacks", newer_opset

@@ -61,7 +61,7 @@ def complex_refusals(graph: Graph) -> Iterator[Refusal]:
             continue
         else:
             why = f"computes {name} of complex numbers, for which torch.onnx has no form"
-            remedy = "write that part with real numbers, or use --deploy pt2"
+            remedy = "write that part with real numbers, or use <--deploy pt2>"
         refused.add(name)
         yield Refusal(why, remedy, node.name)
 

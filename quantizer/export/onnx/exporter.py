@@ -212,16 +212,18 @@ def graph_refusals(graph: Graph, opset: int) -> Iterator[Refusal]:
         if _pools_any_size(graph, node):
             yield Refusal(
                 "pools a map of any size to a constant one, for which ONNX has no operator",
-                "pool to a size of 1, leave --dynamic out, or use --deploy pt2",
+                "pool to a size of 1, leave <--dynamic> out, or use <--deploy pt2>",
                 node.name,
             )
         if lacks_product(node):
             yield Refusal(
                 "has a number of groups that follows the batch; ONNX has a constant there",
-                "write it as a product of matrices (torch.bmm), or use --deploy pt2",
+                "write it as a product of matrices (torch.bmm), or use <--deploy pt2>",
                 node.name,
             )
         if "weight_hr_l0" in node.params:
             why = "is an LSTM with proj_size, which ONNX's LSTM operator lacks"
-            remedy = "leave proj_size out and put a Linear layer behind it, or use --deploy pt2"
+            remedy = (
+                "leave proj_size out and put a Linear layer behind it, or use <--deploy pt2>"
+            )
             yield Refusal(why, remedy, node.name)

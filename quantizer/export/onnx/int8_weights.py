@@ -20,6 +20,7 @@ from torch import Tensor
 from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
+from quantizer.option_words import Sentence
 
 # The largest sum of two weights w for which 255 * w fits 16 bits: 255 * 128 = 32640.
 _MAX_PAIR_SUM = 128
@@ -68,9 +69,11 @@ class WeightStorage:
             return ()
         count = len(self.unsigned) + len(self.signed)
         return (
-            f"8-bit weights of {len(self.unsigned)} of {counted(count, 'layer')} are stored as "
-            "uint8, so that the file is right on every CPU. On CPUs with VNNI, --onnx_weights "
-            "int8 is up to twice as fast",
+            Sentence(
+                f"8-bit weights of {len(self.unsigned)} of {counted(count, 'layer')} are "
+                "stored as uint8, so that the file is right on every CPU. On CPUs with VNNI, "
+                "<--onnx_weights int8> is up to twice as fast"
+            ),
         )
 
 

@@ -15,6 +15,7 @@ from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
+from quantizer.option_words import Sentence
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout
 
@@ -172,10 +173,9 @@ def _reason(
         if not is_narrow(spec):
             return f"its {role} is {_words(spec)}; {_BITS_LIMIT}"
         if role == "output" and spec.round_mode != "half_even":
-            return (
+            return Sentence(
                 f"its {role} is rounded by operators in float: set round_mode to "
-                '"half_even", '
-                "or --onnx_profile fast"
+                '"half_even", or <--onnx_profile fast>'
             )
     followers = [graph.by_name[name] for name in graph.consumers[layer] if name]
     is_activated = any(follower.row.kind == "fusable" for follower in followers)

@@ -50,7 +50,7 @@ def float8_key_refusals(graph: Graph, specs: TensorSpecs) -> Iterator[Refusal]:
             yield Refusal(
                 f"is {spec.dtype} and is transposed, which ONNX Runtime cannot do",
                 "set its dtype to int8, load the model with attn_implementation eager, or use "
-                "--deploy pt2",
+                "<--deploy pt2>",
                 cached.layer,
                 cached.role,
             )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quantizer.export.onnx.marks import MARK_DOMAIN
 from quantizer.export.processor_waits import waited_seconds
 from quantizer.export.speed import MIN_ROUNDS, Speed
+from quantizer.option_words import Sentence
 
 Timer = Callable[[int], float]
 """Runs a network so many times and returns the seconds of one run, as their mean."""
@@ -71,7 +72,7 @@ def measured_speed(
         return None
     for other in others:
         if other is not None and other.is_clear and other.low > _FASTER * speed.ratio:
-            return replace(speed, faster=("--onnx_weights int8", other))
+            return replace(speed, faster=(Sentence("<--onnx_weights int8>"), other))
     return speed
 
 

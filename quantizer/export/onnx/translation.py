@@ -108,7 +108,7 @@ def translate_network(
         model = translate_program(program, names, opset)
     except torch.onnx.OnnxExporterError as error:
         raise ModelError(
-            f"--deploy onnx: torch.onnx cannot translate {deployment.graph.model}: "
+            f"<--deploy onnx>: torch.onnx cannot translate {deployment.graph.model}: "
             f"{reason_of(error)}",
             help="the pt2 target has no such limit",
         ) from error

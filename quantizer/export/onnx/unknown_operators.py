@@ -11,7 +11,7 @@ from quantizer.graph.ir import Graph
 
 _DOUBTFUL = ("histc", "median", "prod", "searchsorted", "sort")
 """Operators in the table of operators of which torch.onnx knows only some calls."""
-_REMEDY = "keep that part outside the quantized model, or use --deploy pt2"
+_REMEDY = "keep that part outside the quantized model, or use <--deploy pt2>"
 
 
 def untranslatable_operators(graph: Graph, opset: int) -> Iterator[Refusal]:

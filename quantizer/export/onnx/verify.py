@@ -30,6 +30,7 @@ from quantizer.export.onnx.kernels import kernels_of_products, products_between_
 from quantizer.export.onnx.layers import LayerCheck
 from quantizer.export.onnx.speed import STOP_SPINNING, measured_speed
 from quantizer.export.speed import Speed
+from quantizer.option_words import Sentence
 
 UNOPTIMIZED = "ONNX Runtime without optimizations"
 DEFAULT = "a default ONNX Runtime session"
@@ -38,12 +39,12 @@ WITHOUT_KERNELS = "session.disable_quant_qdq"
 _EXTERNAL = "session.optimized_model_external_initializers_file_name"
 _OPTIMIZED = "optimized.onnx"
 _HELP = (
-    "--deploy pt2 needs no such runtime; another onnx_opset_version may avoid what this one "
+    "<--deploy pt2> needs no such runtime; another onnx_opset_version may avoid what this one "
     "gets wrong"
 )
-_NEVER_SLOWER = "--onnx_profile tuned"
+_NEVER_SLOWER = Sentence("<--onnx_profile tuned>")
 _INT8_HELP = (
-    "without VNNI, processors add up int8 weights of 8 bits wrong: use --onnx_weights auto, "
+    "without VNNI, processors add up int8 weights of 8 bits wrong: use <--onnx_weights auto>, "
     "or give weights 7 bits"
 )
 

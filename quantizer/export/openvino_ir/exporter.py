@@ -42,7 +42,7 @@ class OpenVinoIrExporter(Exporter[OpenVinoIr]):
             if spec.qscheme == "per_group" and spec.ch_axis == 0 and is_parameter(role):
                 # OpenVINO 2026.4 ends with a division by zero.
                 why = "has groups along its outputs, which OpenVINO does not run"
-                remedy = "set ch_axis to 1, or use --deploy onnx or pt2"
+                remedy = "set ch_axis to 1, or use <--deploy onnx or pt2>"
                 yield Refusal(why, remedy, layer, role)
 
     def as_run(self, graph: Graph, solution: Solution) -> Solution:

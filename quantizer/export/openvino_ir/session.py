@@ -32,7 +32,7 @@ BY_DEFAULT = 1
 """The two settings, by their places in the answers of the process."""
 _SETTINGS = (EXACT_SETTINGS, DEFAULT_SETTINGS)
 _PROCESS = Path(__file__).with_name("ir_process.py")
-_HELP = "--deploy pt2 needs no such runtime"
+_HELP = "<--deploy pt2> needs no such runtime"
 
 
 @dataclass

@@ -23,8 +23,8 @@ _COARSER = (
     "compile the file with INFERENCE_PRECISION_HINT f32"
 )
 _REMEDY = (
-    "--deploy onnx is accepted by what ONNX Runtime computes; without VNNI, processors add up "
-    "int8 weights of 8 bits wrong: give weights 7 bits there"
+    "<--deploy onnx> is accepted by what ONNX Runtime computes; without VNNI, processors add "
+    "up int8 weights of 8 bits wrong: give weights 7 bits there"
 )
 
 
@@ -85,7 +85,7 @@ def _accepted(verification: Verification, session: IrSession) -> Verification:
         layer = or_without("the first layer that differs", find, "")
         if not layer:
             raise
-        text = f"{error.message}; the first layer that differs is {layer}"
+        text = f"{error.message.marked}; the first layer that differs is {layer}"
         raise VerificationError(text, help=error.help) from error
 
 

@@ -16,7 +16,7 @@ class Pt2Exporter(ProgramExporter):
     What has no operator of 8-bit integers is computed in float.
     """
 
-    remedy = "--deploy pt2_float computes with floats, as test mode does"
+    remedy = "<--deploy pt2_float> computes with floats, as test mode does"
 
     @property
     def activation_codes(self) -> str:

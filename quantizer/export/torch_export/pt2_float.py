@@ -16,7 +16,7 @@ class Pt2FloatExporter(ProgramExporter):
     in another order.
     """
 
-    remedy = "--deploy safetensors writes the tensors alone"
+    remedy = "<--deploy safetensors> writes the tensors alone"
 
     def program(self, deployment: Deployment) -> ExportedProgram:
         """Return the quantized network as it is."""

@@ -77,8 +77,8 @@ class _Tuner:
         self.keys = activation_keys(deployment.solution)
         if self.files.floating is None:
             raise UsageError(
-                "--onnx_profile tuned cannot measure a network of more than 1 GB",
-                help="use --onnx_profile fast",
+                "<--onnx_profile tuned> cannot measure a network of more than 1 GB",
+                help="use <--onnx_profile fast>",
             )
         self.floating: bytes = self.files.floating
         quantized = self.files.file(())
@@ -176,8 +176,8 @@ class _Tuner:
             if are_clear and len(speeds) == len(models):
                 return speeds
         raise UsageError(
-            "--onnx_profile tuned cannot choose: the machine is too busy to measure files",
-            help="run it when nothing else runs, or give a deploy.json with --deploy_file",
+            "<--onnx_profile tuned> cannot choose: the machine is too busy to measure files",
+            help="run it when nothing else runs, or give a deploy.json with <--deploy_file>",
         )
 
 
