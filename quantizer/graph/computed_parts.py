@@ -142,22 +142,12 @@ class _PartNumbers:
                 continue
             if not isinstance(numbers, Tensor):
                 return None
-            if not _broadcasts(numbers, value):
+            try:
+                expanded = numbers.expand(value.shape)
+            except RuntimeError:
+                # The operand only lends its shape or its dtype
                 return None
-            expanded = numbers.expand(value.shape)
             if common is not None and not torch.equal(common, expanded):
                 return None
             common = expanded
         return None if common is None else compress_labels(common)
-
-
-def _broadcasts(numbers: Tensor, value: Tensor) -> bool:
-    """Return whether part numbers go into a value place by place: an operand may only lend its
-    shape or its dtype.
-    """
-    if numbers.dim() > value.dim():
-        return False
-    for length, whole in zip(reversed(numbers.shape), reversed(value.shape), strict=False):
-        if length not in (1, whole):
-            return False
-    return True

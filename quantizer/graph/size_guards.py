@@ -164,6 +164,11 @@ class GuardedTrace:
                 return guard
         return None
 
+    def layer_name(self, guard: Guard) -> str:
+        """Return the path and the class of the layer that needs a guard."""
+        kind = type(self._module.get_submodule(guard.layer or "")).__name__
+        return f"{guard.layer} ({kind})" if guard.layer else f"{kind}.forward()"
+
     def constant_before(self, guard: Guard) -> str | None:
         """Return the last layer before a guard whose output has a constant size."""
         index = self.guards.index(guard)
@@ -312,10 +317,7 @@ class LengthTrace(GuardedTrace):
 
     def _sentence(self, guard: Guard) -> str:
         """Return a sentence on the guard that stops the trace."""
-        name = "forward()"
-        if guard.layer:
-            layer = self._module.get_submodule(guard.layer)
-            name = f"{guard.layer} ({type(layer).__name__})"
+        name = self.layer_name(guard) if guard.layer else "forward()"
         model = type(self._module).__name__
         sizes = dict.fromkeys(self._traced_lengths(guard).values())
         return (

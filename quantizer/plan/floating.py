@@ -11,7 +11,7 @@ import torch
 
 from quantizer.graph.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, readers, references, walk_back
-from quantizer.plan.mask_constants import masks, sentinels
+from quantizer.plan.mask_constants import PRODUCTS_PLUS, mask_constants, masks
 
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution for the others"
@@ -38,8 +38,6 @@ _PICKS = ("gather", "take_along_dim", "index_select", "index")
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 # With one operand: a sum, a guard, a slice
 _KEEPS_ZEROS = ("compute", "fusable", "passthrough")
-# Their first argument is added to a product
-_PRODUCTS_PLUS = ("addmm", "baddbmm")
 
 
 def floating(graph: Graph) -> dict[str, str]:
@@ -50,7 +48,7 @@ def floating(graph: Graph) -> dict[str, str]:
     layers_by_reason = (
         (DERIVED, constants),
         (MASK, masks(graph)),
-        (MASK, sentinels(graph, constants)),
+        (MASK, mask_constants(graph, constants)),
         (BOUNDED, _bounded(graph)),
         (DENOMINATOR, _denominators(graph)),
         (COMPARED_TO_COUNT, _compared(graph)),
@@ -150,7 +148,7 @@ def multiplies_values(node: Node, name: str) -> bool:
     if node.row.kind != "mac":
         return False
     added = ["attn_mask", "bias", "hx"]
-    if node.op in _PRODUCTS_PLUS:
+    if node.op in PRODUCTS_PLUS:
         added.append("input")
     factors = [value for key, value in node.inputs.items() if key not in added]
     return name in references(factors)

@@ -37,7 +37,7 @@ def outer_readers(
     """Yield what reads a node's values, directly or through moves and joins.
 
     Args:
-        floats: of the layout. With it sentinels end at a choice.
+        floats: of the layout. With it mask constants end at a choice.
     """
     pending = [name]
     joins = {name}
