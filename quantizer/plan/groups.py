@@ -6,10 +6,9 @@ from collections.abc import Container, Iterable
 
 from quantizer.errors import or_without
 from quantizer.graph.axis_rules import PADDED, pads_zeros
-from quantizer.graph.computed_parts import Runs, computed_parts
 from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.op_row import ELEMENTWISE
-from quantizer.graph.origins import maker, origins_of
+from quantizer.graph.origins import Runs, computed_parts, maker, origins_of
 from quantizer.plan.floating import (
     ARGUMENT,
     MASK,
