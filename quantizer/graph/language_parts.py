@@ -148,7 +148,7 @@ def _experts_by_module(graph: Graph) -> Mapping[str, int]:
     counts: dict[str, int] = {}
     for node in graph.nodes:
         if node.row.experts:
-            module = node.scope.rpartition(".")[0]
+            module = node.outer_scope
             counts[module] = int(node.attrs["groups"])
             continue
         single_expert = _EXPERT_PATH.match(node.scope)
@@ -159,8 +159,6 @@ def _experts_by_module(graph: Graph) -> Mapping[str, int]:
     return counts
 
 
-_ENTRY = "module_input"
-"""The input of a layer in the graph of a module tree, which shows no values between layers."""
 _NO_MEDIA = re.compile("mask|embeds")
 """Parts of the names of other floating-point inputs."""
 _DECODER_INPUT = "decoder_"
@@ -208,7 +206,7 @@ def media_layers(graph: Graph) -> list[str]:
     if not embeddings:
         return []
     layers = [node for node in graph.nodes if node.params and not node.is_tensor]
-    if any(node.op == _ENTRY for node in graph.nodes):
+    if graph.is_of_modules:
         return [node.name for node in layers if _has_media_name(node)]
     media, decoder_inputs = _inputs(graph)
     if not embeddings.isdisjoint(depending(graph, decoder_inputs)):
@@ -224,12 +222,12 @@ def media_layers(graph: Graph) -> list[str]:
     modules_of_text: set[str] = set()
     for node in layers:
         if node.is_multiplying and node.name in of_text:
-            modules_of_text.add(_parent(node))
+            modules_of_text.add(node.outer_scope)
     # The root has layers of all kinds
     modules_of_text.discard("")
     names: list[str] = []
     for node in layers:
-        is_beside_text = _parent(node) in modules_of_text
+        is_beside_text = node.outer_scope in modules_of_text
         if node.name in of_media and not is_beside_text:
             names.append(node.name)
     return names
@@ -238,10 +236,6 @@ def media_layers(graph: Graph) -> list[str]:
 def _has_media_name(node: Node) -> bool:
     parts = node.scope.split(".")
     return not _MEDIA_NAMES.isdisjoint(parts)
-
-
-def _parent(node: Node) -> str:
-    return node.scope.rpartition(".")[0]
 
 
 def _inputs(graph: Graph) -> tuple[set[str], set[str]]:

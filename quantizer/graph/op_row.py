@@ -43,6 +43,10 @@ Kind = Literal[
 """
 
 
+_VARYING = ("input", "parameter", "module_input", "dequant_stub")
+"""Structural operators whose values data or training decide."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One row of the table.
@@ -126,6 +130,11 @@ class Op:
     def looks_up(self) -> bool:
         """Return whether it looks up rows of its own weight, as an embedding does."""
         return self.weight and self.kind == "compute"
+
+    @property
+    def is_constant(self) -> bool:
+        """Return whether it has the same values for any data and training, or sizes."""
+        return self.kind == "structural" and self.name not in _VARYING
 
     @property
     def reads_values(self) -> bool:

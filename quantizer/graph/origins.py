@@ -35,8 +35,6 @@ _CONSTANT = -1
 """The label of other constants."""
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 _FULL = ("full", "full_like", "new_full", "scalar_tensor")
-_NO_CONSTANTS = ("input", "parameter", "module_input", "dequant_stub")
-"""Structural operators whose values are not constants."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +275,7 @@ class _SourceLabels:
 def _leaf_label(graph: Graph, name: str) -> int:
     """Return the label of a value that no join made."""
     node = graph.by_name[maker(graph, name)]
-    if node.row.kind != "structural" or node.op in _NO_CONSTANTS:
+    if not node.row.is_constant:
         return 1 + graph.index[node.name]
     number = node.attrs.get("fill_value", node.attrs.get("s"))
     is_zero = node.op in _FULL and not _is_nonzero(number)

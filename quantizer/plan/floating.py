@@ -77,7 +77,7 @@ def derived_layers(graph: Graph) -> set[str]:
         if node.op == "input":
             follows = not node.is_float
         elif node.row.kind == "structural":
-            follows = node.op not in ("parameter", "module_input", "dequant_stub")
+            follows = node.row.is_constant
         elif node.params or node.op == "quant_stub":
             follows = False
         else:
