@@ -18,6 +18,40 @@ _WIDE_LAYERS = ("v_proj", "down_proj")
 """The last names of the layers of a block that mixtures of llama.cpp give more bits."""
 _ONE_OUTPUT = 1
 """The outputs of the gate of a shared expert."""
+_NO_MEDIA = re.compile("mask|embeds")
+"""Parts of the names of other floating-point inputs."""
+_DECODER_INPUT = "decoder_"
+"""The beginning of a name of token ids that a model writes about what its encoder reads, as a
+speech recognizer does. Its encoder does not only serve a language model.
+"""
+_MEDIA_NAMES = {
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "vision_embed_tokens",
+    "visual",
+    "image_tower",
+    "video_tower",
+    "image_encoder",
+    "image_embed",
+    "audio_tower",
+    "audio_encoder",
+    "audio_embed",
+    "multi_modal_projector",
+    "mm_projector",
+    "connector",
+    "aligner",
+    "qformer",
+    "language_projection",
+    "visual_projection",
+    "image_to_text_projection",
+    "perceiver_resampler",
+    "embed_vision",
+    "embed_audio",
+}
+"""The modules of these layers in the families of transformers."""
+_LEAST_AXES = 2
+"""Axes of an image that was cut into patches, as Qwen2-VL takes it."""
 
 
 def language_head(graph: Graph) -> list[str]:
@@ -157,42 +191,6 @@ def _experts_by_module(graph: Graph) -> Mapping[str, int]:
             count = int(number) + 1
             counts[module] = max(count, counts.get(module, 0))
     return counts
-
-
-_NO_MEDIA = re.compile("mask|embeds")
-"""Parts of the names of other floating-point inputs."""
-_DECODER_INPUT = "decoder_"
-"""The beginning of a name of token ids that a model writes about what its encoder reads, as a
-speech recognizer does. Its encoder does not only serve a language model.
-"""
-_MEDIA_NAMES = {
-    "vision_tower",
-    "vision_model",
-    "vision_encoder",
-    "vision_embed_tokens",
-    "visual",
-    "image_tower",
-    "video_tower",
-    "image_encoder",
-    "image_embed",
-    "audio_tower",
-    "audio_encoder",
-    "audio_embed",
-    "multi_modal_projector",
-    "mm_projector",
-    "connector",
-    "aligner",
-    "qformer",
-    "language_projection",
-    "visual_projection",
-    "image_to_text_projection",
-    "perceiver_resampler",
-    "embed_vision",
-    "embed_audio",
-}
-"""The modules of these layers in the families of transformers."""
-_LEAST_AXES = 2
-"""Axes of an image that was cut into patches, as Qwen2-VL takes it."""
 
 
 def media_layers(graph: Graph) -> list[str]:

@@ -28,6 +28,10 @@ from quantizer.graph.trace_errors import NOT_USER_CODE
 _SPATIAL = (-1, -2)
 """The axes of a map that a layer may make constant."""
 _DIVISIONS = (CleanDiv, FloorDiv, Mod, PythonMod)
+_BEYOND = 64
+"""Lengths are tried from half the traced length to twice the traced length plus this number."""
+_FAR = (3, 4, 16, 4096)
+"""These multiples of the traced length are tried, too."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +242,6 @@ def _user_line() -> str:
             return f" at line {number} of {file}: {line.strip()}"
         frame = frame.f_back
     return ""
-
-
-_BEYOND = 64
-"""Lengths are tried from half the traced length to twice the traced length plus this number."""
-_FAR = (3, 4, 16, 4096)
-"""These multiples of the traced length are tried, too."""
 
 
 class FewLengthsError(Exception):

@@ -30,6 +30,10 @@ _RESTRICTIONS = (
 )
 # They mark where quantization begins and ends, and compute nothing
 _STUBS = ("quant_stub", "dequant_stub")
+_LOSES = (
+    "; with one power-of-two scale for each tensor, a transformer encoder loses most of its "
+    "accuracy"
+)
 
 
 @dataclass(frozen=True)
@@ -338,12 +342,6 @@ _RULES: dict[str, Callable[[Graph, Node], Verdict]] = {
     "upsample_nearest": _nearest,
     "slice": _slice,
 }
-
-
-_LOSES = (
-    "; with one power-of-two scale for each tensor, a transformer encoder loses most of its "
-    "accuracy"
-)
 
 
 def with_dpu_findings(plan: Plan) -> Plan:

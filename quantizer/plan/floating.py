@@ -38,6 +38,10 @@ _PICKS = ("gather", "take_along_dim", "index_select", "index")
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 # With one operand: a sum, a guard, a slice
 _KEEPS_ZEROS = ("compute", "fusable", "passthrough")
+# Their output consists of integers
+_KERNELS = ("mac", "fusable")
+# They have no quantization
+_UNQUANTIZED = ("passthrough", "structural")
 
 
 def floating(graph: Graph) -> dict[str, str]:
@@ -307,12 +311,6 @@ def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
     if floats.get(name) == FLOAT_READERS:
         return True
     return graph.by_name[name].row.kind in ("float", "unknown", "structural")
-
-
-# Their output consists of integers
-_KERNELS = ("mac", "fusable")
-# They have no quantization
-_UNQUANTIZED = ("passthrough", "structural")
 
 
 def exact_arguments(graph: Graph, constants: Set[str]) -> Set[str]:

@@ -17,6 +17,8 @@ from quantizer.plan.mask_constants import chooses
 
 Reading = tuple[str, str]
 """A reader, "" for the network's output, and the node that it reads."""
+_MOST_BITS = 8
+_MAX_NAMED = 8
 
 
 def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[Reading]:
@@ -50,9 +52,6 @@ def outer_readers(
                 pending.append(reader)
 
 
-_MOST_BITS = 8
-
-
 def useful_magnitude(graph: Graph, source: str, spec: QuantizationSpec) -> float | None:
     """Return the magnitude beyond which all readers of a node saturate; None if some reader
     does not.
@@ -71,9 +70,6 @@ def useful_magnitude(graph: Graph, source: str, spec: QuantizationSpec) -> float
             return None
         magnitudes.append(row.saturates)
     return max(magnitudes, default=None)
-
-
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
