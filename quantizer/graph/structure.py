@@ -83,6 +83,7 @@ class InputGroup:
         why_not: the reason why there is no fold.
         tied: nodes outside the group that have the weight of one of its layers: other columns
             need a copy of their own.
+        is_fixed: whether its channels can be divided nowhere.
     """
 
     source: str
@@ -93,6 +94,7 @@ class InputGroup:
     fold: Fold | None = None
     why_not: str = ""
     tied: tuple[str, ...] = ()
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True)
