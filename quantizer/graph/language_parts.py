@@ -1,6 +1,6 @@
-"""Find the parts of language models that engines treat apart: the head that makes the logits,
-the routers of experts, and the layers that read images or audio only. These are vision and
-audio towers, and the projectors behind them.
+"""Find the parts of language models that engines treat apart: the head with the logits, the
+routers of experts, and the layers that read images or audio only. These are vision and audio
+towers, and the projectors behind them.
 """
 
 import re

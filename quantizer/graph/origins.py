@@ -1,5 +1,5 @@
-"""From which layers the values of a join come, after later writes and in slices of the join,
-and where the parts of a join are in values that are computed from it.
+"""From which layers the values of a join come, after later writes and in slices of the join.
+Also where the parts of a join are in values that are computed from it.
 
 Moves and joins are followed on labels that are where the values do, and part numbers through
 operators that keep channels apart. This file knows no config and no scale.

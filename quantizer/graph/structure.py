@@ -1,5 +1,5 @@
 """What algorithms need to know of a graph: decoder blocks, layers that read the same value, and
-where a factor can be folded, so that the channels of a value are divided exactly.
+where a factor can be folded. Then the channels of a value are divided exactly.
 
 It follows from the traced graph alone, for any architecture, by following channels through it.
 A config may name parts of it. Nothing is computed on weights.

@@ -1,8 +1,8 @@
 """Let `torch.export` trace modules that it cannot trace as they are: some of `torch.nn`,
-distributions, and the rotations of transformers that switch their frequencies at a length
-(longrope, as in Phi-3 and Phi-4-mini).
+distributions, and rotations of transformers.
 
-These rotations write the frequencies of a call into a buffer. What is traced instead chooses
+Rotations of the kind longrope, as in Phi-3 and Phi-4-mini, switch their frequencies at a
+length. They write the frequencies of a call into a buffer. What is traced instead chooses
 them in each call and keeps nothing, so that a graph has both sides of the switch.
 """
 

@@ -1,6 +1,6 @@
-"""Finds layers that stay float without an entry in the config: because of a global switch,
-because they are in a transformer's residual stream, or because a group size does not divide
-their few weights.
+"""Finds layers that stay float without an entry in the config: because of a global switch, or
+because they are in a transformer's residual stream. Some have few weights, which a group size
+does not divide.
 """
 
 from quantizer.config.model import Config

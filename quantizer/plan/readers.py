@@ -1,5 +1,5 @@
-"""Find what reads a node's values: directly or through moves and joins, how far from zero these
-values still matter to the readers, and which layers multiply values of inputs alone.
+"""Find what reads a node's values, directly or through moves and joins. Also how far from zero
+values still matter to their readers, and which layers multiply values of inputs alone.
 """
 
 import math

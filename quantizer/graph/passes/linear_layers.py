@@ -2,8 +2,8 @@
 computed anew for each input a layer of its own.
 
 GPT-2 writes its layers as `addmm` with a weight [in, out], Falcon as `x @ weight.T`.
-transformers writes the product of tokens with the matrices of their experts as `grouped_mm` of
-tokens that are sorted by expert, or as `bmm` with a matrix that is picked for each token.
+transformers multiplies tokens with the matrices of their experts. It calls `grouped_mm` with
+tokens sorted by expert, or `bmm` with a matrix picked for each token.
 """
 
 from collections import Counter
