@@ -18,6 +18,19 @@ from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS
 
+_HEADER = (
+    '"""{model} as traced and quantized, written by quantizer. '
+    'The layer names are those a config may use."""\n'
+    """
+import quantizer
+import torch
+
+
+class {model}(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+"""
+)
 _DEFAULT_OVERLOADS = (
     "relu",
     "relu6",
@@ -235,21 +248,6 @@ def _for_each_dim(value: Any, dims: int) -> Any:
         return value
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values * dims if len(values) == 1 else values
-
-
-_HEADER = (
-    '"""{model} as traced and quantized, written by quantizer. '
-    'The layer names are those a config may use."""\n'
-    """
-import quantizer
-import torch
-
-
-class {model}(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-"""
-)
 
 
 def emit(graph: Graph) -> str:

@@ -5,6 +5,8 @@ The names that a config gives are checked against the graph. All wrong names are
 once.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,11 +14,12 @@ from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.config.model import ScalingLayer, StructureNames
 from quantizer.config.wording import did_you_mean, listed
 from quantizer.graph.edits import channels_of
-from quantizer.graph.folds import Folds
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import BlockNames, module_of, module_paths
-from quantizer.graph.structure import InputGroup, ModuleBlock, Structure, blocks_of, find_blocks
+from quantizer.graph.structure import Folds, InputGroup, ModuleBlock, Structure
 
+_MIN_LAYERS = 2
+"""How many multiplying layers a block has at least."""
 _MAX_SHOWN = 6
 """Names that a help line lists if none is close to the wrong one."""
 
@@ -87,6 +90,75 @@ def _block_at(blocks: Sequence[ModuleBlock], index: int) -> int | None:
         if block.start <= index < block.stop:
             return number
     return None
+
+
+def find_blocks(graph: Graph) -> tuple[ModuleBlock, ...]:
+    """Return the blocks of the containers with most layers, in execution order; none if nothing
+    repeats.
+    """
+    chosen: list[ModuleBlock] = []
+    containers: list[str] = []
+    for container in _containers(graph):
+        if any(_is_nested(container, other) for other in containers):
+            continue
+        blocks = [*chosen, *blocks_of(graph, container, _MIN_LAYERS)]
+        blocks.sort(key=lambda block: block.start)
+        pairs = itertools.pairwise(blocks)
+        if all(before.stop <= after.start for before, after in pairs):
+            chosen = blocks
+            containers.append(container)
+    return tuple(chosen)
+
+
+def _containers(graph: Graph) -> list[str]:
+    """Return the modules whose numbered children repeat, those with most layers first."""
+    layers: dict[str, Counter[str]] = {}
+    classes: dict[str, str] = {}
+    for node in graph.nodes:
+        names = node.scope.split(".") if node.scope else []
+        for depth, name in enumerate(names):
+            container = ".".join(names[:depth])
+            layers.setdefault(container, Counter())[name] += node.is_multiplying
+            classes[f"{container}.{name}"] = node.classes[len(names) - 1 - depth]
+    sizes: dict[str, int] = {}
+    for container, counts in layers.items():
+        children: list[str] = []
+        for name, count in counts.items():
+            if count >= _MIN_LAYERS and name[-1].isdecimal():
+                children.append(name)
+        kinds = {classes[f"{container}.{name}"] for name in children}
+        if len(children) > 1 and len(kinds) == 1:
+            sizes[container] = sum(counts[name] for name in children)
+    return sorted(sizes, key=sizes.__getitem__, reverse=True)
+
+
+def blocks_of(graph: Graph, container: str, least: int = 1) -> tuple[ModuleBlock, ...]:
+    """Return the runs of nodes of a container's children in execution order.
+
+    Args:
+        graph: the traced network.
+        container: the path of the module.
+        least: how many multiplying layers a child has at least.
+    """
+    prefix = f"{container}." if container else ""
+    runs: dict[str, list[int]] = {}
+    layers: Counter[str] = Counter()
+    for index, node in enumerate(graph.nodes):
+        if node.scope.startswith(prefix) and node.scope != container:
+            child = node.scope.removeprefix(prefix).split(".")[0]
+            runs.setdefault(child, []).append(index)
+            layers[child] += node.is_multiplying
+    blocks: list[ModuleBlock] = []
+    for child, run in runs.items():
+        if layers[child] >= least:
+            blocks.append(ModuleBlock(prefix + child, run[0], run[-1] + 1))
+    return tuple(blocks)
+
+
+def _is_nested(one: str, other: str) -> bool:
+    if "" in (one, other):
+        return True
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 class _NameResolver:

@@ -72,6 +72,11 @@ class Node:
         return known or unknown(self.op)
 
     @property
+    def outer_scope(self) -> str:
+        """Return the path of the module around the one in which the operation ran."""
+        return self.scope.rpartition(".")[0]
+
+    @property
     def rank(self) -> int:
         """Return how many axes the node's tensor has, 0 if that is not known."""
         return len(self.shape or ())
@@ -261,6 +266,13 @@ class Graph:
         for name in dict.fromkeys(references(self.output)):
             table[name] += ("",)
         return table
+
+    @property
+    def is_of_modules(self) -> bool:
+        """Return whether it is the graph of a module tree, which shows no values between
+        layers.
+        """
+        return any(node.op == "module_input" for node in self.nodes)
 
     @property
     def device(self) -> torch.device:

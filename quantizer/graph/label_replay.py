@@ -1,5 +1,5 @@
-"""Trace the values that a network returns back to the layers that make them, and run the
-operators that move and join values on labels, to find where each value of a result comes from.
+"""Trace the values that a network returns back to the layers that make them. To find where each
+value of a result comes from, run the operators that move and join values on labels.
 
 Values that only steer a move (sizes, indices, masks) are taken from a real run. Before there is
 one, the sizes follow from the graph.

@@ -22,6 +22,7 @@ UNFOLLOWED = (RuntimeError, TypeError, ValueError, IndexError, KeyError)
 """What torch raises where an operator cannot run on labels."""
 _EXAMPLE_BATCH = 2
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
 
 
 def run_node(node: Node, value_of: Callable[[str], Any]) -> Any:
@@ -109,9 +110,6 @@ def distinct(labels: Any) -> frozenset[int]:
         if not stride:
             labels = labels.narrow(axis, 0, min(1, labels.shape[axis]))
     return frozenset(int(label) for label in labels.unique().tolist() if label != NONE)
-
-
-_META = torch.device("meta")
 
 
 class ChannelLabels:

@@ -1,6 +1,6 @@
-"""Find the parts of language models that engines treat apart: the head that makes the logits,
-the routers of experts, and the layers that read images or audio only. These are vision and
-audio towers, and the projectors behind them.
+"""Find the parts of language models that engines treat apart: the head with the logits, the
+routers of experts, and the layers that read images or audio only. These are vision and audio
+towers, and the projectors behind them.
 """
 
 import re
@@ -18,6 +18,40 @@ _WIDE_LAYERS = ("v_proj", "down_proj")
 """The last names of the layers of a block that mixtures of llama.cpp give more bits."""
 _ONE_OUTPUT = 1
 """The outputs of the gate of a shared expert."""
+_NO_MEDIA = re.compile("mask|embeds")
+"""Parts of the names of other floating-point inputs."""
+_DECODER_INPUT = "decoder_"
+"""The beginning of a name of token ids that a model writes about what its encoder reads, as a
+speech recognizer does. Its encoder does not only serve a language model.
+"""
+_MEDIA_NAMES = {
+    "vision_tower",
+    "vision_model",
+    "vision_encoder",
+    "vision_embed_tokens",
+    "visual",
+    "image_tower",
+    "video_tower",
+    "image_encoder",
+    "image_embed",
+    "audio_tower",
+    "audio_encoder",
+    "audio_embed",
+    "multi_modal_projector",
+    "mm_projector",
+    "connector",
+    "aligner",
+    "qformer",
+    "language_projection",
+    "visual_projection",
+    "image_to_text_projection",
+    "perceiver_resampler",
+    "embed_vision",
+    "embed_audio",
+}
+"""The modules of these layers in the families of transformers."""
+_LEAST_AXES = 2
+"""Axes of an image that was cut into patches, as Qwen2-VL takes it."""
 
 
 def language_head(graph: Graph) -> list[str]:
@@ -148,7 +182,7 @@ def _experts_by_module(graph: Graph) -> Mapping[str, int]:
     counts: dict[str, int] = {}
     for node in graph.nodes:
         if node.row.experts:
-            module = node.scope.rpartition(".")[0]
+            module = node.outer_scope
             counts[module] = int(node.attrs["groups"])
             continue
         single_expert = _EXPERT_PATH.match(node.scope)
@@ -157,44 +191,6 @@ def _experts_by_module(graph: Graph) -> Mapping[str, int]:
             count = int(number) + 1
             counts[module] = max(count, counts.get(module, 0))
     return counts
-
-
-_ENTRY = "module_input"
-"""The input of a layer in the graph of a module tree, which shows no values between layers."""
-_NO_MEDIA = re.compile("mask|embeds")
-"""Parts of the names of other floating-point inputs."""
-_DECODER_INPUT = "decoder_"
-"""The beginning of a name of token ids that a model writes about what its encoder reads, as a
-speech recognizer does. Its encoder does not only serve a language model.
-"""
-_MEDIA_NAMES = {
-    "vision_tower",
-    "vision_model",
-    "vision_encoder",
-    "vision_embed_tokens",
-    "visual",
-    "image_tower",
-    "video_tower",
-    "image_encoder",
-    "image_embed",
-    "audio_tower",
-    "audio_encoder",
-    "audio_embed",
-    "multi_modal_projector",
-    "mm_projector",
-    "connector",
-    "aligner",
-    "qformer",
-    "language_projection",
-    "visual_projection",
-    "image_to_text_projection",
-    "perceiver_resampler",
-    "embed_vision",
-    "embed_audio",
-}
-"""The modules of these layers in the families of transformers."""
-_LEAST_AXES = 2
-"""Axes of an image that was cut into patches, as Qwen2-VL takes it."""
 
 
 def media_layers(graph: Graph) -> list[str]:
@@ -208,7 +204,7 @@ def media_layers(graph: Graph) -> list[str]:
     if not embeddings:
         return []
     layers = [node for node in graph.nodes if node.params and not node.is_tensor]
-    if any(node.op == _ENTRY for node in graph.nodes):
+    if graph.is_of_modules:
         return [node.name for node in layers if _has_media_name(node)]
     media, decoder_inputs = _inputs(graph)
     if not embeddings.isdisjoint(depending(graph, decoder_inputs)):
@@ -224,12 +220,12 @@ def media_layers(graph: Graph) -> list[str]:
     modules_of_text: set[str] = set()
     for node in layers:
         if node.is_multiplying and node.name in of_text:
-            modules_of_text.add(_parent(node))
+            modules_of_text.add(node.outer_scope)
     # The root has layers of all kinds
     modules_of_text.discard("")
     names: list[str] = []
     for node in layers:
-        is_beside_text = _parent(node) in modules_of_text
+        is_beside_text = node.outer_scope in modules_of_text
         if node.name in of_media and not is_beside_text:
             names.append(node.name)
     return names
@@ -238,10 +234,6 @@ def media_layers(graph: Graph) -> list[str]:
 def _has_media_name(node: Node) -> bool:
     parts = node.scope.split(".")
     return not _MEDIA_NAMES.isdisjoint(parts)
-
-
-def _parent(node: Node) -> str:
-    return node.scope.rpartition(".")[0]
 
 
 def _inputs(graph: Graph) -> tuple[set[str], set[str]]:

@@ -43,6 +43,27 @@ Kind = Literal[
 """
 
 
+_VARYING = ("input", "parameter", "module_input", "dequant_stub")
+"""Structural operators whose values data or training decide."""
+ALL = Commutes.ALL
+AFFINE = Commutes.AFFINE
+LINEAR = Commutes.LINEAR
+SCALING = Commutes.SCALING
+ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
+_NOT_FRESH = (
+    "einsum",
+    "lstm",
+    "gru",
+    "rnn_tanh",
+    "rnn_relu",
+    "lstm_cell",
+    "quant_stub",
+    "meshgrid",
+    "broadcast_tensors",
+)
+"""Operators that may return a view, as an einsum that only permutes, or several tensors."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One row of the table.
@@ -126,6 +147,11 @@ class Op:
     def looks_up(self) -> bool:
         """Return whether it looks up rows of its own weight, as an embedding does."""
         return self.weight and self.kind == "compute"
+
+    @property
+    def is_constant(self) -> bool:
+        """Return whether it has the same values for any data and training, or sizes."""
+        return self.kind == "structural" and self.name not in _VARYING
 
     @property
     def reads_values(self) -> bool:
@@ -215,22 +241,3 @@ def move_op(name: str, *types: str, axes: AxisRule = MOVED, **columns: Any) -> O
 def join_op(name: str, *joins: str, **columns: Any) -> Op:
     """Return the row of an operator that puts the values of some arguments into one tensor."""
     return make_op(name, "join", f"torch.{name}", joins=joins, **columns)
-
-
-ALL = Commutes.ALL
-AFFINE = Commutes.AFFINE
-LINEAR = Commutes.LINEAR
-SCALING = Commutes.SCALING
-ELEMENTWISE = (SAME, ALIKE, PRODUCT, QUOTIENT)
-_NOT_FRESH = (
-    "einsum",
-    "lstm",
-    "gru",
-    "rnn_tanh",
-    "rnn_relu",
-    "lstm_cell",
-    "quant_stub",
-    "meshgrid",
-    "broadcast_tensors",
-)
-"""Operators that may return a view, as an einsum that only permutes, or several tensors."""

@@ -198,7 +198,7 @@ class SizedTrace:
         if guard.layer is None:
             return "torch adds a condition after the call", "compute sizes from x.shape"
         layer = self.module.get_submodule(guard.layer)
-        name = self._layer_name(guard)
+        name = self.guarded.layer_name(guard)
         if isinstance(layer, nn.Linear):
             return (
                 f"{name} takes {layer.in_features} values, as many as a map of that size has",
@@ -224,11 +224,6 @@ class SizedTrace:
             )
         return f"{name} computes with the size as a constant", "compute sizes from x.shape"
 
-    def _layer_name(self, guard: Guard) -> str:
-        """Return the path and the class of the layer that needs a guard."""
-        kind = type(self.module.get_submodule(guard.layer or "")).__name__
-        return f"{guard.layer} ({kind})" if guard.layer else f"{kind}.forward()"
-
     def remarks(self, lengths: Sequence[Length]) -> list[str]:
         """Return a sentence for each length that is accepted in steps, with the layer that asks
         for them.
@@ -240,7 +235,7 @@ class SizedTrace:
             sizes = dict.fromkeys(length.axes, length.traced + 1)
             guard = self._failing(sizes, 0)
             if guard is not None:
-                name = self._layer_name(guard)
+                name = self.guarded.layer_name(guard)
                 remarks.append(f"{length.name} is {length}, because of {name}{guard.place}")
         return remarks
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import or_without
+from quantizer.graph.batch_axes import fixed_batch, has_open_batch
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.label_replay import (
     FILLED,
@@ -183,16 +184,10 @@ def sample_axis(graph: Graph, node: Node) -> int | None:
     None if there is none, or several.
     """
     shape = node.shape or ()
-    batches: list[int | None] = []
-    has_open_batch = False
-    for other in graph.nodes:
-        if other.op == "input" and other.shape:
-            batches.append(other.shape[0])
-            has_open_batch |= None in other.shape
-    if has_open_batch:
+    if has_open_batch(graph):
         return shape.index(None) if shape.count(None) == 1 else None
-    is_of_samples = bool(batches) and shape[:1] == (batches[0],)
-    return 0 if is_of_samples else None
+    batch = fixed_batch(graph)
+    return 0 if batch is not None and shape[:1] == (batch,) else None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,14 @@ Stubs compute nothing, so torch.export drops them unless they leave a mark.
 """
 MARK = "aten.alias.default"
 """Returns its input. Its module says which stub it is."""
+_KINDS: Mapping[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex,
+}
+"""What makes a value of Python's own type from one of a subclass, whose methods do not run."""
+_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 
 
 @contextlib.contextmanager
@@ -93,16 +101,6 @@ def module_path(node: fx.Node) -> str:
     if str(path).startswith("_empty"):
         return ""
     return str(path).partition("@")[0]
-
-
-_KINDS: Mapping[type, Callable[[Any], Any]] = {
-    str: str.__str__,
-    int: int.__int__,
-    float: float.__float__,
-    complex: complex,
-}
-"""What makes a value of Python's own type from one of a subclass, whose methods do not run."""
-_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 
 
 def plain_constant(value: Any, model: str) -> Any:

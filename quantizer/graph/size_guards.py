@@ -28,6 +28,10 @@ from quantizer.graph.trace_errors import NOT_USER_CODE
 _SPATIAL = (-1, -2)
 """The axes of a map that a layer may make constant."""
 _DIVISIONS = (CleanDiv, FloorDiv, Mod, PythonMod)
+_BEYOND = 64
+"""Lengths are tried from half the traced length to twice the traced length plus this number."""
+_FAR = (3, 4, 16, 4096)
+"""These multiples of the traced length are tried, too."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,11 @@ class GuardedTrace:
                 return guard
         return None
 
+    def layer_name(self, guard: Guard) -> str:
+        """Return the path and the class of the layer that needs a guard."""
+        kind = type(self._module.get_submodule(guard.layer or "")).__name__
+        return f"{guard.layer} ({kind})" if guard.layer else f"{kind}.forward()"
+
     def constant_before(self, guard: Guard) -> str | None:
         """Return the last layer before a guard whose output has a constant size."""
         index = self.guards.index(guard)
@@ -233,12 +242,6 @@ def _user_line() -> str:
             return f" at line {number} of {file}: {line.strip()}"
         frame = frame.f_back
     return ""
-
-
-_BEYOND = 64
-"""Lengths are tried from half the traced length to twice the traced length plus this number."""
-_FAR = (3, 4, 16, 4096)
-"""These multiples of the traced length are tried, too."""
 
 
 class FewLengthsError(Exception):
@@ -312,10 +315,7 @@ class LengthTrace(GuardedTrace):
 
     def _sentence(self, guard: Guard) -> str:
         """Return a sentence on the guard that stops the trace."""
-        name = "forward()"
-        if guard.layer:
-            layer = self._module.get_submodule(guard.layer)
-            name = f"{guard.layer} ({type(layer).__name__})"
+        name = self.layer_name(guard) if guard.layer else "forward()"
         model = type(self._module).__name__
         sizes = dict.fromkeys(self._traced_lengths(guard).values())
         return (

@@ -1,8 +1,8 @@
 """Let `torch.export` trace modules that it cannot trace as they are: some of `torch.nn`,
-distributions, and the rotations of transformers that switch their frequencies at a length
-(longrope, as in Phi-3 and Phi-4-mini).
+distributions, and rotations of transformers.
 
-These rotations write the frequencies of a call into a buffer. What is traced instead chooses
+Rotations of the kind longrope, as in Phi-3 and Phi-4-mini, switch their frequencies at a
+length. They write the frequencies of a call into a buffer. What is traced instead chooses
 them in each call and keeps nothing, so that a graph has both sides of the switch.
 """
 
@@ -21,6 +21,9 @@ from torch.nn.modules import transformer
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _SEARCH_OF_MASKS = "_detect_is_causal_mask"
 """The function with which layers of `nn.Transformer` recognize a causal mask."""
+_LONGROPE = "longrope"
+_ROTATION_UTILS = "transformers.modeling_rope_utils"
+_FREQUENCIES = "inv_freq"
 
 
 @contextmanager
@@ -80,16 +83,11 @@ def distributions_are_not_checked() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
-_KIND = "longrope"
-_PACKAGE = "transformers.modeling_rope_utils"
-_FREQUENCIES = "inv_freq"
-
-
 @contextmanager
 def rotations_keep_nothing(module: nn.Module) -> Iterator[None]:
     """Replace `forward` of such rotations meanwhile."""
     replaced: list[nn.Module] = []
-    if _PACKAGE in sys.modules:
+    if _ROTATION_UTILS in sys.modules:
         for part in module.modules():
             if _switches(part):
                 vars(part)["forward"] = _forward_of(part)
@@ -104,8 +102,8 @@ def rotations_keep_nothing(module: nn.Module) -> Iterator[None]:
 def _switches(part: nn.Module) -> bool:
     kinds: Any = getattr(part, "rope_type", None)
     if isinstance(kinds, dict):
-        return _KIND in kinds.values()
-    return bool(kinds == _KIND)
+        return _LONGROPE in kinds.values()
+    return bool(kinds == _LONGROPE)
 
 
 def _forward_of(part: nn.Module) -> Callable[..., Any]:
@@ -118,7 +116,7 @@ def _forward_of(part: nn.Module) -> Callable[..., Any]:
         if layer_type is not None:
             kind = part.rope_type[layer_type]  # type: ignore[index]
             named["layer_type"] = layer_type
-        if kind != _KIND:
+        if kind != _LONGROPE:
             return undecorated(part, x, position_ids, **named)
         view = _WithFrequencies(part, _frequencies(part, position_ids, named))
         return undecorated(view, x, position_ids, **named)
@@ -134,7 +132,7 @@ def _frequencies(part: Any, positions: Tensor, named: dict[str, str]) -> dict[st
         settings = settings[layer_type]
         prefix = f"{layer_type}_"
     switch = settings["original_max_position_embeddings"]
-    find = importlib.import_module(_PACKAGE).ROPE_INIT_FUNCTIONS[_KIND]
+    find = importlib.import_module(_ROTATION_UTILS).ROPE_INIT_FUNCTIONS[_LONGROPE]
     of_long_texts, _ = find(part.config, positions.device, seq_len=switch + 1, **named)
     name = f"{prefix}{_FREQUENCIES}"
     of_short_texts = getattr(part, f"{prefix}original_{_FREQUENCIES}")

@@ -238,18 +238,11 @@ def misfit(tensor: PlannedTensor) -> Misfit | None:
     Source: OCP Microscaling Formats v1.0, section 5.
     """
     spec = tensor.spec
-    sizes = tensor.view.sizes
-    if spec.qscheme != "per_group" or spec.scale_type in SHARED_EXPONENTS:
+    length = grouped_length(spec, tensor.view)
+    if length is None or spec.scale_type in SHARED_EXPONENTS:
         return None
-    if may_end_short(spec):
-        return None
-    if spec.ch_axis is None or not spec.group_size or spec.group_size < 1 or sizes is None:
-        return None
-    if not -len(sizes) <= spec.ch_axis < len(sizes):
-        return None
-    length = sizes[spec.ch_axis]
-    size = spec.block_size or spec.group_size
-    if length is None or length % size == 0:
+    size = spec.block_size or spec.group_size or 1
+    if length % size == 0:
         return None
     name = f"{tensor.role} of {tensor.layer}"
     if spec.scale_type == "superblock":
@@ -257,11 +250,21 @@ def misfit(tensor: PlannedTensor) -> Misfit | None:
     return Misfit(name, length, size, tensor.place_of("group_size"))
 
 
-def may_end_short(spec: QuantizationSpec) -> bool:
-    """Return whether the last group of fp8 at run time may be shorter, so that inputs of any
-    length meet weights in blocks.
+def grouped_length(spec: QuantizationSpec, view: TensorView) -> int | None:
+    """Return the length of the axis that groups have to divide; None if it is not known, or
+    there is none.
+
+    The last group of fp8 at run time may be shorter, so that inputs of any length meet weights
+    in blocks.
     """
-    return spec.is_dynamic and spec.dtype in _FP8 and spec.scale_type != "e4m3"
+    if spec.qscheme != "per_group" or not spec.group_size or spec.group_size < 1:
+        return None
+    if spec.is_dynamic and spec.dtype in _FP8 and spec.scale_type != "e4m3":
+        return None
+    axis = spec.ch_axis
+    if axis is None or view.sizes is None or not -len(view.sizes) <= axis < len(view.sizes):
+        return None
+    return view.sizes[axis]
 
 
 def misfits(tensors: Sequence[Misfit]) -> Iterator[Diagnostic]:

@@ -30,6 +30,10 @@ _RESTRICTIONS = (
 )
 # They mark where quantization begins and ends, and compute nothing
 _STUBS = ("quant_stub", "dequant_stub")
+_LOSES = (
+    "; with one power-of-two scale for each tensor, a transformer encoder loses most of its "
+    "accuracy"
+)
 
 
 @dataclass(frozen=True)
@@ -278,14 +282,9 @@ def _slice(graph: Graph, node: Node) -> Verdict:
 
 
 def _activation(node: Node) -> str:
-    """Return the operator. A Hardtanh or clamp from 0 to 6 is a ReLU6."""
-    if node.op == "hardtanh":
-        bounds = (node.attrs.get("min_val"), node.attrs.get("max_val"))
-    elif node.op == "clamp":
-        bounds = (node.attrs.get("min"), node.attrs.get("max"))
-    else:
-        return node.op
-    return "relu6" if bounds == (0, 6) else node.op
+    """Return the operator. A clamp from 0 to 6 is a ReLU6."""
+    bounds = (node.attrs.get("min"), node.attrs.get("max"))
+    return "relu6" if node.op == "clamp" and bounds == (0, 6) else node.op
 
 
 def _unquantized(plan: Plan, where: Layout, node: Node) -> str:
@@ -343,12 +342,6 @@ _RULES: dict[str, Callable[[Graph, Node], Verdict]] = {
     "upsample_nearest": _nearest,
     "slice": _slice,
 }
-
-
-_LOSES = (
-    "; with one power-of-two scale for each tensor, a transformer encoder loses most of its "
-    "accuracy"
-)
 
 
 def with_dpu_findings(plan: Plan) -> Plan:

@@ -10,7 +10,7 @@ from quantizer.config.json_types import JsonObject
 from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.config.wording import counted, first_names
 from quantizer.graph.find_structure import find_structure
-from quantizer.graph.structure import Structure
+from quantizer.graph.structure import InputGroup, Structure
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.fitted_layers import behind_norms
 from quantizer.plan.fitting import Fitting
@@ -92,9 +92,13 @@ def _has_one_static_scale(spec: QuantizationSpec) -> bool:
 def _can_smooth(structure: Structure, layers: list[str]) -> bool:
     """Return whether SmoothQuant can rescale what one of the layers reads."""
     for group in structure.groups:
-        if not group.tied and not set(group.layers).isdisjoint(layers):
+        if _can_rescale(group) and not set(group.layers).isdisjoint(layers):
             return True
     return False
+
+
+def _can_rescale(group: InputGroup) -> bool:
+    return not group.tied and not group.is_fixed
 
 
 def leave_out_idle_algorithms(fitting: Fitting) -> None:
@@ -135,7 +139,7 @@ def why_algorithm_is_idle(algorithm: Algorithm, plan: Plan) -> str | None:
     except ConfigError as error:
         return error.diagnostics[0].message
     for group in structure.groups:
-        if algorithm.kind.eases_activations and group.tied:
+        if algorithm.kind.eases_activations and not _can_rescale(group):
             continue
         for layer in group.layers:
             weights = plan.tensors.get((layer, "weights"))

@@ -14,8 +14,8 @@ from quantizer.config.wording import first_names
 from quantizer.plan.axes import (
     PlannedTensor,
     TensorView,
+    grouped_length,
     impossible,
-    may_end_short,
     super_block_substitute,
     without_super_blocks,
 )
@@ -185,15 +185,8 @@ def _groups(fitting: Fitting) -> Iterator[_Groups]:
     """Yield the tensors in groups along an axis of known length."""
     for tensor in fitting.plan.tensors.values():
         spec = tensor.spec
-        sizes = fitting.view_of(tensor).sizes
-        if spec.qscheme != "per_group" or spec.ch_axis is None or sizes is None:
-            continue
-        if may_end_short(spec):
-            continue
-        if not -len(sizes) <= spec.ch_axis < len(sizes):
-            continue
-        length = sizes[spec.ch_axis]
-        if length is None or not spec.group_size or spec.group_size < 1:
+        length = grouped_length(spec, fitting.view_of(tensor))
+        if length is None or spec.group_size is None:
             continue
         values = 0
         if is_parameter(tensor.role):

@@ -18,6 +18,8 @@ from quantizer.plan.floating import derived_layers
 
 _AFFINE = ("mul", "add")
 _CUTS = ("slice", "split", "chunk", "unbind", "select")
+_FEW_BITS = 4
+_HEAD = "kind:head"
 
 
 @dataclass(frozen=True)
@@ -148,10 +150,6 @@ def _union(makers: dict[str, frozenset[str]], names: Iterable[str]) -> set[str]:
 
 def _in_execution_order(graph: Graph, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=graph.index.__getitem__))
-
-
-_FEW_BITS = 4
-_HEAD = "kind:head"
 
 
 def spare_sensitive_layers(fitting: Fitting) -> None:

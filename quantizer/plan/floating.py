@@ -11,7 +11,7 @@ import torch
 
 from quantizer.graph.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, readers, references, walk_back
-from quantizer.plan.mask_constants import masks, sentinels
+from quantizer.plan.mask_constants import PRODUCTS_PLUS, mask_constants, masks
 
 DERIVED = "computed from constants and integers alone"
 MASK = "may hold sentinels, as a mask's lowest values, which leave no resolution for the others"
@@ -38,8 +38,10 @@ _PICKS = ("gather", "take_along_dim", "index_select", "index")
 _COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
 # With one operand: a sum, a guard, a slice
 _KEEPS_ZEROS = ("compute", "fusable", "passthrough")
-# Their first argument is added to a product
-_PRODUCTS_PLUS = ("addmm", "baddbmm")
+# Their output consists of integers
+_KERNELS = ("mac", "fusable")
+# They have no quantization
+_UNQUANTIZED = ("passthrough", "structural")
 
 
 def floating(graph: Graph) -> dict[str, str]:
@@ -50,7 +52,7 @@ def floating(graph: Graph) -> dict[str, str]:
     layers_by_reason = (
         (DERIVED, constants),
         (MASK, masks(graph)),
-        (MASK, sentinels(graph, constants)),
+        (MASK, mask_constants(graph, constants)),
         (BOUNDED, _bounded(graph)),
         (DENOMINATOR, _denominators(graph)),
         (COMPARED_TO_COUNT, _compared(graph)),
@@ -79,7 +81,7 @@ def derived_layers(graph: Graph) -> set[str]:
         if node.op == "input":
             follows = not node.is_float
         elif node.row.kind == "structural":
-            follows = node.op not in ("parameter", "module_input", "dequant_stub")
+            follows = node.row.is_constant
         elif node.params or node.op == "quant_stub":
             follows = False
         else:
@@ -150,7 +152,7 @@ def multiplies_values(node: Node, name: str) -> bool:
     if node.row.kind != "mac":
         return False
     added = ["attn_mask", "bias", "hx"]
-    if node.op in _PRODUCTS_PLUS:
+    if node.op in PRODUCTS_PLUS:
         added.append("input")
     factors = [value for key, value in node.inputs.items() if key not in added]
     return name in references(factors)
@@ -309,12 +311,6 @@ def _takes_float(graph: Graph, name: str, floats: dict[str, str]) -> bool:
     if floats.get(name) == FLOAT_READERS:
         return True
     return graph.by_name[name].row.kind in ("float", "unknown", "structural")
-
-
-# Their output consists of integers
-_KERNELS = ("mac", "fusable")
-# They have no quantization
-_UNQUANTIZED = ("passthrough", "structural")
 
 
 def exact_arguments(graph: Graph, constants: Set[str]) -> Set[str]:

@@ -6,10 +6,9 @@ from collections.abc import Container, Iterable
 
 from quantizer.errors import or_without
 from quantizer.graph.axis_rules import PADDED, pads_zeros
-from quantizer.graph.computed_parts import Runs, computed_parts
 from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.op_row import ELEMENTWISE
-from quantizer.graph.origins import maker, origins_of
+from quantizer.graph.origins import Runs, computed_parts, maker, origins_of
 from quantizer.plan.floating import (
     ARGUMENT,
     MASK,
@@ -293,10 +292,10 @@ class _Layouter:
         return product.value in self.graph.by_name[product.layer].input_roles().values()
 
     def _is_chosen(self, node: Node) -> bool:
-        """Return whether the node's values were chosen among values with sentinels."""
+        """Return whether the node's values were chosen among values with mask constants."""
         producer = _producer(self.graph, node)
-        among_sentinels = any(self.where.floats.get(name) == MASK for name in producer.refs())
-        return among_sentinels and chooses(producer)
+        among_constants = any(self.where.floats.get(name) == MASK for name in producer.refs())
+        return among_constants and chooses(producer)
 
     def _is_written_over(self, node: Node) -> bool:
         """Return whether only joins read the node's values, and all of them overwrite these."""

@@ -1,6 +1,6 @@
-"""Finds layers that stay float without an entry in the config: because of a global switch,
-because they are in a transformer's residual stream, or because a group size does not divide
-their few weights.
+"""Finds layers that stay float without an entry in the config: because of a global switch, or
+because they are in a transformer's residual stream. Some have few weights, which a group size
+does not divide.
 """
 
 from quantizer.config.model import Config
@@ -18,6 +18,7 @@ from quantizer.plan.match import RANKS, MatchedRule
 
 FIRST_LAST = "keep_first_last_layer_accuracy"
 ROUTER = "chooses experts, and engines compute it in float"
+_ENTRIES = ("input", "module_input")
 
 
 def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]:
@@ -63,9 +64,6 @@ def layers_kept_float(config: Config, graph: Graph, rules: list[MatchedRule]) ->
             if node.op == "add":
                 reasons[node.name] = "keep_add_layer_accuracy"
     return reasons
-
-
-_ENTRIES = ("input", "module_input")
 
 
 def is_apart(graph: Graph, node: Node) -> bool:

@@ -3,9 +3,8 @@
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from quantizer.graph.computed_parts import Runs
 from quantizer.graph.ir import Graph
-from quantizer.graph.origins import Origins
+from quantizer.graph.origins import Origins, Runs
 
 
 @dataclass(frozen=True)

@@ -10,31 +10,8 @@ from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, readers, references
 
-FAR_VALUE = 100.0
+_LEAST_MAGNITUDE = 100.0
 """The smallest magnitude of such numbers: 100, 1e4, the largest of a dtype, infinity."""
-
-
-def far_value(values: Tensor) -> float | None:
-    """Return the least of `values` if that is -100 or below, else the greatest if that is 100
-    or above, else None.
-
-    >>> import torch
-    >>> (
-    ...     far_value(torch.tensor([-1e4, 300.0])),
-    ...     far_value(torch.tensor([1.0, 100.0])),
-    ...     far_value(torch.ones(2)),
-    ... )
-    (-10000.0, 100.0, None)
-    """
-    if values.numel() == 0:
-        return None
-    # torch does not compare floats of 8 bits
-    if values.dtype.itemsize == 1:
-        values = values.float()
-    least, greatest = (float(end) for end in values.aminmax())
-    if least <= -FAR_VALUE:
-        return least
-    return greatest if greatest >= FAR_VALUE else None
 
 
 # A factor that turns a mask of zeros and ones into such values
@@ -68,7 +45,8 @@ _CARRIES = (
     "index_copy",
     "index_fill",
 )
-_PRODUCTS_PLUS = ("addmm", "baddbmm")
+PRODUCTS_PLUS = ("addmm", "baddbmm")
+"""Products to which the first argument is added."""
 # Operators with a number, which count only if the number ends at one of the next
 _FILLS_TOO = ("scatter", "pad", "index_put")
 _ENDS = (
@@ -111,10 +89,35 @@ _ENDS = (
     "isfinite",
     "isnan",
 )
-"""Operators that turn a sentinel into a value like others: they saturate, choose or compare."""
+"""Operators that turn a mask constant into a value like others: they saturate, choose or
+compare.
+"""
 _MIRRORS = ("neg", "abs")
 # Of a mask's zeros
 _LOGARITHMS = ("log", "log2", "log10", "special_logit")
+
+
+def mask_constant_of(values: Tensor) -> float | None:
+    """Return the least of `values` if that is -100 or below, else the greatest if that is 100
+    or above, else None.
+
+    >>> import torch
+    >>> (
+    ...     mask_constant_of(torch.tensor([-1e4, 300.0])),
+    ...     mask_constant_of(torch.tensor([1.0, 100.0])),
+    ...     mask_constant_of(torch.ones(2)),
+    ... )
+    (-10000.0, 100.0, None)
+    """
+    if values.numel() == 0:
+        return None
+    # torch does not compare floats of 8 bits
+    if values.dtype.itemsize == 1:
+        values = values.float()
+    least, greatest = (float(end) for end in values.aminmax())
+    if least <= -_LEAST_MAGNITUDE:
+        return least
+    return greatest if greatest >= _LEAST_MAGNITUDE else None
 
 
 def masks(graph: Graph) -> Iterator[str]:
@@ -123,11 +126,7 @@ def masks(graph: Graph) -> Iterator[str]:
     """
     low: set[str] = set()
     for node in graph.nodes:
-        carried: Iterator[str] = iter(())
-        if node.op in _PRODUCTS_PLUS:
-            carried = references(node.inputs.get("input"))
-        elif node.row.kind == "passthrough" or node.op in _CARRIES:
-            carried = node.refs()
+        carried = () if node.op in _MIRRORS else _carried(node)
         is_source = _is_mask_input(graph, node) or _fills_lowest(graph, node)
         if is_source or not low.isdisjoint(carried):
             low.add(node.name)
@@ -135,55 +134,58 @@ def masks(graph: Graph) -> Iterator[str]:
 
 
 def chooses(node: Node) -> bool:
-    """Return whether a node chooses among values, as a maximum does, so that sentinels are left
-    behind.
+    """Return whether a node chooses among values, as a maximum does, so that mask constants
+    are left behind.
     """
     return node.row.kind == "passthrough" and node.op in _ENDS
 
 
-def sentinels(graph: Graph, constants: Set[str]) -> Iterator[str]:
-    """Yield layers whose values may be sentinels of either sign, all readers of which end them.
+def mask_constants(graph: Graph, constants: Set[str]) -> Iterator[str]:
+    """Yield layers whose values may be mask constants of either sign, all readers of which end
+    them.
 
-    That end distinguishes a sentinel from a constant that is large because pixels are: each
-    reader saturates, chooses or compares. So few layers can be taken for one by mistake, and
-    none that multiplies. `constants` are the layers whose values follow from constants.
+    That end distinguishes a mask constant from a constant that is large because pixels are:
+    each reader saturates, chooses or compares. So few layers can be taken for one by mistake,
+    and none that multiplies. `constants` are the layers whose values follow from constants.
     """
     ending = _ending(graph)
     far: set[str] = set()
     for node in graph.nodes:
         if node.op == "constant" or (node.op == "parameter" and node.name in ending):
-            is_source = _far_constant(graph, node) is not None
+            is_source = _mask_constant(graph, node) is not None
         else:
             is_logarithm = node.op in _LOGARITHMS and node.name in constants
-            is_source = is_logarithm or _fills_far(node)
-        if is_source or not far.isdisjoint(_carried(node, constants)):
+            is_source = is_logarithm or _fills_constant(node)
+        if is_source or not far.isdisjoint(_without_factors(node, constants)):
             far.add(node.name)
             if node.name in ending:
                 yield node.name
 
 
-def _fills_far(node: Node) -> bool:
-    """Return whether the node fills in a number that may be a sentinel."""
+def _fills_constant(node: Node) -> bool:
+    """Return whether the node fills in a number that may be a mask constant."""
     if node.op not in (*_FILLS, *_FILLS_TOO):
         return False
-    return any(abs(number) >= FAR_VALUE for number in _numbers(node))
+    return any(abs(number) >= _LEAST_MAGNITUDE for number in _numbers(node))
 
 
-def _carried(node: Node, constants: Set[str]) -> Iterator[str]:
-    """Yield the inputs of the node whose sentinels are sentinels in its output. A constant
-    factor only scales others.
+def _carried(node: Node) -> tuple[str, ...]:
+    """Return the inputs of the node whose mask constants are mask constants in its output."""
+    if node.op in PRODUCTS_PLUS:
+        return tuple(references(node.inputs.get("input")))
+    carries = node.row.kind == "passthrough" or node.op in (*_CARRIES, *_MIRRORS)
+    return tuple(node.refs()) if carries else ()
+
+
+def _without_factors(node: Node, constants: Set[str]) -> tuple[str, ...]:
+    """Return the inputs of `_carried` without divisors and constant factors, which only scale
+    others.
     """
-    if node.op in ("mul", "div"):
-        factors = list(node.inputs.values())
-        if node.op == "div":
-            factors = [node.inputs.get("input")]
-        for name in references(factors):
-            if name not in constants or node.name in constants:
-                yield name
-    elif node.op in _PRODUCTS_PLUS:
-        yield from references(node.inputs.get("input"))
-    elif node.row.kind == "passthrough" or node.op in (*_CARRIES, *_MIRRORS):
-        yield from node.refs()
+    if node.op not in ("mul", "div"):
+        return _carried(node)
+    factors = [node.inputs.get("input")] if node.op == "div" else [*node.inputs.values()]
+    names = references(factors)
+    return tuple(name for name in names if name not in constants or node.name in constants)
 
 
 def _ending(graph: Graph) -> set[str]:
@@ -202,10 +204,10 @@ def _ending(graph: Graph) -> set[str]:
 
 
 def _ends(reader: Node, value: str, ending: Set[str]) -> bool:
-    """Return whether sentinels in a value end at a reader, or further on."""
+    """Return whether mask constants in a value end at a reader, or further on."""
     if reader.op in _ENDS or value in references(reader.inputs.get("attn_mask")):
         return True
-    carries = reader.op in (*_CARRIES, *_MIRRORS, *_PRODUCTS_PLUS)
+    carries = reader.op in (*_CARRIES, *_MIRRORS, *PRODUCTS_PLUS)
     if reader.row.kind == "passthrough" or carries:
         return reader.name in ending
     return False
@@ -214,11 +216,11 @@ def _ends(reader: Node, value: str, ending: Set[str]) -> bool:
 def _fills_lowest(graph: Graph, node: Node) -> bool:
     """Return whether the node writes or contains constants far below all values."""
     if node.op == "constant":
-        far = _far_constant(graph, node)
+        far = _mask_constant(graph, node)
         return far is not None and far < 0
     if node.op == "mul":
         return any(abs(number) >= _MASK_FACTOR for number in _numbers(node))
-    return node.op in _FILLS and any(number <= -FAR_VALUE for number in _numbers(node))
+    return node.op in _FILLS and any(number <= -_LEAST_MAGNITUDE for number in _numbers(node))
 
 
 def _numbers(node: Node) -> list[float]:
@@ -230,9 +232,9 @@ def _numbers(node: Node) -> list[float]:
     return numbers
 
 
-def _far_constant(graph: Graph, node: Node) -> float | None:
-    """Return a number in a constant or a trained tensor that may be a sentinel."""
-    return far_value(graph.weight(node)) if node.is_float else None
+def _mask_constant(graph: Graph, node: Node) -> float | None:
+    """Return a number in a constant or a trained tensor that may be a mask constant."""
+    return mask_constant_of(graph.weight(node)) if node.is_float else None
 
 
 def _is_mask_input(graph: Graph, node: Node) -> bool:

@@ -1,5 +1,5 @@
-"""Find what reads a node's values: directly or through moves and joins, how far from zero these
-values still matter to the readers, and which layers multiply values of inputs alone.
+"""Find what reads a node's values, directly or through moves and joins. Also how far from zero
+values still matter to their readers, and which layers multiply values of inputs alone.
 """
 
 import math
@@ -17,6 +17,8 @@ from quantizer.plan.mask_constants import chooses
 
 Reading = tuple[str, str]
 """A reader, "" for the network's output, and the node that it reads."""
+_MOST_BITS = 8
+_MAX_NAMED = 8
 
 
 def values_readers(graph: Graph, name: str, floats: Mapping[str, str]) -> Iterator[Reading]:
@@ -37,7 +39,7 @@ def outer_readers(
     """Yield what reads a node's values, directly or through moves and joins.
 
     Args:
-        floats: of the layout. With it sentinels end at a choice.
+        floats: of the layout. With it mask constants end at a choice.
     """
     pending = [name]
     joins = {name}
@@ -48,9 +50,6 @@ def outer_readers(
             elif reader not in joins:
                 joins.add(reader)
                 pending.append(reader)
-
-
-_MOST_BITS = 8
 
 
 def useful_magnitude(graph: Graph, source: str, spec: QuantizationSpec) -> float | None:
@@ -71,9 +70,6 @@ def useful_magnitude(graph: Graph, source: str, spec: QuantizationSpec) -> float
             return None
         magnitudes.append(row.saturates)
     return max(magnitudes, default=None)
-
-
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True)

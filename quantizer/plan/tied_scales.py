@@ -11,8 +11,6 @@ from quantizer.graph.ir import Graph, Node, derived
 from quantizer.plan.model import TensorSpecs
 
 _NO_LAYERS: frozenset[str] = frozenset()
-_ENTRY = "module_input"
-"""The input of a layer in the graph of a module tree, which shows no values between layers."""
 _FUSED_NAMES = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -43,12 +41,12 @@ def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
         is_linear = row.spatial == 0 and not row.experts
         if is_linear and node.is_multiplying:
             linears.append(node)
-    if any(node.op == _ENTRY for node in graph.nodes):
+    if graph.is_of_modules:
         return _named_alike(graph, linears)
     readers: dict[tuple[str, ...], list[Node]] = {}
     for node in linears:
         operands = node.operands.values()
-        key = (_parent(node), *operands)
+        key = (node.outer_scope, *operands)
         readers.setdefault(key, []).append(node)
     by_module: dict[str, list[list[Node]]] = {}
     for key, members in readers.items():
@@ -63,16 +61,12 @@ def fused_layers(graph: Graph) -> tuple[tuple[str, ...], ...]:
     return tuple(groups)
 
 
-def _parent(node: Node) -> str:
-    return node.scope.rpartition(".")[0]
-
-
 def _named_alike(graph: Graph, linears: Sequence[Node]) -> tuple[tuple[str, ...], ...]:
     """Return groups of layers by their names in one module, with equal numbers of inputs."""
     by_path: dict[str, Node] = {}
     for node in linears:
         by_path[node.scope] = node
-    parents = dict.fromkeys(map(_parent, linears))
+    parents = dict.fromkeys(node.outer_scope for node in linears)
     groups: list[tuple[str, ...]] = []
     for parent, names in itertools.product(parents, _FUSED_NAMES):
         prefix = f"{parent}." if parent else ""

@@ -17,13 +17,12 @@ from torch import nn
 import quantizer
 from quantizer.calibration import fingerprint
 from quantizer.errors import ResultError
-from quantizer.graph.functional_ops import FUNCTIONAL
 from quantizer.graph.ir import Node
 from quantizer.graph.ops import PACKETS, find_op
 from quantizer.graph.stored import graph_from_json, graph_to_json
 from quantizer.graph.targets import packet
 from quantizer.graph.trace import trace
-from quantizer.results.graph_checks import check_graph, operator_fault
+from quantizer.results.graph_checks import FUNCTIONAL, check_graph, operator_fault
 
 Json = dict[str, Any]
 Edit = Callable[[Json], object]

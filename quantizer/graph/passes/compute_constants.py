@@ -1,6 +1,7 @@
-"""Passes that compute once what the model computes from its own tensors in each call: weights,
-as weight_norm and spectral_norm do, and results of rare operators, such as an inverse matrix.
-Few engines know these operators.
+"""Passes that compute once what the model computes from its own tensors in each call.
+
+These are weights, as weight_norm and spectral_norm make them, and results of rare operators,
+such as an inverse matrix. Few engines know these operators.
 """
 
 from collections.abc import Callable

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from quantizer.graph.axis_rules import is_padded
 from quantizer.graph.edits import by_channel, rescale_weight, with_weights
-from quantizer.graph.folds import Folds, Source
 from quantizer.graph.ir import Graph, Node, PassChange
 from quantizer.graph.labels import NONE, passes_shifts
+from quantizer.graph.structure import Folds, Source
 
 MIN_EXPONENT = 1 / 64
 """Factors below two to this power, one percent, count as none."""

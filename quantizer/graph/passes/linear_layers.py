@@ -2,8 +2,8 @@
 computed anew for each input a layer of its own.
 
 GPT-2 writes its layers as `addmm` with a weight [in, out], Falcon as `x @ weight.T`.
-transformers writes the product of tokens with the matrices of their experts as `grouped_mm` of
-tokens that are sorted by expert, or as `bmm` with a matrix that is picked for each token.
+transformers multiplies tokens with the matrices of their experts. It calls `grouped_mm` with
+tokens sorted by expert, or `bmm` with a matrix picked for each token.
 """
 
 from collections import Counter
@@ -15,6 +15,16 @@ from torch import Tensor
 
 from quantizer.graph.ir import Graph, Node, Ref, rewire
 from quantizer.storage.deferred_tensor import apply_deferred
+
+_PRODUCTS = {"addmm": ("mat1", "mat2"), "mm": ("input", "mat2"), "matmul": ("input", "other")}
+"""The arguments of each product: the input and the matrix."""
+TRANSPOSED = "@transposed"
+"""Ends the path of a tensor that the model has with its last two axes swapped."""
+STACKED = "@experts"
+"""Ends the path of a tensor [experts * out, in] that the model has with three axes."""
+_GROUPED = {"transformers_grouped_mm_fallback": "weight", "_grouped_mm": "mat2"}
+"""Products with tokens sorted by expert, and the argument for the matrices."""
+_STACK_RANK = 3
 
 
 def separate_biases(graph: Graph) -> Graph:
@@ -72,12 +82,6 @@ def _parts(node: Node) -> Iterator[Node]:
         target="aten.add.Tensor",
         inputs={"input": Ref(node.name), "other": bias},
     )
-
-
-_PRODUCTS = {"addmm": ("mat1", "mat2"), "mm": ("input", "mat2"), "matmul": ("input", "other")}
-"""The arguments of each product: the input and the matrix."""
-TRANSPOSED = "@transposed"
-"""Ends the path of a tensor that the model has with its last two axes swapped."""
 
 
 def linear_from_matmul(graph: Graph) -> Graph:
@@ -199,13 +203,6 @@ def _swaps_last_axes(node: Node, rank: int) -> bool:
     return node.op == "mT" or (node.op == "numpy_T" and rank == 2)
 
 
-STACKED = "@experts"
-"""Ends the path of a tensor [experts * out, in] that the model has with three axes."""
-_GROUPED = {"transformers_grouped_mm_fallback": "weight", "_grouped_mm": "mat2"}
-"""Products with tokens sorted by expert, and the argument for the matrices."""
-_RANK = 3
-
-
 @dataclass(frozen=True)
 class _ExpertProduct:
     """A product that one layer of experts computes.
@@ -269,7 +266,7 @@ def _grouped(graph: Graph, node: Node) -> _ExpertProduct | None:
         return None
     if any(value is not None for name, value in node.attrs.items() if name != "out_dtype"):
         return None
-    matrix = _trained_matrix(graph, node.inputs[key], _RANK)
+    matrix = _trained_matrix(graph, node.inputs[key], _STACK_RANK)
     if matrix is None:
         return None
     inputs = {"input": node.inputs["input"], "ends": node.inputs["offs"]}
@@ -290,12 +287,12 @@ def _picked(graph: Graph, node: Node) -> _ExpertProduct | None:
     for matrices, tokens, axis in (("input", "mat2", 2), ("mat2", "input", 1)):
         pick = graph.by_name[product.inputs[matrices].name]
         token = graph.by_name[product.inputs[tokens].name]
-        if pick.op != "index" or token.op != "unsqueeze" or token.rank != _RANK:
+        if pick.op != "index" or token.op != "unsqueeze" or token.rank != _STACK_RANK:
             continue
-        matrix = _trained_tensor(graph, pick.inputs.get("input"), _RANK)
+        matrix = _trained_tensor(graph, pick.inputs.get("input"), _STACK_RANK)
         if matrix is None:
             continue
-        axes = {token.attrs["dim"] % _RANK, node.attrs["dim"] % _RANK}
+        axes = {token.attrs["dim"] % _STACK_RANK, node.attrs["dim"] % _STACK_RANK}
         picks = pick.inputs["indices"]
         if axes == {axis} and len(picks) == 1:
             inputs = {"input": token.inputs["input"], "picks": picks[0]}
