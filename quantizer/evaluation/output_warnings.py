@@ -13,9 +13,8 @@ from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.comparison.sample_noise import BELOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.ablation import ablate
-from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
+from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Networks
 from quantizer.evaluation.pass_loss import PassLoss
-from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network

@@ -39,8 +39,8 @@ class SearchStep:
     Attributes:
         name: in tables.
         cost: what it costs to measure and at run time, as words.
-        changes: yields the changes to try, each of the best trial so far. Raises `UsageError`
-            with the reason if there is nothing to change.
+        changes: yields the changes to try, each of the best trial so far. An error that it
+            raises is the reason why there is nothing to change.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Row:
 
 
 class Search:
-    """Which trials are measured, in which order, until which bar.
+    """Measures trials in order until all gates hold, and keeps the best.
 
     Args:
         context: what all trials share.
