@@ -164,6 +164,6 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
             f"{gate.text} holds only with all layers in float, where nothing is quantized",
             help="relax the bound of --metric",
         )
-    config = search.trial(search.layers).document
+    config = search.trial.document
     floats = FloatLayers(gate, search.best, config, before, search.figures, tests)
     return floats, ablation

@@ -177,7 +177,8 @@ def _layers_in_float(search: Search) -> Iterator[Change]:
     except OutOfTimeError:
         is_out_of_time = True
     if floats.best is not None and floats.quantizes_weights:
-        trial = floats.trial(floats.layers)
+        trial = floats.trial
+        search.record(trial, floats.figures)
         paths = path_names(original)
         names = [paths.get(layer, layer) for layer in floats.layers]
         yield Change(f"in float: {first_names(names, 3)}", lambda before: trial)
