@@ -176,18 +176,19 @@ def _layers_in_float(search: Search) -> Iterator[Change]:
         floats.run(float_parts(plan, ablation))
     except OutOfTimeError:
         is_out_of_time = True
-    if floats.best is not None and floats.quantizes_weights:
+    is_useful = floats.best is not None and floats.quantizes_weights
+    if is_useful:
         trial = floats.trial
         search.record(trial, floats.figures)
         paths = path_names(original)
         names = [paths.get(layer, layer) for layer in floats.layers]
         yield Change(f"in float: {first_names(names, 3)}", lambda before: trial)
-    elif floats.best is not None:
-        raise GateError("the gates hold only with all weights in float")
-    elif not is_out_of_time:
-        raise GateError("the gates do not hold even with all layers in float")
     if is_out_of_time:
         raise OutOfTimeError
+    if floats.best is None:
+        raise GateError("the gates do not hold even with all layers in float")
+    if not is_useful:
+        raise GateError("the gates hold only with all weights in float")
 
 
 STEPS: tuple[SearchStep, ...] = (
