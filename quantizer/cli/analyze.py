@@ -331,7 +331,7 @@ def _analyze_widths(
         names = ", ".join(algorithm.name for algorithm in read.config.algorithms)
         say_note(f"note: errors are those of round-to-nearest, without {names}")
     data = watched_data(options, subject.batches, plan.graph)
-    analysis = engine.measured_analysis(plan, widths, data, options.passes)
+    analysis = engine.analyze_weights(plan, widths, data, options.passes)
     if budget is None:
         content = sensitivity.analysis_json(analysis)
         return AnalysisResult(plan.graph, content, analysis=analysis, tensors=tensors)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli import session
@@ -21,6 +20,7 @@ from quantizer.cli.gates import (
 from quantizer.cli.render import say_note
 from quantizer.cli.screen import without_notes
 from quantizer.cli.search_context import SearchContext, Subject
+from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate_calibrated
@@ -66,25 +66,29 @@ class FloatLayers:
         gate: that has to hold.
         chosen: the layers.
         config: with these layers in float.
-        before: the metrics of the original config.
-        after: the metrics of `config`.
+        before: what was measured on the original config.
+        after: what was measured on `config`.
         runs: the number of tests.
     """
 
     gate: Gate
     chosen: Sequence[FloatPart]
-    config: Mapping[str, Any]
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    config: JsonMapping
+    before: Figures
+    after: Figures
     runs: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the result for programs."""
-        floats = [{"layers": list(part.layers), "bytes": part.cost} for part in self.chosen]
-        metrics = {"before": finite_row(self.before), "after": finite_row(self.after)}
+        metrics = {}
+        for when, figures in (("before", self.before), ("after", self.after)):
+            of_gate = {self.gate.metric: figures.gated[self.gate.metric]}
+            metrics[when] = finite_row({**figures.metrics, **of_gate})
         return {
             "metric": self.gate.text,
-            "float": floats,
+            "float": [
+                {"layers": list(part.layers), "bytes": part.cost} for part in self.chosen
+            ],
             "metrics": metrics,
             "runs": self.runs,
             "config": self.config,
@@ -93,7 +97,7 @@ class FloatLayers:
     def summary_lines(self, paths: Mapping[str, str]) -> list[str]:
         """Return the result for people, with layers by their module paths."""
         metric = self.gate.metric
-        lines = [f"{metric} {self.before[metric]:.6g} with the config as it is"]
+        lines = [f"{metric} {self.before.gated[metric]:.6g} with the config as it is"]
         if not self.chosen:
             return [*lines, f"{self.gate.text} already holds: nothing is changed"]
         layers = layers_of(self.chosen)
@@ -101,7 +105,7 @@ class FloatLayers:
             lines.append(f"float: {paths.get(layer, layer)}")
         extra = sum(part.cost for part in self.chosen)
         lines.append(
-            f"{metric} {self.after[metric]:.6g} with them in float: "
+            f"{metric} {self.after.gated[metric]:.6g} with them in float: "
             f"{counted(len(layers), 'layer')}, {extra / 1e6:.3f} MB of weights and of one "
             f"sample's values; {counted(self.runs, 'test run')}"
         )
@@ -131,11 +135,9 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
         require_measured([gate], targets)
     context = SearchContext(subject, evaluation, [gate])
     start = Trial(subject.read.config.document)
-    tests: list[Figures] = []
 
     def after_test(layers: Sequence[str], figures: Figures) -> None:
-        """Count a test, and print its metric."""
-        tests.append(figures)
+        """Print the metric of a test."""
         value = figures.gated[gate.metric]
         say_note(f"{counted(len(layers), 'layer')} in float: {gate.metric} {value:.6g}")
 
@@ -151,6 +153,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
         whole.total = whole.done + most_trials(len(parts))
         search = FloatSearch(subject.original, start, before, context.measure, after_test)
         search.run(parts)
+        tests = whole.done
     if search.best is None:
         raise GateError(
             f"{gate.text} does not hold even with all these layers in float",
@@ -161,17 +164,6 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
             f"{gate.text} holds only with all layers in float, where nothing is quantized",
             help="relax the bound of --metric",
         )
-
-    def metrics_of(figures: Figures) -> Mapping[str, float]:
-        """Return the figures of all outputs, and that of the gate."""
-        return {**figures.metrics, gate.metric: figures.gated[gate.metric]}
-
-    floats = FloatLayers(
-        gate,
-        search.best,
-        search.trial(search.layers).document,
-        before=metrics_of(before),
-        after=metrics_of(search.figures),
-        runs=len(tests),
-    )
+    config = search.trial.document
+    floats = FloatLayers(gate, search.best, config, before, search.figures, tests)
     return floats, ablation

@@ -3,7 +3,7 @@ calibrates and tests trials in memory.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from quantizer.cli.session import ReadConfig
 from quantizer.config.model import Algorithm, Config
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
-from quantizer.evaluation.scores import Scores, measure, score
+from quantizer.evaluation.scores import measure, score
 from quantizer.evaluation.search.trial import Figures, Trial
 from quantizer.export import as_run, checked_target, planned_refusals, refuse
 from quantizer.graph.ir import Graph
@@ -33,8 +33,7 @@ from quantizer.results.calibrated import Calibrated
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
-from quantizer.sources.directions import BY_NAME
-from quantizer.sources.models import Evaluate, LoadedModel
+from quantizer.sources.models import LoadedModel
 from quantizer.sources.padding import without_padding
 
 
@@ -148,13 +147,24 @@ class SearchContext:
         with RunStage(display, name, unit="tests") as whole:
             self.bar = BarOfLongUnits(whole)
             if self._evaluator is not None:
-                self._float_metrics = self._evaluated(self._evaluator)
+                seed_everything(self._options.seed)
+                self._float_metrics = measure(
+                    self.subject.loaded.module,
+                    self.evaluation,
+                    session.device_of(self._options),
+                    self.bar,
+                    label="evaluate float",
+                    function=self._evaluator,
+                )
                 # A misspelt metric is refused before the first calibration
-                self._require_metrics(self._float_metrics)
+                names = names_in_test(
+                    self._float_metrics, self._options, self._evaluator.directions
+                )
+                require_known(about_all(self.gates), names)
             yield whole
 
     def measure(self, trial: Trial) -> Figures:
-        """Calibrate and test a trial, without notes on the screen."""
+        """Calibrate and test a trial with the seed of the run, without notes on the screen."""
         calibrated, plan = self.calibrate(trial)
         with without_notes():
             run_as = as_run(
@@ -163,7 +173,15 @@ class SearchContext:
                 calibrated.solution,
                 self._options.target_choices,
             )
-            scores = self._scores(calibrated.with_solution(run_as))
+            seed_everything(self._options.seed)
+            scores = score(
+                calibrated.with_solution(run_as),
+                self.subject.loaded.module,
+                self.evaluation,
+                self.bar,
+                function=self._evaluator,
+                before=self._float_metrics,
+            )
         self.bar.count()
         parts = scores.comparison.named_metrics()
         return self.figures(scores.metrics, plan, parts, is_valid=scores.fault is None)
@@ -217,33 +235,3 @@ class SearchContext:
             except UsageError as error:
                 return error.message
         return ""
-
-    def _scores(self, calibrated: Calibrated) -> Scores:
-        """Test a calibrated trial with the seed of the run; return its scores."""
-        seed_everything(self._options.seed)
-        return score(
-            calibrated,
-            self.subject.loaded.module,
-            self.evaluation,
-            self.bar,
-            function=self._evaluator,
-            before=self._float_metrics,
-        )
-
-    def _evaluated(self, evaluator: Evaluate) -> dict[str, float]:
-        """Return the user's metrics of the float model, with the seed of the run."""
-        seed_everything(self._options.seed)
-        return measure(
-            self.subject.loaded.module,
-            self.evaluation,
-            session.device_of(self._options),
-            self.bar,
-            label="evaluate float",
-            function=evaluator,
-        )
-
-    def _require_metrics(self, metrics: Collection[str]) -> None:
-        """Raise `UsageError` if a gate is about a metric that the test does not measure."""
-        directions = BY_NAME if self._evaluator is None else self._evaluator.directions
-        names = names_in_test(metrics, self._options, directions)
-        require_known(about_all(self.gates), names)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantizer.comparison.extents import other_axes
-from quantizer.comparison.moments import Moments
+from quantizer.comparison.noise import Moments
 
 MAX_LOST = 0.2
 """An error of more than this share of a channel's effect is a loss."""

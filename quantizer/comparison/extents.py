@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.comparison.moments import Moments
-from quantizer.comparison.noise import Noise
+from quantizer.comparison.noise import Moments, Noise
 
 MIN_VALUES = 4
 """With fewer values, nothing is said of values that become equal: that may be chance."""

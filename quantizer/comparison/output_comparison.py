@@ -129,12 +129,16 @@ class OutputComparison:
             x = SeenOutput(reference[number], left.seen)
             y = SeenOutput(quantized[number], right.seen)
             samples = rows[number] if rows else None
+            axis = output.channel_axis
             if included is not None and self._has_positions(output, x.value, included):
-                of_output = _of_tokens(
-                    output, x.value, y.value, included=included, rows=samples
-                )
-            else:
-                of_output = self._of_output(output, x, y, samples)
+                require_same_shape("the output", x.value, y.value)
+                x = x.of_tokens(included)
+                y = y.of_tokens(included)
+                samples = None if samples is None else samples.of_tokens(included)
+                if axis is not None and axis < included.dim():
+                    # It was one of samples or positions
+                    axis = None
+            of_output = self._of_output(output, x, y, rows=samples, channel_axis=axis)
             figures.append(of_output)
         return figures
 
@@ -175,14 +179,16 @@ class OutputComparison:
         output: Output,
         reference: SeenOutput,
         quantized: SeenOutput,
+        *,
         rows: SampleRows | None,
+        channel_axis: int | None,
     ) -> OutputFigures:
         """Return the figures of one output for one batch."""
         x = reference.value
         y = quantized.value
         figures = _empty(output)
-        if output.channel_axis is not None and x.is_floating_point():
-            figures.whole.channels = ChannelExtents.of(x, y, output.channel_axis)
+        if channel_axis is not None and x.is_floating_point():
+            figures.whole.channels = ChannelExtents.of(x, y, channel_axis)
         split = self._split(output, reference)
         matched = None
         if output.order is not None:
@@ -350,36 +356,6 @@ class ComparedNetworks:
 def _outputs_of(network: Network, batch: Batch) -> list[Tensor]:
     """Return the outputs of a network for a batch."""
     return network.start(batch.args, batch.kwargs).advance().outputs()
-
-
-def _of_tokens(
-    output: Output, x: Tensor, y: Tensor, *, included: Tensor, rows: SampleRows | None
-) -> OutputFigures:
-    """Return the figures of an output of one part, without padding.
-
-    Args:
-        output: with samples and positions as its first axes.
-        x: its values in the float network.
-        y: its values in the quantized network.
-        included: as `Batch` has it.
-        rows: where the samples are; None if that is not known.
-    """
-    require_same_shape("the output", x, y)
-    figures = _empty(output)
-    mask = included.to(x.device)
-    # One sample that has all tokens, so that axes keep their numbers
-    x = x[mask].unsqueeze(0)
-    y = y[mask].unsqueeze(0)
-    if rows is not None:
-        rows = rows.of_tokens(included)
-    ranges = None
-    axis = output.channel_axis
-    if axis is not None and axis >= mask.dim() and x.is_floating_point():
-        figures.whole.channels = ChannelExtents.of(x, y, axis)
-    if figures.whole.channels is not None:
-        ranges = figures.whole.channels.whole
-    figures.whole.add(x, y, ranges, rows)
-    return figures
 
 
 def _empty(output: Output) -> OutputFigures:

@@ -22,8 +22,7 @@ from quantizer.comparison.extents import (
     is_lost,
     varying_noise,
 )
-from quantizer.comparison.moments import Moments
-from quantizer.comparison.noise import Noise
+from quantizer.comparison.noise import Moments, Noise
 from quantizer.comparison.sample_noise import BELOW_DB, SampleFigures, SampleNoise, sample_json
 from quantizer.comparison.sample_rows import SampleRows
 from quantizer.errors import DataError

@@ -196,13 +196,11 @@ class AlikeOutputs:
     energy.
 
     The factors are those of one batch. Parts that are not ranges of one axis share the factor
-    of their output. The only output of a network is not scaled.
+    of their output.
     """
 
     def __init__(self, outputs: Sequence[Output], network: Network, batch: Batch) -> None:
         self._factors: list[Tensor | None] = [None] * len(outputs)
-        if sum(len(output.parts) for output in outputs) < 2:
-            return
         execution = network.start(batch.args, batch.kwargs)
         values = execution.advance().outputs()
         energies = {}

@@ -25,6 +25,16 @@ class SeenOutput:
     value: Tensor
     seen: Seen
 
+    def of_tokens(self, included: Tensor) -> SeenOutput:
+        """Return it without padding: one sample that has all tokens, so that axes keep their
+        numbers.
+
+        Args:
+            included: bool [samples, positions], the first axes of the value.
+        """
+        mask = included.to(self.value.device)
+        return SeenOutput(self.value[mask].unsqueeze(0), self.seen)
+
 
 @dataclass(frozen=True)
 class MatchedRows:

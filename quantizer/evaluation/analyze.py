@@ -3,9 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,28 +129,39 @@ class Analysis:
         return bits / sum(row.values for row in self.rows)
 
 
+@dataclass(frozen=True)
+class WatchedData:
+    """The data of an analysis, and who follows it.
+
+    Attributes:
+        batches: starts a pass over the data.
+        total: the number of batches, if it is known.
+        events: the follower.
+    """
+
+    batches: GetBatches
+    total: int | None
+    events: Events
+
+
 def analyze_weights(
-    plan: Plan,
-    widths: Sequence[Width],
-    batches: GetBatches,
-    passes: str,
-    *,
-    after_layer: AfterLayer,
+    plan: Plan, widths: Sequence[Width], data: WatchedData, passes: str | None = None
 ) -> Analysis:
-    """Measure what rounding each weight to nearest costs at each width.
+    """Measure what rounding each weight to nearest costs at each width, as a stage of a run.
 
     Args:
         plan: quantizes the weights.
         widths: the widths to try, the smallest first.
-        batches: the data.
-        passes: one of `NOISE_METHODS`.
-        after_layer: is called after each unit of work; see `units_of_work`.
+        data: what they are measured on.
+        passes: one of `NOISE_METHODS`; None for what the number of weights suggests.
 
     Raises:
         GateError: the plan has no weights that could get another width.
         DataError: an input of a layer or an output of the network is not finite.
     """
     candidates, fixed_widths = width_candidates(plan)
+    if passes is None:
+        passes = "network" if len(candidates) <= MAX_MEASURED else "fast"
     if not candidates:
         reason = "the config quantizes no weights"
         for name, why in list(fixed_widths.items())[:1]:
@@ -161,20 +170,17 @@ def analyze_weights(
             "no weight can get another width",
             help=f"{reason}. `quantizer plan` shows all weights",
         )
-    network = Network(plan.graph)
-    outputs_of = _alike(network, batches)
-    measured_widths = widths[:1] if passes == "network" else widths
-    errors: Sequence[Sequence[float]] = ()
-    if passes == "network":
-        errors = layer_errors(network, candidates, widths, batches(), after_layer=after_layer)
-    find_noise: Callable[..., Any] = partial(output_noise, after_layer=after_layer)
+    compared = min(data.total or NOISE_BATCHES, NOISE_BATCHES)
+    total = len(candidates) * compared
+    unit = "layers"
     if passes == "fast":
-        find_noise = partial(predicted_noise, after_projection=after_layer)
-    noises, energy = find_noise(
-        network, candidates, measured_widths, few(batches), outputs_of=outputs_of
-    )
-    if passes == "network":
-        noises = list(map(_scaled_noise, noises, errors))
+        total = PROJECTIONS * compared
+        unit = "projections"
+    elif passes == "network":
+        # One more pass over the data measures the errors of layers
+        total += len(candidates)
+    with RunStage(data.events, "analyze", total, unit) as stage:
+        noises, energy = _noises(plan, candidates, widths, data, passes, stage.advance)
     rows = []
     for candidate, noise in zip(candidates, noises, strict=True):
         rows.append(_row(plan, candidate, widths, noise))
@@ -182,6 +188,53 @@ def analyze_weights(
     other_bytes -= sum(row.config_bytes for row in rows)
     tied = _tied_rows(plan, candidates)
     return Analysis(widths, rows, fixed_widths, energy, other_bytes, passes, tied)
+
+
+def _noises(
+    plan: Plan,
+    candidates: Sequence[Candidate],
+    widths: Sequence[Width],
+    data: WatchedData,
+    passes: str,
+    advance: AfterLayer,
+) -> tuple[Sequence[Sequence[float]], float]:
+    """Return the noise of each candidate at each width, and the energy of the output.
+
+    Args:
+        plan: quantizes the weights.
+        candidates: the weights.
+        widths: the smallest first.
+        data: what they are measured on.
+        passes: one of `NOISE_METHODS`.
+        advance: is called after each unit of work.
+    """
+    network = Network(plan.graph)
+    outputs_of = _alike(network, data.batches)
+    if passes == "fast":
+        return predicted_noise(
+            network,
+            candidates,
+            widths,
+            few(data.batches),
+            outputs_of=outputs_of,
+            after_projection=advance,
+        )
+    errors: Sequence[Sequence[float]] = ()
+    measured_widths = widths
+    if passes == "network":
+        measured_widths = widths[:1]
+        errors = layer_errors(network, candidates, widths, data.batches(), after_layer=advance)
+    noises, energy = output_noise(
+        network,
+        candidates,
+        measured_widths,
+        few(data.batches),
+        outputs_of=outputs_of,
+        after_layer=advance,
+    )
+    if passes == "every":
+        return noises, energy
+    return list(map(_scaled_noise, noises, errors)), energy
 
 
 def _tied_rows(plan: Plan, candidates: Sequence[Candidate]) -> list[list[int]]:
@@ -211,54 +264,6 @@ def _scaled_noise(measured: Sequence[float], errors: Sequence[float]) -> Sequenc
     if not errors[0]:
         return [0.0] * len(errors)
     return [measured[0] * error / errors[0] for error in errors]
-
-
-@dataclass(frozen=True)
-class WatchedData:
-    """The data of an analysis, and who follows it.
-
-    Attributes:
-        batches: starts a pass over the data.
-        total: the number of batches, if it is known.
-        events: the follower.
-    """
-
-    batches: GetBatches
-    total: int | None
-    events: Events
-
-
-def measured_analysis(
-    plan: Plan, widths: Sequence[Width], data: WatchedData, passes: str | None = None
-) -> Analysis:
-    """Measure what `analyze_weights` does as a stage of a run.
-
-    Args:
-        plan: whose weights are measured.
-        widths: the smallest first.
-        data: what they are measured on.
-        passes: how; None for what the number of weights suggests.
-
-    Raises:
-        GateError, DataError: `analyze_weights` raises it.
-    """
-    count = len(width_candidates(plan)[0])
-    if passes is None:
-        passes = "network" if count <= MAX_MEASURED else "fast"
-    total, unit = units_of_work(passes, count, data.total)
-    with RunStage(data.events, "analyze", total, unit) as stage:
-        return analyze_weights(plan, widths, data.batches, passes, after_layer=stage.advance)
-
-
-def units_of_work(passes: str, weights: int, batches: int | None) -> tuple[int, str]:
-    """Return how many units of work `analyze_weights` reports, and their name."""
-    compared = min(batches or NOISE_BATCHES, NOISE_BATCHES)
-    if passes == "fast":
-        return PROJECTIONS * compared, "projections"
-    if passes == "network":
-        # One more, for the pass over the data that measures the errors of layers
-        compared += 1
-    return weights * compared, "layers"
 
 
 def width_bits(width: Width) -> int:

@@ -1,11 +1,15 @@
-"""The result of comparing a float and a quantized network on several batches."""
+"""The networks of a test, and the result of comparing a float and a quantized one on several
+batches.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from quantizer.comparison.noise import Noise, beside_far_values
@@ -22,8 +26,11 @@ from quantizer.comparison.output_figures import (
 )
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
 from quantizer.evaluation.input_effects import InputEffects
+from quantizer.graph.output_parts import Output, parts_named_as
+from quantizer.nn.network import Network
 from quantizer.numerics.metrics import Approximation, noise_energies
 from quantizer.sources.batches import Batch
+from quantizer.sources.data import Batches
 
 
 @dataclass
@@ -235,3 +242,44 @@ class NetworkComparison:
 def _merge_figures(figures: Sequence[OutputFigures], others: Sequence[OutputFigures]) -> None:
     for output, other in zip(figures, others, strict=True):
         output.merge(other)
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The networks that a test compares.
+
+    Attributes:
+        reference: the float network.
+        quantized: the quantized network.
+        user: the user's model, if outputs are compared with it instead of `reference`.
+        batches: of the test.
+        device: of all networks.
+        outputs: of the network that outputs are compared with.
+    """
+
+    reference: Network
+    quantized: Network
+    user: Network | None
+    batches: Batches
+    device: torch.device
+    outputs: Sequence[Output]
+
+    @property
+    def all(self) -> list[Network]:
+        """Return the networks."""
+        networks = [self.reference, self.quantized]
+        if self.user is not None:
+            networks.append(self.user)
+        return networks
+
+    @cached_property
+    def float_outputs(self) -> Sequence[Output]:
+        """Return the outputs of `reference`, with the names of the user's model."""
+        if self.user is None:
+            return self.outputs
+        return parts_named_as(self.reference.graph, self.user.graph)
+
+    @cached_property
+    def first(self) -> Batch:
+        """Return the first batch, which is read once, on demand."""
+        return next(iter(self.batches)).to(self.device)

@@ -9,13 +9,10 @@ from itertools import islice
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, leaves, worst
-from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.comparison.sample_noise import BELOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
-from quantizer.evaluation.ablation import ablate
-from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
+from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Networks
 from quantizer.evaluation.pass_loss import PassLoss
-from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
@@ -209,8 +206,7 @@ def _with_cause(
     assert loss is not None
     kind, text = loss
     suspects = _suspects(part, output, compared, networks.reference.graph)
-    measure = OutputMeasure(networks.outputs, only=part.name)
-    best = _best_in_float(islice(suspects, _MAX_TRIED), networks, measure)
+    best = _best_in_float(islice(suspects, _MAX_TRIED), networks, part.name)
     if best is None or not best[1] >= _MIN_CAUSE_DB:
         text += f"; it is computed by {part.layer}"
         return OutputWarning(kind, part.name, text, part.layer, "activation")
@@ -222,11 +218,23 @@ def _with_cause(
 
 
 def _best_in_float(
-    keys: Iterable[Key], networks: Networks, measure: OutputMeasure | None = None
+    keys: Iterable[Key], networks: Networks, part: str | None = None
 ) -> tuple[Key, float] | None:
     """Return the tensor that helps most when it stays in float on the first batch, and the gain
     in dB; None if none was measured.
+
+    Args:
+        keys: the tensors to try.
+        networks: of the test.
+        part: the output or part that counts; None for all.
     """
+    # Only losses need them
+    from quantizer.comparison.output_measure import OutputMeasure
+    from quantizer.evaluation.ablation import ablate
+
+    measure: OutputMeasure | None = None
+    if part is not None:
+        measure = OutputMeasure(networks.outputs, only=part)
     ablation = ablate(
         networks.reference,
         networks.quantized,

@@ -25,7 +25,7 @@ from quantizer.evaluation.followed_data import (
     judged_on,
     same_in_each_pass,
 )
-from quantizer.evaluation.network_comparison import NetworkComparison
+from quantizer.evaluation.network_comparison import NetworkComparison, Networks
 from quantizer.evaluation.output_warnings import (
     NOTES,
     OutputWarning,
@@ -35,7 +35,6 @@ from quantizer.evaluation.output_warnings import (
     remark_on_passes,
 )
 from quantizer.evaluation.pass_loss import PassLoss, pass_loss
-from quantizer.evaluation.tested_networks import Networks
 from quantizer.nn.network import Network
 from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.results.calibrated import Calibrated

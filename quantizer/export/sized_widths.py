@@ -13,7 +13,7 @@ from quantizer.evaluation.analyze import (
     Analysis,
     WatchedData,
     WeightRow,
-    measured_analysis,
+    analyze_weights,
     width_candidates,
 )
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
@@ -116,7 +116,7 @@ def config_within(text: str, max_mb: float | None, run: SizedRun) -> str:
     if config.algorithms:
         names = ", ".join(algorithm.name for algorithm in config.algorithms)
         run.say(f"note: widths are chosen by the errors of round-to-nearest, without {names}")
-    analysis = measured_analysis(plan, WIDTHS, run.data)
+    analysis = analyze_weights(plan, WIDTHS, run.data)
     analysis = sizes.applied_to(analysis)
     chosen = sized_config(
         config.document,

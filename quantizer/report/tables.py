@@ -23,7 +23,7 @@ from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 
 _BAR_WIDTH = 20
 """Characters of a full bar."""
-_LOSSLESS_DB = 144.0
+LOSSLESS_DB = 144.0
 """The SQNR of float32, whose significand has 24 bits. A tensor with a higher SQNR counts as not
 damaged.
 """
@@ -292,7 +292,7 @@ def damage_table(rows: Sequence[JsonMapping], view: TableView) -> Listing:
             bar,
         )
         lines.append(line)
-        is_damaged = local_db < _LOSSLESS_DB
+        is_damaged = local_db < LOSSLESS_DB
         rank = local_db if is_damaged else None
         ranks.append(rank)
     figures = ("local dB", "accumulated dB")

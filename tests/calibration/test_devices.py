@@ -55,7 +55,7 @@ GIVE_TO_THE_CPU = {
     "comparison/channel_noise.py:of",
     "comparison/extents.py:ends_along",
     "comparison/extents.py:of",
-    "comparison/moments.py:of",
+    "comparison/noise.py:of",
     "comparison/output_comparison.py:see",
     "graph/passes/equalization.py:__init__",
     "nn/quantized_tensor.py:with_qparams",

@@ -16,9 +16,8 @@ from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_figures import metric_names
 from quantizer.config.model import QuantizationSpec
 from quantizer.evaluation.compare import compare
-from quantizer.evaluation.network_comparison import NetworkComparison
+from quantizer.evaluation.network_comparison import NetworkComparison, Networks
 from quantizer.evaluation.output_warnings import output_warnings
-from quantizer.evaluation.tested_networks import Networks
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import MAX_PARTS, output_parts
 from quantizer.graph.trace import trace

@@ -55,6 +55,12 @@ def test_a_good_run() -> None:
     ]
 
 
+def test_a_path_with_a_space_stays_one_word_of_the_proposed_command() -> None:
+    lost = replace(FACTS, config="my net.json", model_option="my net.py", not_met=["top1>=1"])
+    options = "--config_file 'my net.json' --model 'my net.py'"
+    assert f"`quantizer analyze --metric 'top1>=1' {options} --apply`" in verdict(lost)[-1]
+
+
 def test_the_worst_output_comes_first_and_a_whole_gives_way_to_its_parts() -> None:
     outputs = [
         row("0", "0", 44.0),

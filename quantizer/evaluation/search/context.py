@@ -1,5 +1,5 @@
-"""What all trials of a search share: the model, its data and how a trial is measured. It also
-tells which trials need not be measured.
+"""What all trials of a search share: the model, its data and how a trial is measured. Refuses
+trials that need not be measured.
 """
 
 from collections.abc import Iterable, Iterator

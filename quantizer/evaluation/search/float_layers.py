@@ -198,12 +198,13 @@ class FloatSearch:
         plan = self._plan(self.layers)
         return any(base_role(role) == "weights" for _, role in plan.tensors)
 
-    def trial(self, layers: Sequence[str]) -> Trial:
-        """Return the trial with these layers in float, which names as few of them as it can.
+    @property
+    def trial(self) -> Trial:
+        """Return the trial with the best parts in float, which names as few layers as it can.
 
         A layer whose tensors are quantized together with those of another one needs no entry.
         """
-        needed = list(layers)
+        needed = list(self.layers)
         plan = self._plan(needed)
         for rule in plan.rules:
             if not rule.leaves_float or rule.took_effect:
@@ -218,7 +219,7 @@ class FloatSearch:
         if not parts:
             return False
         layers = layers_of(parts)
-        figures = self._measure(self.trial(layers))
+        figures = self._measure(self._with_float(layers))
         self._after_test(layers, figures)
         if figures.is_met:
             self.best = parts

@@ -39,8 +39,8 @@ class SearchStep:
     Attributes:
         name: in tables.
         cost: what it costs to measure and at run time, as words.
-        changes: yields the changes to try, each of the best trial so far. Raises `UsageError`
-            with the reason if there is nothing to change.
+        changes: yields the changes to try, each of the best trial so far. An error that it
+            raises is the reason why there is nothing to change.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Row:
 
 
 class Search:
-    """Which trials are measured, in which order, until which bar.
+    """Measures trials in order until all gates hold, and keeps the best.
 
     Args:
         context: what all trials share.
@@ -112,6 +112,7 @@ class Search:
         self._seconds = seconds
         self._deadline = math.inf
         self._measured: dict[str, Figures] = {}
+        self._tests = 0
         self._plan: Plan | None = None
 
     @property
@@ -167,8 +168,13 @@ class Search:
         """
         if trial.key not in self._measured:
             self._require_time()
-            self._measured[trial.key] = self.context.measure(trial)
+            self.record(trial, self.context.measure(trial))
+            self._tests += 1
         return self._measured[trial.key]
+
+    def record(self, trial: Trial, figures: Figures) -> None:
+        """Record what was measured on a trial, or on another one with the same effect."""
+        self._measured[trial.key] = figures
 
     def _run_step(self, step: SearchStep) -> None:
         """Measure the trials of a step, and keep the best of them if it is better than the one
@@ -178,7 +184,7 @@ class Search:
         """
         began = self._clock()
         row = Row(step.name, step.cost)
-        tested_before = len(self._measured)
+        tests_before = self._tests
         preferred = self.best
         try:
             self._require_time()
@@ -199,7 +205,7 @@ class Search:
         except QuantizerError as error:
             # There are no changes, or they cannot be found
             row.reasons.append(_reason_of(error))
-        row.tests = len(self._measured) - tested_before
+        row.tests = self._tests - tests_before
         if row.figures is not None:
             row.result = TAKEN_BACK
             if row.figures.is_better_than(self.figures):

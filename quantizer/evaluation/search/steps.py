@@ -26,7 +26,7 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.ablation import ablate_calibrated
-from quantizer.evaluation.analyze import NOISE_BATCHES, WatchedData, measured_analysis
+from quantizer.evaluation.analyze import NOISE_BATCHES, WatchedData, analyze_weights
 from quantizer.evaluation.search.float_layers import FloatSearch, float_parts
 from quantizer.evaluation.search.search import OutOfTimeError, Search, SearchStep
 from quantizer.evaluation.search.trial import Change, Trial
@@ -36,7 +36,7 @@ from quantizer.numerics.codes import bits_of
 
 _ACTIVATIONS: tuple[Role, ...] = ("input", "activation")
 _METHODS = ("auto", "percentile", "mse", "maxmin")
-_WEIGHT_METHODS = ("mse", "group_mse")
+_WEIGHTS: tuple[Role, ...] = ("weights",)
 _FINETUNING = "finetuning"
 _FEW_BITS = 4
 """With weights of at most so many bits, scales are searched too."""
@@ -60,6 +60,11 @@ def _change(text: str, edit: Callable[..., JsonObject], **arguments: Any) -> Cha
     return Change(text, partial(_edited, partial(edit, **arguments)))
 
 
+def _always(*changes: Change) -> Callable[[Search], Iterator[Change]]:
+    """Return the function of a step that tries these changes on any model."""
+    return lambda search: iter(changes)
+
+
 def _activation_ranges(search: Search) -> Iterator[Change]:
     """Yield each range method for inputs and activations.
 
@@ -78,24 +83,6 @@ def _has_activations(search: Search) -> bool:
     return any(base_role(role) in _ACTIVATIONS for _, role in search.plan.tensors)
 
 
-def _weight_ranges(search: Search) -> Iterator[Change]:
-    for method in _WEIGHT_METHODS:
-        text = f"weights: method {method}"
-        yield _change(text, with_method, roles=("weights",), method=method)
-
-
-def _channels(search: Search) -> Iterator[Change]:
-    yield _change("weights: a scale per output channel", with_channels)
-
-
-def _bias_correction(search: Search) -> Iterator[Change]:
-    yield _change("biases corrected", with_bias_correction)
-
-
-def _equalization(search: Search) -> Iterator[Change]:
-    yield _change("neighbouring layers equalized", with_equalization)
-
-
 def _smoothing(search: Search) -> Iterator[Change]:
     """Yield SmoothQuant where activations are quantized, and AWQ where weights alone are."""
     if not _has_activations(search):
@@ -106,11 +93,6 @@ def _smoothing(search: Search) -> Iterator[Change]:
     yield _change("SmoothQuant, alpha 0.5", with_algorithm, entry=smoothquant)
     searched = {**smoothquant, "alpha": "auto"}
     yield _change("SmoothQuant, alpha auto", with_algorithm, entry=searched)
-
-
-def _finetuning(search: Search) -> Iterator[Change]:
-    for mode in FINETUNE_MODES:
-        yield Change(f"--fast_finetune {mode}", partial(replace, fast_finetune=mode))
 
 
 def _rounding(search: Search) -> Iterator[Change]:
@@ -166,7 +148,7 @@ def _wider_weights(search: Search) -> Iterator[Change]:
     if narrow >= _WIDE_BITS:
         raise UsageError("no weights are integers of fewer than 8 bits")
     data = WatchedData(search.context.batches, None, NO_FOLLOWER)
-    analysis = measured_analysis(search.plan, (narrow, _WIDE_BITS), data)
+    analysis = analyze_weights(search.plan, (narrow, _WIDE_BITS), data)
     for share in _SHARES:
         bits = narrow + share * (_WIDE_BITS - narrow)
         choice = best_choice(analysis, Budget(bits=bits))
@@ -195,29 +177,59 @@ def _layers_in_float(search: Search) -> Iterator[Change]:
         floats.run(float_parts(plan, ablation))
     except OutOfTimeError:
         is_out_of_time = True
-    if floats.best is not None and floats.quantizes_weights:
-        trial = floats.trial(floats.layers)
+    is_useful = floats.best is not None and floats.quantizes_weights
+    if is_useful:
+        trial = floats.trial
+        search.record(trial, floats.figures)
         paths = path_names(original)
         names = [paths.get(layer, layer) for layer in floats.layers]
         yield Change(f"in float: {first_names(names, 3)}", lambda before: trial)
-    elif floats.best is not None:
-        raise GateError("the gates hold only with all weights in float")
-    elif not is_out_of_time:
-        raise GateError("the gates do not hold even with all layers in float")
     if is_out_of_time:
         raise OutOfTimeError
+    if floats.best is None:
+        raise GateError("the gates do not hold even with all layers in float")
+    if not is_useful:
+        raise GateError("the gates hold only with all weights in float")
 
 
 STEPS: tuple[SearchStep, ...] = (
     SearchStep(
         "ranges", "a calibration for each method; nothing at run time", _activation_ranges
     ),
-    SearchStep("weight ranges", "a calibration; nothing at run time", _weight_ranges),
-    SearchStep("per channel", "a calibration, and a scale per channel in the file", _channels),
-    SearchStep("bias correction", "a second pass over the data", _bias_correction),
-    SearchStep("equalization", "a calibration; nothing at run time", _equalization),
+    SearchStep(
+        "weight ranges",
+        "a calibration; nothing at run time",
+        _always(
+            _change("weights: method mse", with_method, roles=_WEIGHTS, method="mse"),
+            _change(
+                "weights: method group_mse", with_method, roles=_WEIGHTS, method="group_mse"
+            ),
+        ),
+    ),
+    SearchStep(
+        "per channel",
+        "a calibration, and a scale per channel in the file",
+        _always(_change("weights: a scale per output channel", with_channels)),
+    ),
+    SearchStep(
+        "bias correction",
+        "a second pass over the data",
+        _always(_change("biases corrected", with_bias_correction)),
+    ),
+    SearchStep(
+        "equalization",
+        "a calibration; nothing at run time",
+        _always(_change("neighbouring layers equalized", with_equalization)),
+    ),
     SearchStep("smoothing", "a pass over the data, with alpha auto several", _smoothing),
-    SearchStep(_FINETUNING, "two networks in step, and a solution per layer", _finetuning),
+    SearchStep(
+        _FINETUNING,
+        "two networks in step, and a solution per layer",
+        _always(
+            Change("--fast_finetune adaround", partial(replace, fast_finetune="adaround")),
+            Change("--fast_finetune adaquant", partial(replace, fast_finetune="adaquant")),
+        ),
+    ),
     SearchStep("rounding", "a Hessian for each layer, column after column", _rounding),
     SearchStep("smaller groups", "more scales in the file", _smaller_groups),
     SearchStep(

@@ -11,6 +11,7 @@ from quantizer.report.page.axes import number
 from quantizer.report.page.html import Markup, fragment, page_file, with_code
 from quantizer.report.page.rows import layer_name, rows_in_order, severity, value_text
 from quantizer.report.page.sections import layer_columns, layers_legend
+from quantizer.report.view import TableView
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -102,7 +103,8 @@ def _breakable(path: str) -> Markup:
 
 
 def _with_short_names(context: JsonMapping, text: str) -> str:
-    return summary.with_short_names(context["content"], text)
+    """Return a sentence with the module paths of layers instead of their exact names."""
+    return TableView(context["content"]["paths"]).text(text)
 
 
 def _percent(share: Any) -> float | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.config.json_types import JsonMapping, JsonObject
+from quantizer.report.tables import LOSSLESS_DB
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,6 @@ _BOUNDS_BY_WIDTH = {2: Bounds(3, 0), 3: Bounds(5, 2), 4: Bounds(10, 5), 6: Bound
 """
 _BOUNDS = Bounds(25, 15)
 """The bounds of wider tensors."""
-_LOSSLESS_DB = 144.0
-"""The SQNR of float32, whose significand has 24 bits."""
 LOW = "low"
 POOR = "poor"
 
@@ -92,7 +91,7 @@ def is_lossless(content: JsonMapping, row: JsonMapping) -> bool:
     if not content["metrics"]:
         return False
     sqnr_db = row["local_sqnr_db"]
-    return sqnr_db is None or sqnr_db >= _LOSSLESS_DB
+    return sqnr_db is None or sqnr_db >= LOSSLESS_DB
 
 
 def value_text(value: Any) -> str:

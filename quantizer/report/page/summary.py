@@ -24,7 +24,6 @@ from quantizer.report.page.axes import number
 from quantizer.report.page.rows import layer_name, most_damaged, tensor_name
 from quantizer.report.tables import number_text
 from quantizer.report.verdict import measured_lines
-from quantizer.report.view import TableView
 from quantizer.sources.directions import Directions
 from quantizer.storage.process_memory import size_text
 
@@ -181,8 +180,3 @@ def floats_of_export(content: JsonMapping, export: JsonMapping) -> dict[str, lis
     for layer, reason in reasons.items():
         layers.setdefault(reason, []).append(layer_name(content, layer))
     return layers
-
-
-def with_short_names(content: JsonMapping, text: str) -> str:
-    """Return a sentence with the module paths of layers instead of their exact names."""
-    return TableView(content["paths"]).text(text)
