@@ -13,11 +13,11 @@ from quantizer.cli.render import say
 from quantizer.cli.traced_model import traced_model
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.document.read import read_document
-from quantizer.config.forms.form import KEY_OF
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
-from quantizer.config.forms.layered import FIELDS, parameters
+from quantizer.config.forms.layer_entries import parameters
+from quantizer.config.forms.layered import FIELDS
 from quantizer.config.model import QuantizationSpec, Selector
-from quantizer.config.roles import base_role, is_parameter
+from quantizer.config.roles import KEY_OF, base_role, is_parameter
 from quantizer.config.wording import listed
 from quantizer.errors import UsageError
 from quantizer.plan.match import advice, match

@@ -2,9 +2,21 @@
 the layer has several.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 from quantizer.config.model import Role
+
+ROLE_OF: Mapping[str, Role] = {
+    "input_tensors": "input",
+    "output_tensors": "activation",
+    "weight": "weights",
+    "bias": "bias",
+}
+"""The role of a tensor, by the hierarchical form's key for it."""
+
+KEY_OF = {role: key for key, role in ROLE_OF.items()}
+"""The hierarchical form's key for a tensor, by its role."""
 
 
 def base_role(role: str) -> Role:

@@ -17,12 +17,13 @@ import pytest
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
-from quantizer.config.forms.form import ROLE_OF, SPEC_KEYS
+from quantizer.config.forms.form import SPEC_KEYS
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.load import LoadResult, check_document, load_config
 from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Settings
 from quantizer.config.resources import load_resource
+from quantizer.config.roles import ROLE_OF
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 INT8 = {"dtype": "int8"}

@@ -23,7 +23,6 @@ from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.dtypes import dtype_word, integer_word
-from quantizer.config.forms.form import KEY_OF
 from quantizer.config.forms.hierarchical_spec import (
     PARAMETERS,
     observer_word,
@@ -41,6 +40,7 @@ from quantizer.config.model import (
     Role,
     Settings,
 )
+from quantizer.config.roles import KEY_OF
 
 _KEEP = "keep the layered form, or change it"
 _PASSES = {kind.switch: name for name, kind in SWITCHES.items()}

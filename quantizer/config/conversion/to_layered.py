@@ -21,8 +21,8 @@ from quantizer.config.conversion.findings import (
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_from, pointer_to, value_at
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.form import CACHE_BLOCK, KEY_OF, block_of
-from quantizer.config.forms.layered import entry, parameters
+from quantizer.config.forms.form import CACHE_BLOCK, block_of
+from quantizer.config.forms.layer_entries import entry, parameters
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import (
     CAST_ONLY,
@@ -35,6 +35,7 @@ from quantizer.config.model import (
     Role,
     Sourced,
 )
+from quantizer.config.roles import KEY_OF
 from quantizer.config.wording import listed, quoted
 
 _KEEP = "keep the hierarchical form, or change it"

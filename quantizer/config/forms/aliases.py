@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 from quantizer.config.algorithm_settings import ALIASES
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, pointer_to
-from quantizer.config.forms.form import ROLE_OF
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
 from quantizer.config.json_types import JsonObject, JsonPath
+from quantizer.config.roles import ROLE_OF
 from quantizer.config.wording import quoted
 
 _T = TypeVar("_T")

@@ -2,18 +2,12 @@
 the blocks of their schemas.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.wording import closest_word
-
-if TYPE_CHECKING:
-    from quantizer.config.model import Role
 
 Form = Literal["layered", "hierarchical"]
 
@@ -62,17 +56,6 @@ def block_of(form: Form, name: str = "") -> JsonMapping:
     schema: JsonMapping = load_resource("schemas", f"{form}.schema.json")
     return schema["definitions"][name] if name else schema
 
-
-ROLE_OF: Mapping[str, Role] = {
-    "input_tensors": "input",
-    "output_tensors": "activation",
-    "weight": "weights",
-    "bias": "bias",
-}
-"""The role of a tensor, by the form's key for it."""
-
-KEY_OF = {role: key for key, role in ROLE_OF.items()}
-"""The form's key for a tensor, by its role."""
 
 SPEC_KEYS = tuple(
     key

@@ -8,7 +8,7 @@ from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document, ValidDocument
 from quantizer.config.forms.algorithm_words import read_algorithms, read_names
-from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, ROLE_OF, SPEC_KEYS
+from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.forms.hierarchical_spec import Words
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import (
@@ -21,6 +21,7 @@ from quantizer.config.model import (
     Settings,
     Sourced,
 )
+from quantizer.config.roles import ROLE_OF
 
 _WHOLE = frozenset({"ch_axis", "group_size"})
 """Keys of a spec that are whole numbers. A file may have them with a decimal point: 128.0."""

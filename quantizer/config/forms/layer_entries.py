@@ -1,4 +1,6 @@
-"""Give single layers entries of their own in a config's document, in the file's own form."""
+"""Write entries of single layers into a config's document, in the file's own form, and specs in
+the words of the layered form.
+"""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -6,10 +8,10 @@ from collections.abc import Collection, Mapping
 from quantizer.config.forms.dtypes import INTEGERS, dtype_word, integer_word
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
-from quantizer.config.forms.layered import entry
+from quantizer.config.forms.layered import FIELDS, OPTIONAL
 from quantizer.config.forms.level_edits import is_stated
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.model import CAST_ONLY, QuantizationSpec, Role
+from quantizer.config.model import CAST_ONLY, POOLED, ROLES, QuantizationSpec, Role
 from quantizer.errors import UsageError
 
 _LayerSpecs = Mapping[Role, QuantizationSpec]
@@ -110,3 +112,57 @@ def specified(document: JsonMapping, specs: _LayerSpecs) -> JsonObject:
     if is_stated(document, "symmetric_scale"):
         explicit.add("symmetric_scale")
     return entry({}, specs, explicit)
+
+
+def entry(
+    selector: JsonMapping,
+    specs: Mapping[Role, QuantizationSpec],
+    explicit: Collection[str] = (),
+) -> JsonObject:
+    """Return a complete layer entry: an overall block, and what differs from it for single
+    roles; `explicit` as in `parameters`.
+    """
+    roles = [role for role in ROLES if role in specs]
+    by_role = {role: parameters(specs[role], explicit) for role in roles}
+    blocks = [*by_role.values()]
+    overall = next((block for block in blocks if "bit_width" in block), blocks[0]).copy()
+    # The roles that read these words state them themselves
+    for word in OPTIONAL:
+        overall.pop(word, None)
+    if "per_channel" in overall:
+        overall["per_channel"] = False
+    tensors: JsonObject = {}
+    for role, block in by_role.items():
+        words = [word for word in block if overall.get(word) != block[word]]
+        if words:
+            tensors[role] = {word: block[word] for word in words}
+    return {
+        **selector,
+        "quantizable_data_type": roles,
+        "overall_quantize_config": overall,
+        "tensor_quantize_config": tensors,
+    }
+
+
+def parameters(spec: QuantizationSpec, explicit: Collection[str] = ()) -> JsonObject:
+    """Return a complete block that means the same as a spec of integers, or one without a
+    scale.
+
+    `explicit` are the words, of "datatype" and "symmetric_scale", that it states even with
+    their default, as another block may state something else.
+    """
+    if spec.dtype in CAST_ONLY:
+        return {"datatype": spec.dtype}
+    values = spec.to_json()
+    values["qscheme"] = spec.qscheme == "per_channel"
+    if spec.statistic == POOLED:
+        values["statistic"] = "max"
+    block = {word: values[name] for word, name in FIELDS.items()}
+    if "datatype" not in explicit:
+        del block["datatype"]
+    if spec.method != "percentile":
+        del block["percentage"]
+    is_usual = spec.symmetric_scale == "quant_max" and "symmetric_scale" not in explicit
+    if is_usual or not spec.has_symmetric_scale:
+        del block["symmetric_scale"]
+    return block

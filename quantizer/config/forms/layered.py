@@ -1,6 +1,4 @@
-"""Translate the layered form (overall, tensor, layer blocks) into a `Config`, and specs back
-into its words.
-"""
+"""Translate the layered form (overall, tensor, layer blocks) into a `Config`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -9,15 +7,12 @@ from typing import Literal
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document, ValidDocument
 from quantizer.config.forms.algorithm_words import read_algorithms
-from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
+from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import (
-    CAST_ONLY,
-    POOLED,
     ROLES,
     Config,
     ConfigRule,
     Fields,
-    QuantizationSpec,
     Role,
     Selector,
     Settings,
@@ -208,57 +203,3 @@ class _Translator(ValidDocument):
                 value = float(value)
             block[name] = Sourced(value, self.place(*path, word))
         return block
-
-
-def parameters(spec: QuantizationSpec, explicit: Collection[str] = ()) -> JsonObject:
-    """Return a complete block that means the same as a spec of integers, or one without a
-    scale.
-
-    `explicit` are the words, of "datatype" and "symmetric_scale", that it states even with
-    their default, as another block may state something else.
-    """
-    if spec.dtype in CAST_ONLY:
-        return {"datatype": spec.dtype}
-    values = spec.to_json()
-    values["qscheme"] = spec.qscheme == "per_channel"
-    if spec.statistic == POOLED:
-        values["statistic"] = "max"
-    block = {word: values[name] for word, name in FIELDS.items()}
-    if "datatype" not in explicit:
-        del block["datatype"]
-    if spec.method != "percentile":
-        del block["percentage"]
-    is_usual = spec.symmetric_scale == "quant_max" and "symmetric_scale" not in explicit
-    if is_usual or not spec.has_symmetric_scale:
-        del block["symmetric_scale"]
-    return block
-
-
-def entry(
-    selector: JsonMapping,
-    specs: Mapping[Role, QuantizationSpec],
-    explicit: Collection[str] = (),
-) -> JsonObject:
-    """Return a complete layer entry: an overall block, and what differs from it for single
-    roles; `explicit` as in `parameters`.
-    """
-    roles = [role for role in ROLES if role in specs]
-    by_role = {role: parameters(specs[role], explicit) for role in roles}
-    blocks = [*by_role.values()]
-    overall = next((block for block in blocks if "bit_width" in block), blocks[0]).copy()
-    # The roles that read these words state them themselves
-    for word in OPTIONAL:
-        overall.pop(word, None)
-    if "per_channel" in overall:
-        overall["per_channel"] = False
-    tensors: JsonObject = {}
-    for role, block in by_role.items():
-        words = [word for word in block if overall.get(word) != block[word]]
-        if words:
-            tensors[role] = {word: block[word] for word in words}
-    return {
-        **selector,
-        "quantizable_data_type": roles,
-        "overall_quantize_config": overall,
-        "tensor_quantize_config": tensors,
-    }

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
-from quantizer.config.forms.form import ALGORITHM_LISTS, KEY_OF, ROLE_OF, form_of
+from quantizer.config.forms.form import ALGORITHM_LISTS, form_of
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, ROLES, Role
+from quantizer.config.roles import KEY_OF, ROLE_OF
 from quantizer.errors import UsageError
 
 _WEIGHTS: tuple[Role, ...] = ("weights",)

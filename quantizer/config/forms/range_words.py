@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantizer.config.document.document import Document
-from quantizer.config.forms.form import KEY_OF, form_of
+from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import observer_word, specification
 from quantizer.config.forms.layer_entries import specified, with_entries
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.model import QuantizationSpec, Role
-from quantizer.config.roles import base_role
+from quantizer.config.roles import KEY_OF, base_role
 
 _RANGE_FIELDS = ("method", "percentage", "statistic")
 """The fields of a spec that decide how a range is found."""

@@ -7,9 +7,10 @@ from typing import Any
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, ROLE_OF, SPEC_KEYS
+from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, Config, Settings
+from quantizer.config.roles import ROLE_OF
 
 _DEFAULTS: JsonMapping = {
     "layer_type_quant_config": {},

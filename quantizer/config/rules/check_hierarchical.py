@@ -9,10 +9,11 @@ from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.dtypes import BLOCK_FORMATS, SEARCHED_FORMATS
-from quantizer.config.forms.form import CACHE_BLOCK, ROLE_OF
+from quantizer.config.forms.form import CACHE_BLOCK
 from quantizer.config.forms.hierarchical import Hierarchical
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
 from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
+from quantizer.config.roles import ROLE_OF
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 from quantizer.config.wording import quoted
 
