@@ -139,6 +139,11 @@ class Deployment:
         return quantized_network(self.graph, self.encoded)
 
     @cached_property
+    def reference(self) -> Network:
+        """Return the network as test mode runs it, for those that verify: none changes it."""
+        return self.network()
+
+    @cached_property
     def encoded(self) -> Solution:
         """Return the solution with the codes of parameters, which files are written from."""
         return encode_parameters(self.graph, self.solution)
