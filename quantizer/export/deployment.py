@@ -149,12 +149,6 @@ class Deployment:
         return encode_parameters(self.graph, self.solution)
 
     @cached_property
-    def expected(self) -> list[Tensor]:
-        """Return the tensors of test mode's output for the call, in order."""
-        with torch.no_grad():
-            return tensor_leaves(self.network()(*self.args, **self.kwargs))
-
-    @cached_property
     def input_names(self) -> list[str]:
         """Return the names of the call's tensors in files, in the order of the graph.
 
