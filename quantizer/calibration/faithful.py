@@ -75,6 +75,7 @@ def compare_with_model(
     if has_open_batch(graph):
         sizes = COMPARED_SAMPLES
     differences: dict[int | None, float] = {}
+    network = Network(graph)
     user_code = user_exits("running the model on the first batch again", ModelError)
     with torch.no_grad(), preserve_module_state(module) as state, evaluating(module), user_code:
         for samples in sizes:
@@ -92,7 +93,7 @@ def compare_with_model(
             if not _is_near(output_distance(first, again), first):
                 _report_change(module, graph, call, state, first=first)
                 return ()
-            difference = output_distance(first, _output_of_trace(graph, call))
+            difference = output_distance(first, _output_of_trace(network, call))
             if _is_of_rounding(difference, module, call, first):
                 difference = 0.0
             differences[samples] = difference
@@ -166,9 +167,8 @@ def _output(model: nn.Module, call: Call, seed: int) -> list[Tensor]:
     return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _output_of_trace(graph: Graph, call: Call) -> list[Tensor]:
+def _output_of_trace(network: Network, call: Call) -> list[Tensor]:
     """Return what a trace computes; nothing if it cannot run on so many samples."""
-    network = Network(graph)
     try:
         return _output(network, call, seed=1)
     except DataError as error:

@@ -56,7 +56,8 @@ def finetune_weights(
         DataError: a layer's outputs are not finite, or the data are not the same when they are
             read again.
     """
-    mode = request.fast_finetune or ""
+    assert request.fast_finetune is not None
+    mode = request.fast_finetune
     solution = state.solution
     graph = state.plan.graph
     data = request.batches.fingerprint or {}
@@ -67,40 +68,43 @@ def finetune_weights(
             f"at least {FEW_SAMPLES}"
         )
         request.events.message(logging.WARNING, text)
-    layers = _restored(request, state, mode=mode, data=data, scales=_scales_digest(solution))
-    if layers:
-        text = f"finetuning resumes after {counted(len(layers), 'layer')}"
+    restored = _restored(request, state, mode=mode, data=data, scales=_scales_digest(solution))
+    if restored:
+        text = f"finetuning resumes after {counted(len(restored), 'layer')}"
         request.events.message(logging.INFO, text)
-    done = dict(layers)
+    layers = restored
 
     def after_layer(so_far: Mapping[str, FinetunedLayer]) -> None:
+        """Count a layer. The snapshots of the stage are made of all so far."""
         nonlocal layers
         layers = so_far
         stage.advance()
 
-    saved: dict[str, Any] = {
-        "saved_as": "finetune",
-        "snapshot": lambda: snapshot_of(dict(layers)),
-    }
-    with RunStage(
-        request.events, "fast finetune", len(graph.nodes), "layers", **saved
-    ) as stage:
+    stage = RunStage(
+        request.events,
+        "fast finetune",
+        len(graph.nodes),
+        "layers",
+        saved_as="finetune",
+        snapshot=lambda: snapshot_of(dict(layers)),
+    )
+    with stage:
         # From now on, this run can be resumed in this mode alone
         stage.advance(0, at_boundary=True)
-        finetuned_solution = finetune_network(
+        result = finetune_network(
             graph,
             solution,
             partial(request.read_again, "fast finetuning", "leave <--fast_finetune> out"),
             mode,
             store=ActivationStore(request.memory),
             seed=request.seed,
-            done=done,
+            done=dict(restored),
             after_layer=after_layer,
         )
-    is_finetuned = bool(finetuned_solution.layers) and not finetuned_solution.undone
+    is_finetuned = bool(result.layers) and not result.undone
     level = logging.INFO if is_finetuned else logging.WARNING
-    request.events.message(level, finetuned_solution.summary)
-    return finetuned_solution.solution, is_finetuned
+    request.events.message(level, result.summary)
+    return result.solution, is_finetuned
 
 
 def _scales_digest(solution: Solution) -> str:

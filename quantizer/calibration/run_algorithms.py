@@ -179,14 +179,17 @@ def _run(
         ends_block = not 0 < done < len(groups) or groups[done - 1].block != groups[done].block
         stage.advance(done, at_boundary=ends_block or groups[done].block is None)
 
-    saved: dict[str, Any] = {
-        "saved_as": "algorithms",
-        "snapshot": snapshot,
-        "needs_same_data": True,
-    }
-    with RunStage(
-        request.events, algorithm.name, len(groups), "groups", done=start.done, **saved
-    ) as stage:
+    stage = RunStage(
+        request.events,
+        algorithm.name,
+        len(groups),
+        "groups",
+        done=start.done,
+        saved_as="algorithms",
+        snapshot=snapshot,
+        needs_same_data=True,
+    )
+    with stage:
         task = Task(
             scope.graph,
             scope.specs,

@@ -40,7 +40,7 @@ def verified_calls(
         VerificationError: the outputs differ.
     """
     agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
-    network = deployment.network()
+    network = deployment.reference
     for args, kwargs in deployment.calls():
         recorder = agreement.recorder()
         expected = tensor_leaves(network.observe(args, kwargs, recorder.watchers))

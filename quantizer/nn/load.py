@@ -28,8 +28,7 @@ from quantizer.storage.opened_files import (
     json_digest,
     open_files,
 )
-from quantizer.storage.safetensors_file import deferred_file
-from quantizer.storage.tensor_shards import tensor_files_of
+from quantizer.storage.tensor_shards import deferred_shards, tensor_files_of
 
 WEIGHTS_FILE = "weights.safetensors"
 CORRECTIONS = "bias_corr.safetensors"
@@ -115,11 +114,7 @@ def _digests(index: OpenFile) -> dict[str, str]:
 
 def _load_tensors(opened: OpenedFiles, name: str) -> dict[str, Tensor]:
     """Return the tensors of `name`, which may be split into several files."""
-    tensors: dict[str, Tensor] = {}
-    for shard in tensor_files_of(name, opened.names):
-        for key, tensor in deferred_file(opened[shard]).items():
-            tensors[key] = tensor.load()
-    return tensors
+    return {key: tensor.load() for key, tensor in deferred_shards(name, opened).items()}
 
 
 def _channels_first(network: nn.Module, args: Any, output: Any) -> Any:

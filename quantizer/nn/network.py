@@ -57,9 +57,9 @@ class Network(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the traced model, in the type of its outputs."""
         if self.recorded is not None:
-            inputs = self.inputs(args, kwargs)
-            for output in self.recorded.find(inputs):
-                return output
+            recorded = self.recorded.find(self.inputs(args, kwargs))
+            if recorded is not None:
+                return recorded.output
         return self.observe(args, kwargs, {})
 
     def observe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], watch: Watchers) -> Any:

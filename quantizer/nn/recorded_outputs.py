@@ -4,7 +4,7 @@ without another run.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -13,6 +13,12 @@ from quantizer.storage.deferred_tensor import CPU, DeferredTensor, bytes_of
 
 _MOST_BYTES = 1 << 26
 """Bytes of the outputs that are kept."""
+
+
+class RecordedOutput(NamedTuple):
+    """An output that was found. It may be None itself, if the model returns that."""
+
+    output: Any
 
 
 class RecordedOutputs:
@@ -45,20 +51,19 @@ class RecordedOutputs:
             self._bytes_left -= size
             self._outputs[digest] = _copied(output)
 
-    def find(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return a copy of the output for these inputs as the only item of a tuple; an empty
-        tuple if the network has to run.
+    def find(self, inputs: Sequence[Any]) -> RecordedOutput | None:
+        """Return a copy of the output for these inputs; None if the network has to run.
 
         It has to run if its parameters have changed, or if hooks wait for its layers.
         """
         if not self._outputs or _has_hooks(self._network):
-            return ()
+            return None
         if _versions(self._network) != self._versions:
-            return ()
+            return None
         digest = digest_of(inputs)
         if digest not in self._outputs:
-            return ()
-        return (_copied(self._outputs[digest]),)
+            return None
+        return RecordedOutput(_copied(self._outputs[digest]))
 
 
 def digest_of(inputs: Iterable[Any]) -> bytes | None:

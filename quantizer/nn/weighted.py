@@ -4,7 +4,9 @@ is random.
 Gates and states inside recurrent layers stay float, and the graph gives their first state.
 """
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 
 from quantizer.nn.image_layout import channels_last
 from quantizer.nn.layer import Layer
-from quantizer.nn.projections import spend_warning
 
 _OPERATORS = {
     "LSTM": torch.ops.aten.lstm.input,
@@ -22,6 +23,7 @@ _OPERATORS = {
     "RNN_TANH": torch.ops.aten.rnn_tanh.input,
 }
 """torch's function for a whole sequence, by the mode of its layer."""
+_PROJECTIONS_ARE_SLOW = "LSTM with projections is not supported with oneDNN"
 
 
 class _Filled(Layer):
@@ -230,3 +232,24 @@ class GRU(_Recurrent, nn.GRU):  # type: ignore[misc]  # torch's forward may go w
 
 class RNN(_Recurrent, nn.RNN):  # type: ignore[misc]  # torch's forward may go without a state
     """torch.nn.RNN with quantizers."""
+
+
+def keep_quiet_about(module: nn.Module) -> None:
+    """Suppress torch's warning that LSTMs with projections run without oneDNN, which changes no
+    result, if a module has any."""
+    for part in module.modules():
+        if isinstance(part, nn.LSTM) and part.proj_size:
+            spend_warning()
+
+
+@cache
+def spend_warning() -> None:
+    """Trigger torch's warning on projections where it is ignored.
+
+    Operators in C++ emit it past Python's filters, but only once in a process.
+    """
+    # The weights are random, and the user's generator must not change
+    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        warnings.filterwarnings("ignore", message=_PROJECTIONS_ARE_SLOW)
+        layer = nn.LSTM(1, 2, proj_size=1, device="cpu", dtype=torch.float32)
+        layer(torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32))

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import ModelError
-from quantizer.nn.projections import keep_quiet_about
+from quantizer.nn.weighted import keep_quiet_about
 from quantizer.sources.batches import PLAIN_TENSORS_HELP, count_not_finite
 from quantizer.sources.tensor_files import read_file
 from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.deployments import FILES
+from support.deployments import FILES, outputs_of
 from support.extended import extended_except
 from support.hierarchies import Fields, hierarchy
 from support.toys import built, traced
@@ -175,7 +175,7 @@ def test_a_program_takes_any_number_of_rows(kind: str, tmp_path: Path) -> None:
     given = calibrated(trace(nn.Sequential(nn.Linear(64, 8)).eval(), (x,)), config, (x,), {})
     assert exported("pt2", given, tmp_path) == 0.0
     rows = torch.randn(7, 9, 64)
-    expected = replace(given, args=(rows,)).expected[0]
+    expected = outputs_of(replace(given, args=(rows,)))[0]
     assert torch.equal(torch.export.load(tmp_path / "net.pt2").module()(rows), expected)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.deployments import fitted
+from support.deployments import fitted, outputs_of
 from support.extended import extended
 from support.runs import ROOT
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ def quantized(
                 network.layers[name].get_parameter("weight"), wanted
             )
     given = Deployment(graph, Solution(found), (x,), {}, opset)
-    return replace(given, sqnr_db=sqnr_db(output, given.expected[0]))
+    return replace(given, sqnr_db=sqnr_db(output, outputs_of(given)[0]))
 
 
 def optimized(path: Path, tmp_path: Path) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.deployments import ACTIVATION, WEIGHTS, Written, calibrated, fitted
+from support.deployments import ACTIVATION, WEIGHTS, Written, calibrated, fitted, outputs_of
 from support.extended import extended, extended_except
 from support.runs import ROOT, check
 from support.toys import built
@@ -350,7 +350,7 @@ def test_torch_compiles_it_to_kernels_of_integers(bits: str, tmp_path: Path) -> 
         found = torch.compile(program)(*given.args)
     assert counters["inductor"]["qconv_weight_prepack_matcher_count"] == 2
     assert counters["inductor"]["qlinear_weight_prepack_matcher_count"] == 1
-    (expected,), (step,) = given.expected, given.steps
+    (expected,), (step,) = outputs_of(given), given.steps
     assert step is not None
     assert float((expected - found).abs().max()) <= 1.001 * step
     assert (expected == found).float().mean() >= 0.9
@@ -385,7 +385,7 @@ def test_executorch_delegates_it(tmp_path: Path) -> None:
     assert method is not None
     found, (expected,), (step,) = (
         method.execute([given.args[0][:2]])[0],
-        given.expected,
+        outputs_of(given),
         given.steps,
     )
     assert step is not None

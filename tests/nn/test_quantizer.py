@@ -11,6 +11,7 @@ from torch.export import Dim, export
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.dynamic import VALUES_AT_ONCE
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics import fake_quantize, rounding
 from quantizer.observers import NegativeValuesError, ObservationError, Observer
 
 FORMATS = {
@@ -327,3 +328,21 @@ def test_modules_that_read_one_value_share_what_is_made_of_it_until_it_is_writte
     with torch.inference_mode():
         y = torch.tensor([[-1.0, 0.3]])
         torch.testing.assert_close(first(y), second(y))
+
+
+def test_a_round_mode_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls, and quantizers with the same codes, share one kernel."""
+    looked_up = []
+
+    def rounding_named(name: str) -> rounding.RoundMode:
+        looked_up.append(name)
+        return rounding.rounding_named(name)
+
+    monkeypatch.setattr(fake_quantize, "rounding_named", rounding_named)
+    spec = QuantizationSpec(bit_width=13, narrow_range=True, round_mode="half_down")
+    for axis in (0, 1):
+        along = replace(spec, qscheme="per_channel", ch_axis=axis)
+        quantizer = TensorQuantizer(along, torch.ones(4), torch.zeros(4, dtype=torch.int32))
+        for _ in range(3):
+            quantizer(values(4, 4))
+    assert looked_up == ["half_down"]

@@ -16,7 +16,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export import EXPORTERS, export
 from quantizer.export.agreement import Verification
-from quantizer.export.deployment import Deployment
+from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
@@ -59,6 +59,12 @@ def deployment(name: str, batch: int = 3) -> Deployment:
     toy = built(name)
     args, kwargs = toy.call(batch)
     return Deployment(traced(name), calibrated(traced(name), args, kwargs), args, kwargs)
+
+
+def outputs_of(given: Deployment) -> list[Tensor]:
+    """The tensors of test mode's output for the deployment's call, in order."""
+    with torch.no_grad():
+        return tensor_leaves(given.reference(*given.args, **given.kwargs))
 
 
 def calibrated(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Remark, RoundedWeight
+from quantizer.algorithms.clip_search import ClipSearch, clip_shares
 from quantizer.algorithms.gptq.block_rounder import ColumnScales
 from quantizer.algorithms.gptq.column_scales import column_scales, group_size, scale_index
 from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import OpenGroups, round_columns
-from quantizer.algorithms.gptq.scale_search import with_searched_scales
 from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
 from quantizer.algorithms.gptq.target import GptqTarget, Hessian, Products
 from quantizer.algorithms.gram import zero_channels
@@ -126,7 +126,7 @@ def round_layers(
         if len(solvable) == len(hessians):
             to_solve = alike
             if target.settings.scale_search and not is_dynamic:
-                to_solve = with_searched_scales(alike, solvable, gram)
+                to_solve = _with_searched_scales(alike, solvable, gram)
             solutions = _solve_ranges(
                 to_solve, solvable, products, target, is_dynamic=is_dynamic
             )
@@ -145,6 +145,43 @@ def round_layers(
 def is_stable(rounded: RoundedWeight, spec: QuantizationSpec) -> bool:
     """Check whether rounding the weight again changes nothing."""
     return torch.equal(nearest(rounded.weight, spec, rounded.qparams), rounded.weight)
+
+
+def _with_searched_scales(
+    members: Sequence[Member], hessians: Sequence[Hessian], gram: Tensor
+) -> list[Member]:
+    """Return the layers with the scales that have the least error when each weight is rounded
+    on its own. Scales that an earlier algorithm has fixed stay.
+
+    The scale of a range clips nothing. With few bits its steps are so coarse that most weights
+    of a group become 0. A smaller scale clips a few weights, and rounding the other columns
+    makes up for part of that.
+
+    The error of a group is that on its own inputs, as in `ClipSearch`, with the damping that
+    rounding has.
+
+    Args:
+        members: layers that read one input.
+        hessians: of each group of channels.
+        gram: the sum of x x^T of each group of channels, [groups, depth, depth].
+    """
+    dampings = [hessian.restored(hessian.damping) for hessian in hessians]
+    damped = gram.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(torch.stack(dampings))
+    searched = []
+    for member in members:
+        if not member.is_fixed:
+            search = ClipSearch(
+                member.layer,
+                member.spec,
+                member.layer.get_parameter("weight").detach().float(),
+                damped,
+                shares=clip_shares(member.spec),
+                shared_step=member.shared_step,
+            )
+            member = member.with_fixed(search.qparams)
+        searched.append(member)
+    return searched
 
 
 def _data_problems(

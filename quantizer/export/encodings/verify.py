@@ -48,7 +48,7 @@ def verify_encodings(written: EncodedFile) -> Verification:
     with _evaluated_file(written) as file:
         session = SessionOfFile(open_session(file, UNOPTIMIZED), file, deployment)
         agreement = Agreement("outputs", deployment.outputs, deployment.part_steps)
-        network = deployment.network()
+        network = deployment.reference
         for args, kwargs in deployment.calls():
             recorder = agreement.recorder()
             with torch.no_grad():

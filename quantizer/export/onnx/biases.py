@@ -57,9 +57,11 @@ def with_runtime_biases(
     if not steps:
         return solution
     network = move_module(quantized_network(graph, solution), _ON_CPU)
-    solution = _with_coarser_scales(solution, steps, network)
-    steps = sum_steps(graph, solution, form)
-    network = move_module(quantized_network(graph, solution), _ON_CPU)
+    coarser = _with_coarser_scales(solution, steps, network)
+    if coarser is not solution:
+        solution = coarser
+        steps = sum_steps(graph, solution, form)
+        network = move_module(quantized_network(graph, solution), _ON_CPU)
     corrections = dict(solution.corrections)
     for layer, bias in sum_biases(network, steps).items():
         change = bias.value - _bias_of(network, layer)
@@ -76,8 +78,11 @@ def _bias_of(network: Network, layer: str) -> Tensor:
 def _with_coarser_scales(
     solution: Solution, steps: Mapping[str, Tensor], network: Network
 ) -> Solution:
-    """Return coarser scales for channels whose biases would fill more than half of int32."""
+    """Return coarser scales for channels whose biases would fill more than half of int32; the
+    same solution if there are none.
+    """
     tensors = dict(solution.tensors)
+    is_changed = False
     for layer, step in steps.items():
         excess = _bias_of(network, layer).abs() / step / MAX_SUM_BIAS
         if step.dim() and bool((excess > 1).any()):
@@ -87,7 +92,8 @@ def _with_coarser_scales(
                 factor = factor.log2().ceil().exp2()
             axis = int(network.graph.by_name[layer].row.transposed)
             tensors[layer, "weights"] = _coarser(weights, factor, axis)
-    return replace(solution, tensors=tensors)
+            is_changed = True
+    return replace(solution, tensors=tensors) if is_changed else solution
 
 
 def _coarser(weights: QuantizedTensor, factor: Tensor, axis: int) -> QuantizedTensor:

@@ -27,7 +27,7 @@ class LayerCheck:
     """
 
     def __init__(self, model: ModelProto, deployment: Deployment) -> None:
-        self.network = deployment.network()
+        self.network = deployment.reference
         self.tensors = deployment.solution.tensors
         self.values: dict[Key, str] = {}
         self._zeros: dict[Key, NDArray[Any]] = {}

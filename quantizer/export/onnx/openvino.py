@@ -146,7 +146,7 @@ class OpenVinoCheck:
         """
         deployment = self.deployment
         recorder = Recorder(deployment.outputs)
-        network = deployment.network()
+        network = deployment.reference
         result = network.observe(deployment.args, deployment.kwargs, recorder.watchers)
         expected = to_float32(tensor_leaves(result))
         verifications: list[Verification] = []

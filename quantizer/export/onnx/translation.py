@@ -103,7 +103,8 @@ def translate_network(
     marked = _MarkedNetwork(network, deployment, quantizations)
     tensors = tuple(leaf for leaf in marked.leaves if isinstance(leaf, Tensor))
     program = translatable(export_program(marked, deployment.graph, tensors, {}))
-    names = _numbered("input", len(tensors)), _numbered("output", len(deployment.expected))
+    output_names = deployment.output_names
+    names = _numbered("input", len(tensors)), _numbered("output", len(output_names))
     try:
         model = translate_program(program, names, opset)
     except torch.onnx.OnnxExporterError as error:
@@ -114,7 +115,7 @@ def translate_network(
         ) from error
     _produce_outputs(model.graph)
     inputs = dict(zip(names[0], deployment.input_names, strict=True))
-    outputs = dict(zip(names[1], deployment.output_names, strict=True))
+    outputs = dict(zip(names[1], output_names, strict=True))
     _rename(model.graph, inputs | outputs)
     return model
 

@@ -87,7 +87,7 @@ def verify_sessions(file: OnnxFile, deployment: Deployment) -> Verification:
         multiplications = _multiplications(file, deployment, sessions[watched], folder)
     outputs, steps = deployment.outputs, deployment.part_steps
     agreements = {label: Agreement("outputs", outputs, steps) for label in sessions}
-    network = deployment.network()
+    network = deployment.reference
     layers = _LayerSession.of(file, deployment)
     first_feed: dict[str, NDArray[Any]] | None = None
     for args, kwargs in deployment.calls():

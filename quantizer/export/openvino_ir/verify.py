@@ -34,7 +34,7 @@ def verify_ir(session: IrSession, deployment: Deployment) -> Verification:
     Raises:
         VerificationError: OpenVINO cannot run it, or its outputs differ in float32.
     """
-    network = deployment.network()
+    network = deployment.reference
     outputs, steps = deployment.outputs, deployment.part_steps
     agreements = [Agreement("outputs", outputs, steps) for _ in (IN_FLOAT32, BY_DEFAULT)]
     for args, kwargs in deployment.calls():
