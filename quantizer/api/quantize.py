@@ -113,10 +113,7 @@ def quantize(
         QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
         UsageError: there is no such destination, or it needs data, or has no `max_mb`.
     """
-    typed = path_of(folder, "folder")
-    # The user's code may change the working directory
-    place = typed.absolute()
-    require_result_folder(place)
+    typed, place = _place_of(folder)
     name = _known_destination(to or default_destination(model))
     target = DESTINATIONS[name].target_of(model)
     inputs = [config] if isinstance(config, (str, os.PathLike)) else []
@@ -126,14 +123,7 @@ def quantize(
         has_data = data is not None
         require_sized(max_mb, name, target, has_config=config is not None, has_data=has_data)
         preset = preset_for(name, has_data=has_data) if config is None else ""
-        settings = CalibrationSettings(
-            seed=seed,
-            dynamic=dynamic,
-            folder=place,
-            events=events,
-            confirm=partial(_confirm, checked_target(target, choices)),
-            has_next_step=True,
-        )
+        settings = _settings(target, choices, place, seed=seed, dynamic=dynamic, events=events)
         batches = _batches(model, data, settings)
         require_real(batches, evaluate, evaluation_data)
         graph = _trace(model, batches, target, choices, dynamic=dynamic)
@@ -154,6 +144,19 @@ def quantize(
     improvement = DESTINATIONS[name].improvement(has_data=has_data)
     shown_config = _name_of(config, place, typed)
     return _with_verdict(quantized, target, typed, improvement=improvement, config=shown_config)
+
+
+def _place_of(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Return the folder of a run as its user calls it, and absolute: the user's code may change
+    the working directory.
+
+    Raises:
+        UsageError: it holds other files than results.
+    """
+    typed = path_of(folder, "folder")
+    place = typed.absolute()
+    require_result_folder(place)
+    return typed, place
 
 
 def _with_file(
@@ -295,6 +298,14 @@ def _divided(
     evaluation.skip_len = first
     calibration = open_batches(model, data, replace(settings, subset_len=first))
     return calibration, replace(settings, evaluation=evaluation)
+
+
+def _settings(
+    target: str, choices: Mapping[str, str], folder: Path, **others: Any
+) -> CalibrationSettings:
+    """Return the settings of a calibration that makes a file, with others by name."""
+    confirm = partial(_confirm, checked_target(target, choices))
+    return CalibrationSettings(confirm=confirm, folder=folder, has_next_step=True, **others)
 
 
 def _confirm(

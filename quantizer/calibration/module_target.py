@@ -247,7 +247,7 @@ class ModuleTarget(Target):
 
 
 def _quantized_paths(plan: Plan) -> set[str]:
-    """Return the paths of the parameters that a plan quantizes, as its graph has them."""
+    """Return the paths in the graph of the parameters that a plan quantizes."""
     paths = set()
     for name, role in plan.tensors:
         if is_parameter(role):

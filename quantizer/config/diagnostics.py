@@ -131,7 +131,9 @@ class ConfigError(UsageError):
 def with_place(finding: Diagnostic) -> Sentence:
     """Return the message of a finding after its place, if it has one."""
     message = marked_text(finding.message)
-    return Sentence(f"{finding.place}: {message}" if finding.place else message)
+    if finding.place:
+        message = f"{finding.place}: {message}"
+    return Sentence(message)
 
 
 @contextmanager

@@ -385,3 +385,20 @@ def test_every_command_in_the_table_has_an_import_path() -> None:
         for target, help_text in SUBCOMMANDS.values()
     )
     assert entry._RUN_MODE == "quantizer.cli.modes:run_mode"
+
+
+def test_a_traced_run_imports_nothing_of_modules_in_place() -> None:
+    code = (
+        "import sys, quantizer.cli.calib_mode, quantizer.cli.test_mode, quantizer.sources.models;"
+        "print(*(name for name in sys.modules if name.startswith('quantizer.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    imported = set(done.stdout.split())
+    assert "quantizer.calibration.target" in imported
+    assert not imported & {
+        "quantizer.calibration.module_target",
+        "quantizer.graph.modules",
+        "quantizer.nn.inplace",
+    }
