@@ -34,6 +34,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+_LASTING_MODULES: set[str] = set()
+"""Names of loaded modules that no test has written."""
+
 MARKS_TO_NAME = ("large", "real", "extended")
 """Marks of tests that run only where `-m` names them."""
 
@@ -193,10 +196,13 @@ def _forgotten_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     """A process begins without the models that earlier tests have written and loaded."""
     yield
     written = str(tmp_path_factory.getbasetemp())
-    for name, loaded in list(sys.modules.items()):
-        file = getattr(loaded, "__dict__", {}).get("__file__")
+    # To look at all thousands again would take longer than most tests
+    for name in sys.modules.keys() - _LASTING_MODULES:
+        file = getattr(sys.modules[name], "__dict__", {}).get("__file__")
         if file is not None and file.startswith(written):
             del sys.modules[name]
+        else:
+            _LASTING_MODULES.add(name)
 
 
 @pytest.fixture

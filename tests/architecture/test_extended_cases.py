@@ -7,9 +7,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-from support.extended import extended, extended_except
-
 TESTS = Path(__file__).parents[1]
 HELPER = TESTS / "support" / "extended.py"
 
@@ -45,28 +42,3 @@ def test_each_test_with_extended_cases_has_usual_ones() -> None:
         if "mark.extended" in text or not only_in_lists_with_usual_cases(ast.parse(text)):
             faults.append(str(path.relative_to(TESTS)))
     assert not faults, "write [usual, *extended(further)] or extended_except(values, usual)"
-
-
-@pytest.mark.parametrize(
-    ("text", "is_right"),
-    [
-        ("[1, *extended(2)]", True),
-        ("extended_except([1, 2], 1)", True),
-        ("[*extended(1), *extended(2)]", False),
-        ("extended(1)", False),
-    ],
-)
-def test_lists_without_usual_cases_are_seen(text: str, is_right: bool) -> None:
-    assert only_in_lists_with_usual_cases(ast.parse(text)) is is_right
-
-
-def test_cases_are_marked() -> None:
-    def marked(cases: list[object]) -> list[object]:
-        return [case.values for case in cases if case.marks]  # type: ignore[attr-defined]
-
-    assert marked(extended("a", ("b", 1))) == [("a",), ("b", 1)]
-    assert marked(extended_except({"a": 1, "b": 2}, "b")) == [("a",)]
-    with pytest.raises(AssertionError, match="no cases of this test"):
-        extended_except(["a"], "b")
-    with pytest.raises(AssertionError, match="at least one case"):
-        extended_except(["a"])

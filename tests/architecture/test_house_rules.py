@@ -1,12 +1,11 @@
 """Only the command line prints, exits or reads the environment; files and functions are short;
-modules say what for.
+modules and public functions say what for.
 """
 
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from support.ledger import MODULES, PACKAGE, shown, source
 
@@ -22,6 +21,9 @@ RESERVED_FOR_CLI = {
     "sys.argv",
     "SystemExit",
 }
+MAX_UNDOCUMENTED = 5
+"""The lines of a method that a base class documents, and that needs no docstring itself."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FORKS = "storage/child_process.py"
 """Ends the processes that it makes itself."""
 
@@ -60,7 +62,7 @@ def test_files_and_functions_are_short() -> None:
         if len(file.text.splitlines()) > MAX_FILE:
             faults.append(shown(path))
         for node in file.nodes:
-            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            is_function = isinstance(node, _FUNCTIONS)
             if is_function and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION:
                 faults.append(f"{shown(path)}: {node.name}")
     assert not faults
@@ -78,35 +80,52 @@ def test_modules_say_what_they_are_for() -> None:
     assert not faults
 
 
-def test_docstrings_have_one_form() -> None:
-    """Summary, prose, then these parts in this order, each at most once, and examples last."""
+def test_public_functions_say_what_they_do() -> None:
+    documented = documented_methods()
     faults: list[str] = []
     for path in MODULES:
-        for node in source(path).nodes:
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                name = f"{shown(path)}: {getattr(node, 'name', 'module')}"
-                text = ast.get_docstring(node) or ""
-                faults += [f"{name}: {fault}" for fault in misformed(text)]
+        missing = without_docstring(source(path).nodes, documented)
+        faults += [f"{shown(path)}: {fault}" for fault in missing]
     assert not faults
 
 
-def misformed(docstring: str) -> Iterator[str]:
-    """Yield what a docstring has otherwise than the others."""
-    parts = ["Args:", "Attributes:", "Returns:", "Raises", "Source:", ">>>"]
-    begun: list[str] = []
-    for line in docstring.splitlines():
-        for part in parts:
-            if line.startswith(part) and not (part == ">>>" and part in begun):
-                begun.append(part)
-    if begun != sorted(set(begun), key=parts.index):
-        yield f"parts in the order {begun}"
-    if re.search(r"(^|[.;] )[Rr]aises `?[A-Z]\w+", docstring):
-        yield "a part of its own for errors"
-    if "et al" in docstring and "Source:" not in docstring:
-        yield "a part of its own for the source"
-    if docstring and not docstring.split("\n\n")[0].rstrip().endswith((".", ":", "…")):
-        yield "a sentence first"
+def without_docstring(
+    nodes: Iterable[ast.AST], documented: set[tuple[str, str]]
+) -> Iterator[str]:
+    """Yield the public functions and methods without a docstring.
+
+    A method needs none if it is short and a base class documents it, or if it is declared and
+    not defined. Functions inside functions need none either.
+
+    Args:
+        nodes: of a file.
+        documented: the (class, method) pairs that have a docstring.
+    """
+    for node in nodes:
+        bases: list[str] = []
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base) for base in node.bases]
+        elif not isinstance(node, ast.Module):
+            continue
+        for function in node.body:
+            if not isinstance(function, _FUNCTIONS) or function.name.startswith("_"):
+                continue
+            first, last = function.body[0], function.body[-1]
+            is_declared = ast.unparse(first) == "..."
+            is_short = (last.end_lineno or 0) - first.lineno < MAX_UNDOCUMENTED
+            is_override = any((base, function.name) in documented for base in bases)
+            if not (ast.get_docstring(function) or is_declared or (is_short and is_override)):
+                yield f"line {function.lineno}: {function.name}"
 
 
-def test_no_room_for_leftovers() -> None:
-    assert not {path.stem for path in MODULES} & {"utils", "helpers", "misc", "common"}
+def documented_methods() -> set[tuple[str, str]]:
+    """Return the (class, method) pairs of the package that have a docstring."""
+    pairs: set[tuple[str, str]] = set()
+    for path in MODULES:
+        for node in source(path).nodes:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for method in node.body:
+                if isinstance(method, _FUNCTIONS) and ast.get_docstring(method):
+                    pairs.add((node.name, method.name))
+    return pairs

@@ -1,12 +1,14 @@
 """A small trained language model: characters of Python sources. `python
 tests/support/character_model.py` trains it again.
 
-The weights are stored as float16, beside this file; the text is what every Python brings along.
+The weights are stored beside this file, in 8 bits with a scale for each row; the text is what
+every Python brings along.
 """
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -85,9 +87,24 @@ class CharacterModel(nn.Module):
 
 def trained() -> CharacterModel:
     """With the weights of the file."""
+    stored = load_file(WEIGHTS)
+    state = {}
+    for name, values in stored.items():
+        if not name.endswith(".scale"):
+            state[name] = values.float() * stored[f"{name}.scale"].float()
     model = CharacterModel().eval()
-    model.load_state_dict({name: value.float() for name, value in load_file(WEIGHTS).items()})
+    model.load_state_dict(state)
     return model
+
+
+def in_8_bits(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The codes of each parameter, and a scale for each of its rows; vectors have one row."""
+    stored = {}
+    for name, values in state.items():
+        scale = (values.abs().amax(-1, keepdim=True) / 127).half()
+        stored[name] = (values / scale.float()).round().clamp(-127, 127).to(torch.int8)
+        stored[f"{name}.scale"] = scale
+    return stored
 
 
 def codes(modules: tuple[str, ...]) -> Tensor:
@@ -138,4 +155,4 @@ def train() -> CharacterModel:
 
 
 if __name__ == "__main__":
-    save_file({name: value.half() for name, value in train().state_dict().items()}, WEIGHTS)
+    save_file(in_8_bits(train().state_dict()), WEIGHTS)

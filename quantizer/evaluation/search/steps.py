@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 from quantizer.calibration.events import NO_FOLLOWER
-from quantizer.config.dpu_accuracy import FINETUNE_MODES
 from quantizer.config.forms.layer_entries import with_layer_entries
 from quantizer.config.forms.level_edits import (
     group_sizes,
