@@ -59,7 +59,7 @@ from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.untraced import Untraced, untraced_part
-from quantizer.nn.inplace import check_float
+from quantizer.nn.layer import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
 from quantizer.report.files import REPORT_INPUTS, write_report
@@ -71,7 +71,7 @@ from quantizer.results.result_set import locked, mark_result_folder, require_res
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.padding import without_padding
-from quantizer.sources.text import DEFAULT_SEQ_LEN
+from quantizer.sources.windows import DEFAULT_SEQ_LEN
 from quantizer.storage.files import write_json, write_text
 from quantizer.storage.permission import replacing
 

@@ -17,7 +17,6 @@ from quantizer.api.notebook import html_table
 from quantizer.api.python_words import called_from_python, in_python
 from quantizer.api.report import Report
 from quantizer.calibration.events import Events
-from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.evaluation.scores import score
@@ -50,6 +49,7 @@ from quantizer.results.write import check_owner, write_copy
 from quantizer.sources.data import Batches, load_batches
 from quantizer.sources.directions import Directions
 from quantizer.sources.models import Evaluate, checked_measure
+from quantizer.sources.module_state import evaluating
 from quantizer.storage.permission import replacing
 
 

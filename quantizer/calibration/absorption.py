@@ -5,14 +5,14 @@ decision is recorded in the results, so that every later run makes the same grap
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantizer.calibration.solution import AbsorptionRecord
 from quantizer.config.model import QuantizationSpec, Settings
 from quantizer.config.wording import counted
 from quantizer.graph.edits import with_weights
@@ -36,10 +36,6 @@ _WEIGHT_SPEC = QuantizationSpec(bit_width=8, is_dynamic=True)
 """8 bits for the input and the weight of the second layer of a pair, with one scale each."""
 _MIN_DB = -100.0
 """The lowest SQNR that is recorded, in dB."""
-Record = Mapping[str, Any]
-"""As quant_info.json has it: `batches`, and `layers`, by first layer, with both SQNRs and the
-decision. Empty for a network without such layers, and for a calibration without data.
-"""
 
 
 @dataclass
@@ -56,7 +52,9 @@ class _Energies:
         return self.absorbing <= self.eight_bits
 
 
-def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Batch]) -> Record:
+def decide_absorption(
+    original: Graph, settings: Settings, batches: Iterable[Batch]
+) -> AbsorptionRecord:
     """Return the layers that absorb high biases, and their effect on the first batches.
 
     Args:
@@ -100,17 +98,7 @@ def decide_absorption(original: Graph, settings: Settings, batches: Iterable[Bat
     return {"batches": count, "layers": rows}
 
 
-def refused_layers(record: Record) -> frozenset[str]:
-    """Return the layers whose high biases stay; an empty record refuses none."""
-    rows = record.get("layers", {})
-    names = set()
-    for name, row in rows.items():
-        if not row["absorbed"]:
-            names.add(name)
-    return frozenset(names)
-
-
-def refused_sentences(record: Record) -> list[str]:
+def refused_sentences(record: AbsorptionRecord) -> list[str]:
     """Return a sentence on each layer whose high biases stay."""
     sentences = []
     for name, row in record.get("layers", {}).items():

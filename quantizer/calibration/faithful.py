@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from quantizer.calibration.module_target import evaluating
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, with_samples
@@ -25,7 +24,7 @@ from quantizer.nn.function import topk
 from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import ModuleState, preserve_module_state
+from quantizer.sources.module_state import ModuleState, evaluating, preserve_module_state
 from quantizer.sources.user_code import user_exits
 
 logger = logging.getLogger(__name__)

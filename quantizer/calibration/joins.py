@@ -2,14 +2,16 @@
 each part its own.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quantizer.calibration import scaled_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.scaled_joins import Scaling
 from quantizer.config.wording import first_names
 from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
@@ -19,6 +21,9 @@ from quantizer.plan import joins
 from quantizer.plan.joins import CLOSE_DB
 from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
 from quantizer.storage.deferred_tensor import loaded
+
+if TYPE_CHECKING:
+    from quantizer.calibration.scaled_joins import Scaling
 
 FEW_BITS = 4.0
 """A part of a join with fewer bits is reported."""

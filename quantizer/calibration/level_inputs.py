@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
-from quantizer.algorithms.fold import fold_factors
 from quantizer.calibration import observing
 from quantizer.calibration.level_channels import (
     LARGEST_EXPONENT,
@@ -376,6 +375,9 @@ def adjustment_of(graph: Graph, exponents: Exponents) -> Adjustment:
     """Return an adjustment with all factors: those of layers, as `level_channels` has them, and
     those of inputs, which are multiplied in float before they are quantized.
     """
+    # Few networks have such channels
+    from quantizer.algorithms.fold import fold_factors
+
     adjustment = level_adjustment(graph, exponents)
     names = input_values(graph)
     groups = {row.group.source: row.group for row in input_readers(graph)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -31,12 +31,13 @@ from quantizer.graph.modules import (
     parameters_of,
     uncovered_modules,
 )
-from quantizer.nn.inplace import ModuleTree, check_float, check_quantizable, rectify_output
+from quantizer.nn.inplace import ModuleTree, check_quantizable, rectify_output
+from quantizer.nn.layer import check_float
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import MUCH, group_size_remarks, left_float, share_left
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import preserve_module_state
+from quantizer.sources.module_state import evaluating, preserve_module_state
 from quantizer.sources.weights import check_finite
 
 NEEDS_TRACE = {
@@ -270,20 +271,6 @@ class ModuleTarget(Target):
             path = self.graph.by_name[name].scope
             rectify_output(self.model.get_submodule(path))
         return solution
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode for a while; each module gets its mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    # An exported program has no modes
-    with suppress(NotImplementedError):
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _not_quantized(config: Config, plan: Plan) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -22,8 +23,6 @@ from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
 from quantizer.nn.execution import Watchers
-from quantizer.nn.inplace import ModuleTree
-from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, ObservationError, Observer, find_ranges
@@ -33,12 +32,16 @@ from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
 
+if TYPE_CHECKING:
+    from quantizer.nn.inplace import ModuleTree
+    from quantizer.nn.network import Network
+
 logger = logging.getLogger(__name__)
 
 
 DISTRIBUTION = QuantizationSpec(symmetric=False, statistic="pooled")
 """The spec of the histogram of all values of a tensor, for any spec of the tensor."""
-Observable = Network | ModuleTree
+Observable: TypeAlias = "Network | ModuleTree"
 """A model that shows the values of its nodes to watchers."""
 _RESTART = "run without --resume"
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration import fingerprint
-from quantizer.calibration.absorption import Record
 from quantizer.calibration.events import Events, LoggedEvents, Snapshot
 from quantizer.calibration.level_channels import Exponents
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.snapshots import CheckpointStore, share_snapshot
-from quantizer.calibration.solution import Solution
+from quantizer.calibration.solution import AbsorptionRecord, Solution
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.calibration.target import Target
 from quantizer.config.diagnostics import Diagnostic
@@ -69,7 +68,7 @@ class CalibrationState:
     adjustment: Adjustment = field(default_factory=Adjustment)
     calibration: Calibration = _NOT_YET
     joins: Mapping[str, JoinDecision] = field(default_factory=dict)
-    absorption: Record | None = None
+    absorption: AbsorptionRecord | None = None
     levels: Exponents | None = None
     inputs: InputMagnitudes = field(default_factory=InputMagnitudes)
     solution: Solution = _NOT_YET
@@ -120,7 +119,7 @@ class CalibrationRequest:
     ranks: Ranks = ALONE
     memory: int | None = None
     statistics: tuple[StoredStatistics, ...] = ()
-    absorption: Record | None = None
+    absorption: AbsorptionRecord | None = None
     levels: Exponents | None = None
 
     @property

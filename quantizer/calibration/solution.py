@@ -26,6 +26,10 @@ from quantizer.storage.deferred_tensor import deferred_like, loaded
 
 _Parameters = Mapping[str, Mapping[str, Tensor]]
 """Parameters by layer and name."""
+AbsorptionRecord = Mapping[str, Any]
+"""As quant_info.json has it: `batches`, and `layers`, by first layer, with both SQNRs and the
+decision. Empty for a network without such layers, and for a calibration without data.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Solution:
     insertions: tuple[Insertion, ...] = ()
     rescaled: _Parameters = field(default_factory=dict)
     algorithms: Mapping[str, Any] = field(default_factory=dict)
-    absorption: Mapping[str, Any] = field(default_factory=dict)
+    absorption: AbsorptionRecord = field(default_factory=dict)
     levels: Mapping[str, Sequence[int]] = field(default_factory=dict)
     joins: Mapping[str, JoinDecision] = field(default_factory=dict)
 
@@ -197,3 +201,13 @@ def writes_inplace(graph: Graph, name: str, role: str) -> bool:
     """
     node = graph.by_name[name]
     return role == "activation" and node.row.fresh
+
+
+def refused_layers(record: AbsorptionRecord) -> frozenset[str]:
+    """Return the layers whose high biases stay; an empty record refuses none."""
+    rows = record.get("layers", {})
+    names = set()
+    for name, row in rows.items():
+        if not row["absorbed"]:
+            names.add(name)
+    return frozenset(names)

@@ -4,27 +4,31 @@ The shell, Python and quantization in place run these steps. Writing, testing an
 after them.
 """
 
+from __future__ import annotations
+
 import logging
 import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quantizer.algorithms import bias_correction
 from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.calibration import absorption, level_inputs, observing, rank_shards
+from quantizer.calibration import level_inputs, observing
 from quantizer.calibration.events import RunStage, Snapshot
-from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.run_algorithms import algorithms_report, run_algorithms
 from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
-from quantizer.calibration.solution import Solution, quantized_network
+from quantizer.calibration.solution import (
+    AbsorptionRecord,
+    Solution,
+    quantized_network,
+    refused_layers,
+)
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.model import Settings
@@ -34,6 +38,9 @@ from quantizer.graph.parameters import move_module
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
+
+if TYPE_CHECKING:
+    from quantizer.algorithms.dpu_alignment import Move
 
 _CHECKPOINT = "the checkpoint of calibration"
 
@@ -57,7 +64,7 @@ class Step:
 
 def prepare_graph(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Bring the graph into the form that is planned."""
-    refused = absorption.refused_layers(state.absorption or {})
+    refused = refused_layers(state.absorption or {})
     target = state.target.prepared(request.config, refused)
     return replace(state, target=target)
 
@@ -94,14 +101,17 @@ def check_high_biases(request: CalibrationRequest, state: CalibrationState) -> C
     If some may not, the passes and the plan are made again. The first rank decides for all.
     Without data, all layers absorb them.
     """
+    # Only networks with high biases and `include_cle` need it
+    from quantizer.calibration import absorption
+
     config = request.config
-    record: absorption.Record = {}
+    record: AbsorptionRecord = {}
     if request.ranks.is_first and not request.batches.stands_in:
         data = request.read()
         record = absorption.decide_absorption(request.target.original, config.settings, data)
     record = request.ranks.broadcast(record, "the check of absorbed biases")
     state = replace(state, absorption=record)
-    refused = absorption.refused_layers(record)
+    refused = refused_layers(record)
     if not refused:
         return state
     for sentence in absorption.refused_sentences(record):
@@ -132,6 +142,14 @@ def level_far_channels(
     return replace(
         state, target=target, plan=target.plan(request.config), adjustment=adjustment
     )
+
+
+def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Run all algorithms of the config; see `calibration.run_algorithms`."""
+    # Only configs with algorithms need it
+    from quantizer.calibration import run_algorithms as algorithms
+
+    return algorithms.run_algorithms(request, state)
 
 
 def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -194,6 +212,9 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         if request.ranks.is_alone:
             observing.observe_batches(calibration, model, remaining_batches())
         else:
+            # A run in one process does not need it
+            from quantizer.calibration import rank_shards
+
             rank_shards.observe_share(calibration, model, remaining_batches(), request.ranks)
             observing.require_batches(calibration)
             batches.require_same(request.ranks)
@@ -273,6 +294,9 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
     )
     solution = state.target.solved(solution, state.adjustment)
     if request.config.algorithms:
+        # As in `run_algorithms`
+        from quantizer.calibration.run_algorithms import algorithms_report
+
         algorithms = algorithms_report(request.config.algorithms, state.adjustment)
         solution = replace(solution, algorithms=algorithms)
     return replace(state, solution=solution)
@@ -303,6 +327,9 @@ def align_positions(
 
     Source: `quantizer.algorithms.dpu_alignment`.
     """
+    # Only the DPU needs it
+    from quantizer.algorithms.dpu_alignment import align
+
     positions, moves = align(
         graph,
         solution.positions,
@@ -359,6 +386,9 @@ def run_finetuning(request: CalibrationRequest, state: CalibrationState) -> Cali
     """Learn how to round weights on the first rank, on all batches, while the others wait."""
     finetuned = (state.solution, state.is_finetuned)
     if request.ranks.is_first:
+        # Only runs with --fast_finetune need it
+        from quantizer.calibration.finetuning import finetune_weights
+
         finetuned = finetune_weights(request, state)
     solution, is_finetuned = request.ranks.broadcast(finetuned, "fast finetuning")
     return replace(state, solution=solution, is_finetuned=is_finetuned)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from quantizer.calibration import absorption
+from quantizer.calibration.solution import refused_layers
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.analyzed_data import on_device, watched_data
@@ -285,7 +286,7 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
         original = session.recall_graph(options, loaded, batches, reported)
         check_model(reported, original)
         if not read.config.algorithms:
-            refused = absorption.refused_layers(reported.solution.absorption)
+            refused = refused_layers(reported.solution.absorption)
             graph = run_passes(original, read.config.settings, refused=refused)
             plan = session.resolved_plan(read, original, quiet=True, graph=graph)
             check_plan(reported, read.config, plan)
@@ -325,7 +326,7 @@ def _analyze_widths(
     absorption_record = absorption.decide_absorption(
         subject.original, read.config.settings, on_device(options, batches, subject.original)
     )
-    refused = absorption.refused_layers(absorption_record)
+    refused = refused_layers(absorption_record)
     graph = run_passes(subject.original, read.config.settings, refused=refused)
     plan = session.resolved_plan(read, subject.original, quiet=options.json, graph=graph)
     tensors = measured_tensors(subject)[0] if options.tensors else None

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantizer.cli.options import Options
-from quantizer.cli.render import workflow_command
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.printable import one_line
 from quantizer.report.page.rows import most_damaged, tensor_name
@@ -70,6 +69,9 @@ def _place(
 
 def _command(kind: str, properties: Mapping[str, str], text: str) -> None:
     """Print a workflow command; Actions reads standard error too."""
+    # Only GitHub Actions need it
+    from quantizer.cli.render import workflow_command
+
     properties = {**properties, "title": "quantizer"}
     command = workflow_command(kind, properties, one_line(text))
     print(command, file=sys.stderr)

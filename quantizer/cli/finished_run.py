@@ -7,8 +7,9 @@ from quantizer.cli.climbing import Tuning
 from quantizer.cli.divided_data import DividedData
 from quantizer.cli.gates import Gate, failed_gates, gate_lines
 from quantizer.cli.options import Options
+from quantizer.cli.outcome import Outcome
 from quantizer.cli.reproduction import data_words
-from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.session import OpenedRun
 from quantizer.graph.untraced import Untraced
 from quantizer.plan.model import Key, Plan
 from quantizer.report.verdict import VerdictFacts

@@ -17,7 +17,8 @@ from quantizer.cli.gates import (
     require_measured,
 )
 from quantizer.cli.options import Options
-from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.outcome import Outcome
+from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import unmoved
 from quantizer.cli.table_view import config_to_look, show_layers
 from quantizer.distributed import ALONE, Ranks

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunStage
 from quantizer.cli import session
-from quantizer.cli.render import print_diagnostics
 from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.report.bars import Bars, StackedBars
@@ -82,6 +81,9 @@ class Messages(Events):
         if finding is None:
             _logger.log(level, "%s", text)
         elif not self._quiet:
+            # A run without findings does not need it
+            from quantizer.cli.render import print_diagnostics
+
             print_diagnostics((finding,), self._sources)
 
 

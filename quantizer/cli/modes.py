@@ -22,7 +22,7 @@ from quantizer.cli.gates import (
 )
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.options import RAISING, Options
-from quantizer.cli.session import Outcome
+from quantizer.cli.outcome import Outcome
 from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras

@@ -1,5 +1,7 @@
 """Opens config, model and data of a command, resolves the plan, and prints results."""
 
+from __future__ import annotations
+
 import logging
 import os
 import sys
@@ -7,24 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.calibration.finetuning import with_finetuning
 from quantizer.cli.line_breaks import starts_of_lines
 from quantizer.cli.options import Options
-from quantizer.cli.outcome import Outcome as Outcome
-from quantizer.cli.render import print_diagnostics, say_note
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
 from quantizer.cli.screen import screen, timed
 from quantizer.cli.start_folder import as_typed, from_start, unmoved
 from quantizer.cli.text_options import read_windows
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
-from quantizer.config.document.edited import edited_text
+from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
@@ -50,9 +49,11 @@ from quantizer.sources.data import (
     load_batches,
 )
 from quantizer.sources.models import LoadedModel, load_model
-from quantizer.sources.synthetic import Wanted, synthetic_batches
-from quantizer.sources.text import Windows
+from quantizer.sources.windows import Windows
 from quantizer.storage import process_memory
+
+if TYPE_CHECKING:
+    from quantizer.cli.outcome import Outcome
 
 _logger = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ class ReadConfig:
 
     def text_of(self, value: JsonMapping) -> str:
         """Return the text of a changed config, laid out as the file is."""
+        # Only configs that are changed need it
+        from quantizer.config.document.edited import edited_text
+
         return edited_text(self.document or Document.of({}, ""), value)
 
     @property
@@ -148,12 +152,12 @@ class OpenedRun:
         """
         return trace_model(self.options, self.loaded, self.batches, compared=True)
 
-    def with_batches(self, batches: Batches) -> "OpenedRun":
+    def with_batches(self, batches: Batches) -> OpenedRun:
         """Return the same run with a part of its calibration data, and the same trace."""
         # The data of the test may be another part, too
         return self.changed(batches=batches, float_metrics=None, evaluation=None)
 
-    def changed(self, **changes: Any) -> "OpenedRun":
+    def changed(self, **changes: Any) -> OpenedRun:
         """Return the same run with other fields, and the same trace."""
         other = replace(self, **changes)
         # Tracing again would take longer than all else
@@ -298,6 +302,9 @@ def _synthetic_data(
     """Return data that are made from the model, in the shapes of its example input or of its
     own data.
     """
+    # Only synthetic data need it
+    from quantizer.sources.synthetic import Wanted, synthetic_batches
+
     if Path(spec).exists():
         _logger.warning(
             "--data %s makes data from the model; ./%s is the file or folder", spec, spec
@@ -377,6 +384,9 @@ def resolved_plan(
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings, read.sources)
     if not quiet:
+        # A run without findings does not need it
+        from quantizer.cli.render import print_diagnostics, say_note
+
         print_diagnostics(findings, read.sources)
         for line in plan_remarks(plan):
             say_note(line)

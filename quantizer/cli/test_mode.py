@@ -1,16 +1,17 @@
 """Runs `--quant_mode test`: compares the calibrated network with the float one."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
 from quantizer.calibration import fingerprint, memory_prediction
 from quantizer.calibration.events import ForkedEvents
-from quantizer.calibration.finetuning import require_calibrated_with
 from quantizer.cli import session, torchrun
 from quantizer.cli.annotations import annotate_warnings
 from quantizer.cli.divided_data import reads_calibration_data
@@ -30,23 +31,21 @@ from quantizer.cli.gates import (
     require_products,
 )
 from quantizer.cli.options import RAISING, Options
+from quantizer.cli.outcome import Outcome
 from quantizer.cli.report_place import report_place
 from quantizer.cli.reproduction import names_same_source, remember, words_of
-from quantizer.cli.session import Outcome
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import show_layers, table_view
 from quantizer.comparison.output_figures import POOLED_FIGURE
+from quantizer.config.dpu_accuracy import require_calibrated_with
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
-from quantizer.evaluation.exact import require_wide
 from quantizer.evaluation.followed_data import same_in_each_pass
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import FOLDER, as_run
 from quantizer.export.choices import chooses_layers
 from quantizer.export.choosing import chosen_layers
-from quantizer.export.deployment import Deployment
-from quantizer.export.layer_choice import LayerChoice
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
@@ -61,6 +60,9 @@ from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
+
+if TYPE_CHECKING:
+    from quantizer.export.layer_choice import LayerChoice
 
 _logger = logging.getLogger(__name__)
 _FAULT_HELP = "give that layer and those before it more bits or a wider range, or float"
@@ -172,6 +174,9 @@ class _TestRun:
             )
         if not options.deploy or failed_gates(self.gates, outcome.metrics):
             return self._with_late_figures(outcome)
+        # Only --deploy needs it
+        from quantizer.export.deployment import Deployment
+
         deployment = Deployment.of(
             calibrated,
             self.loaded.module,
@@ -299,6 +304,9 @@ def _require_measurable(
     """
     require_one(options, graph, info)
     if options.exact:
+        # Only --exact needs it
+        from quantizer.evaluation.exact import require_wide
+
         require_wide(graph, info.solution)
     if options.inspect:
         show_layers(options, graph, info.solution.tensors, {})

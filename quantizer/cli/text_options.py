@@ -7,8 +7,7 @@ from quantizer.cli.start_folder import unmoved
 from quantizer.errors import UsageError
 from quantizer.sources.data import TEXTS, find_files, is_synthetic
 from quantizer.sources.models import LoadedModel
-from quantizer.sources.text import DEFAULT_SEQ_LEN, Windows, longest_window
-from quantizer.sources.tokenizer import load_tokenizer
+from quantizer.sources.windows import DEFAULT_SEQ_LEN, Windows, longest_window
 
 _OF_TEXTS = ("tokenizer", "stride", "seq_len", "shuffle")
 """The options that only texts have."""
@@ -50,6 +49,9 @@ def read_windows(
         )
     tokenizer = loaded.tokenizer
     if options.tokenizer:
+        # Only --tokenizer needs it
+        from quantizer.sources.tokenizer import load_tokenizer
+
         tokenizer = partial(
             load_tokenizer, str(unmoved(options.tokenizer)), trust=options.trust
         )

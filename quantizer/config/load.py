@@ -21,15 +21,11 @@ from quantizer.config.diagnostics import (
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.fixes import apply_fixes, with_sound_fixes
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms.aliases import canonical
 from quantizer.config.forms.form import Form, form_of
-from quantizer.config.forms.hierarchical import translate_hierarchical
 from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import Config, ConfigRule
 from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_algorithms import check_algorithms
-from quantizer.config.rules.check_cache import check_cache
-from quantizer.config.rules.check_hierarchical import check_hierarchical
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_structure
 from quantizer.config.wording import counted
@@ -151,6 +147,9 @@ def _translate(document: Document) -> tuple[Config | None, _Findings]:
     form = form_of(document.value)
     notes: _Findings = ()
     if form == "hierarchical":
+        # Only configs of the other form need it
+        from quantizer.config.forms.aliases import canonical
+
         document, notes = canonical(document)
     structure = [*notes, *check_structure(document)]
     if len(structure) > _MANY_ERRORS:
@@ -172,6 +171,11 @@ def _check_meaning(
     if form == "layered":
         layered = translate_layered(document, invalid)
         return layered.config, check_layered(layered)
+    # Only configs of this form need it
+    from quantizer.config.forms.hierarchical import translate_hierarchical
+    from quantizer.config.rules.check_cache import check_cache
+    from quantizer.config.rules.check_hierarchical import check_hierarchical
+
     hierarchical = translate_hierarchical(document, invalid)
     findings = [*check_hierarchical(hierarchical), *check_cache(hierarchical)]
     return hierarchical.config, findings

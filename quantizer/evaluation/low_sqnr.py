@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from quantizer.comparison.output_figures import leaves, worst
 from quantizer.config.wording import named_output
-from quantizer.evaluation.ablation import ablate
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.evaluation.pass_loss import PassLoss
 from quantizer.evaluation.tested_networks import Networks
@@ -101,6 +100,9 @@ def _sources(layer: str, reference: Network, compared: NetworkComparison) -> Ite
 
 def _most_helpful(candidates: list[LayerNoise], networks: Networks) -> Iterator[str]:
     """Yield a sentence on the tensor that helps most when it stays in float, if any helps."""
+    # Only low outputs need it
+    from quantizer.evaluation.ablation import ablate
+
     keys = {(noise.layer, noise.role) for noise in candidates}
     ablation = ablate(
         networks.reference,

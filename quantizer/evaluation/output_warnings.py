@@ -9,10 +9,8 @@ from itertools import islice
 
 from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_figures import OutputFigures, PartFigures
-from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.comparison.sample_noise import BELOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
-from quantizer.evaluation.ablation import ablate
 from quantizer.evaluation.low_sqnr import LOW_DB
 from quantizer.evaluation.network_comparison import NetworkComparison
 from quantizer.evaluation.tested_networks import Networks
@@ -199,6 +197,10 @@ def _with_cause(
     part: PartFigures, output: Output, compared: NetworkComparison, networks: Networks
 ) -> OutputWarning:
     """Return the warning about a part that has lost, with the tensor that causes the loss."""
+    # Only losses that have a cause need it
+    from quantizer.comparison.output_measure import OutputMeasure
+    from quantizer.evaluation.ablation import ablate
+
     loss = loss_of(part, compared.outputs)
     # Only such parts are passed.
     assert loss is not None

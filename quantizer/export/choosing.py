@@ -1,17 +1,21 @@
 """Chooses which layers of a file stay in float, before test mode runs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from quantizer.export import EXPORTERS, exporter_of
 from quantizer.export.choices import chooses_layers
-from quantizer.export.deployment import Deployment
-from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.library_failures import refused_by_libraries
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
+
+if TYPE_CHECKING:
+    from quantizer.export.layer_choice import LayerChoice
 
 
 def chosen_layers(
@@ -42,6 +46,8 @@ def chosen_layers(
     """
     if not chooses_layers(choices):
         return None
+    from quantizer.export.deployment import Deployment
+
     deployment = Deployment.of(calibrated, model, batches, {}, choices=choices, metrics={})
     for target in targets:
         exporter = exporter_of(target, choices)

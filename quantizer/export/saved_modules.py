@@ -30,12 +30,12 @@ from quantizer.graph.modules import as_planned, parameters_of
 from quantizer.nn.inplace import (
     InPlace,
     add_bias,
-    check_float,
     insert_before,
     keep_layers_called,
     lacks_bias,
     rectify_output,
 )
+from quantizer.nn.layer import check_float
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.transaction import all_or_nothing
 from quantizer.numerics.codes import pack

@@ -33,6 +33,7 @@ class InPlace(Layer):
     """
 
     float_class: ClassVar[type[nn.Module]]
+    is_in_place = True
     quantized_path = ""
     rectifies_output = False
 
@@ -95,33 +96,6 @@ def _blank(cls: Any) -> InPlace:
     """Return an empty module of the quantized class of `cls`; pickle then sets its state."""
     subclass = quantized_class(cls)
     return subclass.__new__(subclass)
-
-
-def check_float(model: Any, *, traced: bool = False) -> None:
-    """Check that the layers of `model` can be changed in place and that none is quantized.
-
-    Args:
-        traced: whether the model is only traced. Then it may have compiled parts.
-
-    Raises:
-        ModelError: it is not a module, compiled by torch.jit, or quantized already.
-    """
-    if not isinstance(model, nn.Module):
-        remedy = "give the Python model; quantize it first, then export or compile it"
-        if isinstance(model, type):
-            remedy = f"give an instance of it: {model.__name__}(…)"
-        raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module", help=remedy)
-    for path, module in model.named_modules():
-        where = path or "the model"
-        is_compiled = isinstance(module, torch.jit.ScriptModule)
-        has_parameters = next(module.parameters(), None) is not None
-        if is_compiled and (not path or (has_parameters and not traced)):
-            raise ModelError(
-                f"{where} is compiled by torch.jit, so its layers cannot be changed",
-                help="quantize the Python model, then trace it",
-            )
-        if isinstance(module, InPlace):
-            raise ModelError(f"{where} is quantized already", help="start from the float model")
 
 
 def check_quantizable(module: nn.Module, where: str, roles: Collection[str]) -> None:

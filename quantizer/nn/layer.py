@@ -1,10 +1,13 @@
 """The base class of all layers: a module with quantizers by role."""
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.config.wording import a_kind
+from quantizer.errors import ModelError
 from quantizer.graph.ir import Call
 from quantizer.graph.parameters import set_parameter
 from quantizer.nn.quantizer import TensorQuantizer
@@ -15,6 +18,9 @@ class Layer(nn.Module):
 
     Parameters are quantized once, by `attach`, and activations at every call, by `finish`.
     """
+
+    is_in_place: ClassVar[bool] = False
+    """Whether it was a module of the user's, which got this class in place of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,3 +69,30 @@ class Layer(nn.Module):
                 values[index] = self.quantizers[role](value)
         named = zip(inputs, values[len(args) :], strict=True)
         return tuple(values[: len(args)]), dict(named)
+
+
+def check_float(model: Any, *, traced: bool = False) -> None:
+    """Check that the layers of `model` can be changed in place and that none is quantized.
+
+    Args:
+        traced: whether the model is only traced. Then it may have compiled parts.
+
+    Raises:
+        ModelError: it is not a module, compiled by torch.jit, or quantized already.
+    """
+    if not isinstance(model, nn.Module):
+        remedy = "give the Python model; quantize it first, then export or compile it"
+        if isinstance(model, type):
+            remedy = f"give an instance of it: {model.__name__}(…)"
+        raise ModelError(f"model is {a_kind(model)}, not a torch.nn.Module", help=remedy)
+    for path, module in model.named_modules():
+        where = path or "the model"
+        is_compiled = isinstance(module, torch.jit.ScriptModule)
+        has_parameters = next(module.parameters(), None) is not None
+        if is_compiled and (not path or (has_parameters and not traced)):
+            raise ModelError(
+                f"{where} is compiled by torch.jit, so its layers cannot be changed",
+                help="quantize the Python model, then trace it",
+            )
+        if isinstance(module, Layer) and module.is_in_place:
+            raise ModelError(f"{where} is quantized already", help="start from the float model")

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.graph.attention import cached_values
-from quantizer.plan.dpu_support import verdicts
 from quantizer.plan.model import Plan
 
 _LOSES = (
@@ -20,6 +19,9 @@ def with_dpu_findings(plan: Plan) -> Plan:
     settings = plan.settings
     if settings.target_device != "DPU":
         return plan
+    # Only the DPU needs it
+    from quantizer.plan.dpu_support import verdicts
+
     verdict_of = verdicts(plan)
     layers = []
     for node in plan.graph.nodes:

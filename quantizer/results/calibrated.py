@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.calibration import absorption
 from quantizer.calibration.faithful import compare_with_model
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.fits_model import (
@@ -20,7 +19,7 @@ from quantizer.calibration.fits_model import (
     check_levels,
     check_solution,
 )
-from quantizer.calibration.solution import Solution, quantized_network
+from quantizer.calibration.solution import Solution, quantized_network, refused_layers
 from quantizer.config.document.document import Document
 from quantizer.config.dpu_accuracy import LEVELS, with_dpu_accuracy
 from quantizer.config.forms.resolved import resolved_document
@@ -43,7 +42,6 @@ from quantizer.results.graph_file import bound_graph, read_graph
 from quantizer.results.model_code import model_code
 from quantizer.results.same_calibration import check_model, check_output
 from quantizer.sources.batches import Batch
-from quantizer.sources.first_batch import try_first_batch
 from quantizer.sources.models import materialize_lazy_layers
 from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.files import read_json
@@ -96,7 +94,7 @@ class Calibrated:
         """
         if not for_device(self.settings):
             return self.float_as_run
-        refused = absorption.refused_layers(self.solution.absorption)
+        refused = refused_layers(self.solution.absorption)
         after_passes = run_passes(self.original, self.settings, device=False, refused=refused)
         graph = with_insertions(after_passes, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
@@ -122,7 +120,7 @@ class Calibrated:
         """Return the graph of the model after all passes. The quantized and the float graph
         share its weights, unless a pass is for a device.
         """
-        refused = absorption.refused_layers(self.solution.absorption)
+        refused = refused_layers(self.solution.absorption)
         return run_passes(self.original, self.settings, refused=refused)
 
     @cached_property
@@ -169,6 +167,9 @@ def trace_module(
         try:
             graph = trace(module, batch.args, batch.kwargs, sizes, fixed=fixed)
         except ModelError:
+            # Few models need it
+            from quantizer.sources.first_batch import try_first_batch
+
             try_first_batch(module, batch)
             raise
     if graph.output is None:

@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantizer.calibration import absorption, fingerprint
+from quantizer.calibration import fingerprint
 from quantizer.calibration.request import StoredStatistics
+from quantizer.calibration.solution import refused_layers
 from quantizer.config.model import Config
 from quantizer.errors import ResultError
 from quantizer.results.folder import QuantInfo, why_statistics_insufficient
@@ -57,8 +58,8 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
     weight = fingerprint.first_difference(first["weights"], other["weights"])
     if weight is not None:
         yield f"the weight {weight} differs"
-    first_refused = absorption.refused_layers(first.get("absorption", {}))
-    other_refused = absorption.refused_layers(other.get("absorption", {}))
+    first_refused = refused_layers(first.get("absorption", {}))
+    other_refused = refused_layers(other.get("absorption", {}))
     for name in sorted(first_refused ^ other_refused):
         yield f"only one of them absorbed the high biases of {name}"
     sentences = {

@@ -20,24 +20,13 @@ from quantizer.config.typed_fields import fits
 from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors
+from quantizer.sources.file_kinds import IMAGE_SUFFIXES
 from quantizer.sources.image_modes import MAX_BYTE, as_rgb, converted
 from quantizer.sources.json_files import parse_object
 from quantizer.storage.plain_files import read_start, require_file_or_folder
 
 _logger = logging.getLogger(__name__)
 
-IMAGE_SUFFIXES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".bmp",
-    ".webp",
-    ".ppm",
-    ".pgm",
-    ".gif",
-    ".tif",
-    ".tiff",
-)
 # Pillow would start Ghostscript for an EPS file, whatever its suffix
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "GIF", "TIFF")
 _Converted = TypeVar("_Converted")

@@ -5,7 +5,7 @@ its hooks, and the global random generators.
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,3 +160,17 @@ def preserve_module_state(module: nn.Module) -> Iterator[ModuleState]:
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode for a while; each module gets its mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    # An exported program has no modes
+    with suppress(NotImplementedError):
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

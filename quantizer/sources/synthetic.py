@@ -24,8 +24,8 @@ from quantizer.sources.batch_norm_inputs import (
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, SYNTHETIC, Batches, shape_of_spec
 from quantizer.sources.sampled_tokens import first_tokens, sample_tokens, vocabulary_of
-from quantizer.sources.text import longest_window
 from quantizer.sources.user_data import call_once_if_list
+from quantizer.sources.windows import longest_window
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import ModelError
 from quantizer.nn.projections import keep_quiet_about
 from quantizer.sources.batches import PLAIN_TENSORS_HELP, count_not_finite
-from quantizer.sources.tensor_files import read_file
 from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
 
 _logger = logging.getLogger(__name__)
@@ -31,6 +30,9 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
         ModelError: the file is unreadable, holds something else or unpacks to too much, or
             names, shapes or dtypes differ.
     """
+    # Only --weights needs it
+    from quantizer.sources.tensor_files import read_file
+
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
         raise ModelError(
             f"{path} is not a weights file",

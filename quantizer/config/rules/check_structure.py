@@ -14,17 +14,6 @@ from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Edit, Fix
 from quantizer.config.document.document import Document, pointer_to
-from quantizer.config.document.missing_keys import HELP_FOR_MISSING, completions, missing_keys
-from quantizer.config.document.suggestions import (
-    TYPE_WORDS,
-    bounds,
-    help_for_key,
-    help_for_value,
-    key_fixes,
-    last_key,
-    value_fixes,
-)
-from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import Form, form_of
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import closest_word, listed, quoted
@@ -114,6 +103,15 @@ def _explain(document: Document, error: ValidationError) -> Diagnostics:
 
 def _wrong_value(document: Document, error: ValidationError, schema: JsonObject) -> Diagnostic:
     """Return the finding on a value of the wrong type or out of range."""
+    # Only faults need it
+    from quantizer.config.document.suggestions import (
+        TYPE_WORDS,
+        bounds,
+        help_for_value,
+        last_key,
+        value_fixes,
+    )
+
     path = tuple(error.absolute_path)
     key = last_key(path)
     keyword = str(error.validator)
@@ -166,6 +164,10 @@ def _repeated_item(
 
 
 def _unknown_key(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostic:
+    # Only faults need it
+    from quantizer.config.document.suggestions import help_for_key, key_fixes
+    from quantizer.config.forms.aliases import other_spelling
+
     *block_path, key = path
     key = str(key)
     form = form_of(document.value)
@@ -194,6 +196,14 @@ def _unknown_key(document: Document, path: JsonPath, schema: JsonObject) -> Diag
 
 
 def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnostics:
+    # Only faults need it
+    from quantizer.config.document.missing_keys import (
+        HELP_FOR_MISSING,
+        completions,
+        missing_keys,
+    )
+    from quantizer.config.document.suggestions import key_fixes
+
     missing = missing_keys(document.at(*path), schema)
     if missing:
         count = "a key is" if len(missing) == 1 else f"{len(missing)} keys are"

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from quantizer.calibration.finetuning import with_finetuning
 from quantizer.config.document.document import Document
+from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
 from quantizer.config.model import Algorithm, Config

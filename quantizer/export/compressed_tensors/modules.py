@@ -6,7 +6,6 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.calibration.module_attach import role_in_module
-from quantizer.calibration.module_target import evaluating
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.errors import ModelError, UsageError
@@ -37,7 +36,8 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
-from quantizer.sources.hugging_face import without_cache
+from quantizer.sources.module_state import evaluating
+from quantizer.sources.windows import without_cache
 from quantizer.storage.files import cannot_write
 from quantizer.storage.permission import replacing
 from quantizer.storage.replacing import replaced_folder
