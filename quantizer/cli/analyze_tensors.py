@@ -12,7 +12,7 @@ from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
 from quantizer.cli.analyzed_data import on_device
 from quantizer.cli.calib_mode import require_calibration_room
-from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.evaluation import evaluator_of
 from quantizer.cli.follow import OneBar, progress, run_display
 from quantizer.cli.gates import (
     MEASURED,

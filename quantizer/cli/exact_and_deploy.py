@@ -107,7 +107,7 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
             )
         except UsageError as refusal:
             refusals.append(refusal)
-    if options.deploy and len(refusals) == len(set(options.deploy)):
+    if len(refusals) == len(set(options.deploy)):
         raise refusals[0]
 
 

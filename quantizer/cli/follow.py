@@ -12,7 +12,6 @@ from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunS
 from quantizer.cli import session
 from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.report.bars import Bars, StackedBars
 
 _logger = logging.getLogger(__name__)
 
@@ -40,6 +39,9 @@ def _display(*, quiet: bool) -> Events:
     if shared is not None:
         return shared
     if _shows_bars():
+        # Only terminals need it
+        from quantizer.report.bars import Bars
+
         return Bars(session.console(stderr=True))
     return Lines()
 
@@ -47,6 +49,9 @@ def _display(*, quiet: bool) -> Events:
 @contextmanager
 def one_display() -> Iterator[None]:
     """Show the bars of all stages in one display, until the body ends."""
+    # Only terminals need it
+    from quantizer.report.bars import StackedBars
+
     if screen().quiet or not _shows_bars():
         yield
         return

@@ -8,7 +8,7 @@ from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject
 from quantizer.cli.analyzed_data import on_device
 from quantizer.cli.divided_data import DividedData
-from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.evaluation import evaluator_of
 from quantizer.cli.follow import BarOfLongUnits, progress
 from quantizer.cli.gates import Gate, about_all, names_in_test, require_known
 from quantizer.cli.render import say_note

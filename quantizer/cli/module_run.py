@@ -14,7 +14,7 @@ from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.cli import runlog, session
-from quantizer.cli.float_mode import evaluator_of, metric_lines
+from quantizer.cli.evaluation import evaluates_on_synthetic, evaluator_of
 from quantizer.cli.follow import progress, run_display
 from quantizer.cli.gates import (
     MEASURED,
@@ -25,7 +25,7 @@ from quantizer.cli.gates import (
     require_known,
 )
 from quantizer.cli.options import Options
-from quantizer.cli.outcome import Outcome
+from quantizer.cli.outcome import Outcome, metric_lines
 from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import from_start
@@ -208,7 +208,7 @@ class RunOnModules:
         opened = self.opened
         if opened.batches.stands_in and not self.options.eval_data:
             return replace(opened.batches, stamp=EXAMPLE_STAMP)
-        if session.evaluates_on_synthetic(self.options, opened.loaded):
+        if evaluates_on_synthetic(self.options, opened.loaded):
             return opened.batches
         return session.open_data(self.options, opened.loaded, evaluation=True)
 

@@ -22,8 +22,9 @@ from quantizer.cli.climbing import (
 )
 from quantizer.cli.config_of_run import config_of_run
 from quantizer.cli.divided_data import data_of_run, divide_data
+from quantizer.cli.evaluation import evaluates_on_synthetic, evaluator_of
 from quantizer.cli.finished_run import FinishedRun
-from quantizer.cli.float_mode import evaluator_of, with_float_metrics
+from quantizer.cli.float_mode import with_float_metrics
 from quantizer.cli.follow import one_display
 from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (
@@ -276,7 +277,7 @@ def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRu
     """
     if evaluator_of(options, opened.loaded) is None:
         require_known(about_all(gates), names_in_test(MEASURED, options))
-    if session.evaluates_on_synthetic(options, opened.loaded):
+    if evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
 

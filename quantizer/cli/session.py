@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from quantizer.cli.evaluation import evaluation_option
 from quantizer.cli.line_breaks import starts_of_lines
 from quantizer.cli.options import Options
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
@@ -276,24 +277,6 @@ def open_data(
     if evaluation:
         batches.skip_len = options.skip_len
     return batches
-
-
-def evaluation_option(options: Options, loaded: LoadedModel) -> str | None:
-    """Return the value of `--eval_data`, or of `--data` if that is also for evaluation; None
-    for the data of the model's file.
-
-    Synthetic data are for calibration, so the file's own data are preferred.
-    """
-    if options.eval_data is not None:
-        return options.eval_data
-    if is_synthetic(options.data) and loaded.evaluation_data is not None:
-        return None
-    return options.data
-
-
-def evaluates_on_synthetic(options: Options, loaded: LoadedModel) -> bool:
-    """Return whether test mode runs on synthetic data. They have no labels."""
-    return is_synthetic(evaluation_option(options, loaded))
 
 
 def _synthetic_data(

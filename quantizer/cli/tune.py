@@ -19,7 +19,7 @@ from quantizer.cli.climbing import (
     run_tuned,
 )
 from quantizer.cli.divided_data import divide_data
-from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.evaluation import evaluator_of
 from quantizer.cli.follow import one_display
 from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.gates import (

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from quantizer.export import EXPORTERS, exporter_of
-from quantizer.export.choices import chooses_layers
-from quantizer.export.library_failures import refused_by_libraries
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 
@@ -34,7 +32,7 @@ def chosen_layers(
         model: the float model.
         batches: of the evaluation data. The first one is measured.
         targets: those that are written.
-        choices: values of their options, by name.
+        choices: values of their options, by name, one of which chooses layers.
         folder: of the files.
 
     Returns:
@@ -44,14 +42,15 @@ def chosen_layers(
         ResultError: a deploy.json does not fit the network.
         UsageError: the machine is too busy to measure.
     """
-    if not chooses_layers(choices):
-        return None
     from quantizer.export.deployment import Deployment
 
     deployment = Deployment.of(calibrated, model, batches, {}, choices=choices, metrics={})
     for target in targets:
         exporter = exporter_of(target, choices)
         path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
+        # Only a run for a target needs it
+        from quantizer.export.library_failures import refused_by_libraries
+
         with refused_by_libraries(target, deployment.graph):
             choice = exporter.layer_choice(deployment, path)
         if choice is not None:

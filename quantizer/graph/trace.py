@@ -26,7 +26,6 @@ from quantizer.graph.batch_axes import BatchAxes, choices_of_axes, samples_in, w
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.length_guards import LengthTrace
 from quantizer.graph.lengths import (
     Length,
     excludes_single_batches,
@@ -37,11 +36,9 @@ from quantizer.graph.lengths import (
 )
 from quantizer.graph.long_rotations import rotations_keep_nothing
 from quantizer.graph.names import check_names
-from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
 from quantizer.graph.plain_values import input_paths
 from quantizer.graph.program_nodes import mark_stubs
-from quantizer.graph.size_guards import GuardedTrace
 from quantizer.graph.torch_modules import (
     distributions_are_not_checked,
     masks_are_not_searched,
@@ -150,6 +147,10 @@ def _export_sizes(
     Raises:
         ModelError: the model fixes one of the sizes, or has no input with it.
     """
+    # Only runs with open sizes need them
+    from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
+    from quantizer.graph.size_guards import GuardedTrace
+
     asked = size_axes(call, names)
     axes: list[tuple[int, ...]] = []
     for token_axes, asked_axes in zip(length_axes(call), asked, strict=True):
@@ -333,11 +334,15 @@ def _export(
     Raises:
         ModelError: torch cannot export the module.
     """
-    sizes = leaf_shapes((args, kwargs))
-    stops_if_fixed = stop == "fixed"
-    watched = LengthTrace(module, sizes, stops_if_fixed)
+    watched = None
     watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if lengths and stop:
+        # Only models with inputs of any length need them
+        from quantizer.graph.length_guards import LengthTrace
+        from quantizer.graph.open_sizes import leaf_shapes
+
+        sizes = leaf_shapes((args, kwargs))
+        watched = LengthTrace(module, sizes, stops_if_fixed=stop == "fixed")
         watch = watched.watching()
     try:
         shapes: dict[str, Any] | None = None
@@ -360,7 +365,7 @@ def _export(
     except (ModelError, KeyboardInterrupt):
         raise
     except Exception as error:
-        if watched.remark:
+        if watched is not None and watched.remark:
             logger.info("%s", watched.remark)
         raise explain_failure(module, error) from error
     except BaseException as error:

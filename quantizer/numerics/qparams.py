@@ -17,7 +17,6 @@ from quantizer.numerics.code_range import (
     FloatRange,
     IntegerRange,
 )
-from quantizer.numerics.superblocks import LEAST_FACTOR, SUPERBLOCKS, nearest_in_superblocks
 from quantizer.numerics.two_level import global_scale_of, with_global_scale, with_microexponents
 
 _LARGEST_VALUE = 2.0**128 - 2.0**105
@@ -160,6 +159,9 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
 
 def _superblock_qparams(step: Tensor, low: Tensor, code_range: FloatRange) -> QParams:
     """Return the nearest scales and minima that super-blocks hold."""
+    # Only super-blocks need it
+    from quantizer.numerics.superblocks import SUPERBLOCKS, nearest_in_superblocks
+
     layout = SUPERBLOCKS[code_range.dtype]
     scale = nearest_in_superblocks(step, layout.scales, layout.groups).float()
     if layout.minima is None:
@@ -187,6 +189,9 @@ def _unsigned_qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
             is_limited = getattr(code_range, "finest_position", None) is not None
             zeros_scale = least if is_limited else 1.0
             if isinstance(code_range, FloatRange) and not code_range.has_zero:
+                # Only super-blocks need it
+                from quantizer.numerics.superblocks import LEAST_FACTOR
+
                 zeros_scale = LEAST_FACTOR
             scale.masked_fill_(zeros, zeros_scale)
     if _has_minimum(code_range):

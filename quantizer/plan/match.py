@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.config.patterns import glob_of_names, matching_limit
 from quantizer.errors import UsageError
-from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.language_parts import language_head, router_layers, wide_layers
 from quantizer.graph.media_layers import media_layers
@@ -129,6 +128,9 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
 
 def _attentions(by_name: Match, graph: Graph) -> Match:
     """Return the attentions that are named, or that read the outputs of named layers."""
+    # Only caches of keys and values need it
+    from quantizer.graph.attention import cached_values
+
     named = set(by_name.layers)
     keys: list[Key] = []
     for cached in cached_values(graph):

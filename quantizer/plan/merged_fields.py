@@ -3,8 +3,15 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from quantizer.config.forms.hierarchical_spec import is_foreign, other_weight_axis
-from quantizer.config.model import AUTO_METHOD, POOLED, Fields, QuantizationSpec, Role, Sourced
+from quantizer.config.model import (
+    AUTO_METHOD,
+    POOLED,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Sourced,
+    is_foreign,
+)
 from quantizer.config.roles import is_parameter
 from quantizer.numerics.code_range import SHARED_EXPONENTS
 from quantizer.plan.match import MatchedRule
@@ -65,6 +72,9 @@ def merge_fields(blocks: Sequence[Fields], role: Role) -> dict[str, Sourced]:
         qschemes = {qscheme, _value(values, "qscheme")}
         if axis and "ch_axis" not in fields and qschemes == _QSCHEMES_WITH_AXIS:
             del values["ch_axis"]
+            # Only the hierarchical form needs it
+            from quantizer.config.forms.hierarchical_spec import other_weight_axis
+
             new_axis = other_weight_axis(axis, role)
             if new_axis:
                 values["ch_axis"] = new_axis

@@ -15,7 +15,6 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.output_warnings import NOTES
-from quantizer.graph.attention import cached_values
 from quantizer.graph.module_names import path_names
 from quantizer.graph.untraced import Untraced
 from quantizer.numerics.codes import bits_of
@@ -139,6 +138,9 @@ def _main_formats(plan: Plan, activation_codes: str, uint8_weights: Collection[s
     Example: "int4 and int8 weights, uint8 activations". The format of keys and values is named
     if no other activations are quantized.
     """
+    # Only sentences on files need it
+    from quantizer.graph.attention import cached_values
+
     counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
     cache: Counter[str] = Counter()
     cached_keys = {(cached.layer, cached.role) for cached in cached_values(plan.graph)}

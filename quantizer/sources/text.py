@@ -18,14 +18,10 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.documents import Document, read_documents
 from quantizer.sources.illustrated import IllustratedRows
 from quantizer.sources.tokenizer import TextTokenizer
-from quantizer.sources.windows import Windows
+from quantizer.sources.windows import UNSCORED, Windows
 
 _logger = logging.getLogger(__name__)
 
-UNSCORED = -100
-"""The target of a token that is not scored. It is the `ignore_index` of torch's
-cross_entropy.
-"""
 _INPUT = "input_ids"
 _BETWEEN_TEXTS = "\n\n"
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SEQ_LEN = 512
+UNSCORED = -100
+"""The target of a token that is not scored. It is the `ignore_index` of torch's
+cross_entropy.
+"""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from quantizer.config.model import (
     Role,
     Sourced,
     SymmetricScale,
+    is_foreign,
 )
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
@@ -366,19 +367,6 @@ def usual_statistic(method: str) -> str:
     ('pooled', 'max')
     """
     return "max" if method == "maxmin" else POOLED
-
-
-def is_foreign(dtype: str | None, other: str | None) -> bool:
-    """Return whether one of two dtypes of `QuantizationSpec` is an integer format and the other
-    a scaled floating-point format.
-
-    >>> is_foreign("int", "fp8_e4m3")
-    True
-    >>> is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
-    (False, False)
-    """
-    scaled = {dtype, other} - CAST_ONLY - {None}
-    return len(scaled) == 2 and "int" in scaled
 
 
 def other_weight_axis(axis: Sourced, role: Role) -> Sourced | None:

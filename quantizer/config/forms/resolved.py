@@ -7,7 +7,6 @@ from typing import Any
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.hierarchical import ALGORITHM_LISTS, CACHE_BLOCK, ROLE_OF, SPEC_KEYS
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, Config, Settings
 
@@ -33,6 +32,9 @@ def resolved_document(config: Config) -> JsonObject:
     document = _without_comments(config.document)
     if config.form == "hierarchical":
         resolved = _hierarchical(document, config.settings)
+        # Only the hierarchical form needs it
+        from quantizer.config.forms.hierarchical import ALGORITHM_LISTS
+
         return resolved | _algorithm_lists(config, *ALGORITHM_LISTS)
     switches = vars(config.settings).copy()
     del switches["places"]
@@ -83,6 +85,9 @@ def _cache(document: JsonObject) -> JsonObject:
 
     The specs of the cache inherit nothing, so defaults hold there as at the global level.
     """
+    # Only the hierarchical form needs it
+    from quantizer.config.forms.hierarchical import CACHE_BLOCK
+
     entries = document.get(CACHE_BLOCK)
     if not entries:
         return {}
@@ -95,6 +100,9 @@ def _cache(document: JsonObject) -> JsonObject:
 
 
 def _level(level: JsonMapping, *, is_global: bool) -> JsonObject:
+    # Only the hierarchical form needs it
+    from quantizer.config.forms.hierarchical import ROLE_OF
+
     specs: JsonObject = {}
     for key in ROLE_OF:
         spec = level.get(key)
@@ -107,6 +115,9 @@ def _spec(spec: JsonMapping, is_global: bool) -> JsonObject:
     """Return all keys. A default that follows from other keys stays null, or narrower levels
     would inherit it.
     """
+    # Only the hierarchical form needs it
+    from quantizer.config.forms.hierarchical import SPEC_KEYS
+
     resolved = {key: spec.get(key) for key in SPEC_KEYS}
     if is_global and resolved["dtype"] not in CAST_ONLY:
         for key, default in _SPEC_DEFAULTS.items():
