@@ -20,7 +20,6 @@ from quantizer.cli.outcome import Outcome
 from quantizer.cli.reproduction import remember, words_of
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import show_layers, table_view
-from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted
@@ -126,6 +125,9 @@ def _traced(opened: session.OpenedRun) -> Graph:
     try:
         return opened.graph
     except UntraceableError as error:
+        # Only models without a trace need it
+        from quantizer.cli.untraceable import with_remedy
+
         raise with_remedy(error) from error
 
 

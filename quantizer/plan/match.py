@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from quantizer.config.model import ConfigRule, Role, Selector
-from quantizer.config.patterns import glob_of_names, matching_limit
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.language_parts import language_head, router_layers, wide_layers
@@ -241,6 +240,9 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     It is an exact name, a kind, a name whose scope has one layer, a module path, a path of the
     operator, `re:…` or a glob. The first that matches counts.
     """
+    # Only patterns need it
+    from quantizer.config.patterns import matching_limit
+
     if text in original.by_name:
         return _survivors([text], "name", graph)
     if text in SELECTED_KINDS:
@@ -292,6 +294,9 @@ def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
 
     In a layer name a bracket is literal. In a module path `[0-3]` is a set, as in a shell.
     """
+    # Only patterns need it
+    from quantizer.config.patterns import glob_of_names
+
     if text.startswith("re:"):
         try:
             pattern = re.compile(text[3:])
