@@ -16,12 +16,12 @@ from quantizer.calibration.solution import refused_layers
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import Subject, cheapest_floats, measured_tensors
 from quantizer.cli.analyzed_data import on_device, watched_data
+from quantizer.cli.grouped_command import refuse_typed
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import say_note
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
-from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.weight_widths import with_layer_entries
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError

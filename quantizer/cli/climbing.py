@@ -13,10 +13,9 @@ from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.gate_judge import GateJudge
 from quantizer.cli.options import Options, option
 from quantizer.cli.outcome import Outcome
-from quantizer.cli.places import PathType
+from quantizer.cli.places import PathType, minutes
 from quantizer.cli.session import OpenedRun, ReadConfig
 from quantizer.cli.test_mode import run_test
-from quantizer.cli.values import minutes
 from quantizer.config.forms.tuned import with_tuning_comments
 from quantizer.evaluation.ladder.climb import Climb
 from quantizer.report.ladder_table import climb_json, ladder_table, result_lines

@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from quantizer.cli.grouped_command import refuse_typed
 from quantizer.cli.options import (
     MODEL,
     Options,
@@ -18,7 +19,6 @@ from quantizer.cli.options import (
 )
 from quantizer.cli.places import write_output
 from quantizer.cli.render import say_note
-from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, preset_text, presets
 from quantizer.errors import UsageError

@@ -15,11 +15,10 @@ from click.shell_completion import CompletionItem
 
 from quantizer import printable
 from quantizer.cli import interrupts, screen, streams, torchrun
-from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand
+from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand, was_typed
 from quantizer.cli.options import QUANT_MODES, RUN, Options, takes, word_of
+from quantizer.cli.screen import print_versions
 from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
-from quantizer.cli.typed import was_typed
-from quantizer.cli.versions import print_versions
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest_word
 from quantizer.errors import (

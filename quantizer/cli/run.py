@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session, torchrun
+from quantizer.cli.annotations import append_summary
 from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.climbing import (
     TUNED_CONFIG,
@@ -41,7 +42,6 @@ from quantizer.cli.gates import (
     require_measured,
     require_products,
 )
-from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType

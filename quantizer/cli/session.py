@@ -15,13 +15,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.cli.evaluation import evaluation_option
-from quantizer.cli.line_breaks import starts_of_lines
+from quantizer.cli.evaluation import evaluation_option, read_windows
 from quantizer.cli.options import Options
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
-from quantizer.cli.screen import screen, timed
+from quantizer.cli.screen import screen, starts_of_lines, timed
 from quantizer.cli.start_folder import as_typed, from_start, unmoved
-from quantizer.cli.text_options import read_windows
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.dpu_accuracy import with_finetuning

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import click
 
 from quantizer.cli import session, torchrun
+from quantizer.cli.annotations import append_summary
 from quantizer.cli.climbing import (
     TUNED_CONFIG,
     TunedRun,
@@ -32,7 +33,6 @@ from quantizer.cli.gates import (
     require_known,
     require_known_parts,
 )
-from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import MODEL, Options, command, takes
 from quantizer.cli.start_folder import from_start
