@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantizer.calibration import scaled_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.config.wording import first_names
@@ -82,6 +81,11 @@ def _scale_parts(
         lost_db = decisions[join.name].lost_db
         if lost_db > CLOSE_DB and not join.is_single:
             far.append(join)
+    if not far:
+        return state, []
+    # Few joins lose so much
+    from quantizer.calibration import scaled_joins
+
     rounded = state.adjustment.rounded
     wanted = scaled_joins.scalings(state.calibration, far, rounded)
     scalings = _possible(request, state, wanted)
@@ -129,6 +133,9 @@ def _is_seen(
     """Return whether calibration has observed every tensor that is quantized after these
     scalings.
     """
+    # As in `_scale_parts`
+    from quantizer.calibration import scaled_joins
+
     adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)

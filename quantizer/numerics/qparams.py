@@ -17,7 +17,6 @@ from quantizer.numerics.code_range import (
     FloatRange,
     IntegerRange,
 )
-from quantizer.numerics.two_level import global_scale_of, with_global_scale, with_microexponents
 
 _LARGEST_VALUE = 2.0**128 - 2.0**105
 """The limit of a code times its scale. It is one step less than the largest float32, because
@@ -81,6 +80,9 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     if isinstance(code_range, FloatRange) and code_range.scale_type in SHARED_EXPONENTS:
         step = _truncate_(_amax(low, high), _carry(code_range, 52))
         step.mul_(2.0**-code_range.row.emax)
+        # Only scales of few bits need it
+        from quantizer.numerics.two_level import with_microexponents
+
         return step if code_range.scale_type == "e8m0" else with_microexponents(step)
     if not code_range.symmetric or _has_minimum(code_range):
         step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(code_range.span)
@@ -179,6 +181,9 @@ def _unsigned_qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
         shared_step = code_range.shared_step
     if code_range.scale_type == "e4m3":
         steps = step if shared_step is None else step.clamp(min=shared_step)
+        # Only scales of few bits need it
+        from quantizer.numerics.two_level import global_scale_of, with_global_scale
+
         scale = with_global_scale(step.clamp(max=largest), global_scale_of(steps)).double()
     else:
         if shared_step is not None:

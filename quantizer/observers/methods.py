@@ -13,13 +13,12 @@ from torch import Tensor
 
 from quantizer.config.model import PAIR, QuantizationSpec
 from quantizer.numerics.blocks import Kernel, fill
-from quantizer.numerics.code_range import CodeRange, FloatRange, IntegerRange
+from quantizer.numerics.code_range import PAIRS, CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.fake_quantize import float_kernel, integer_kernel
 from quantizer.numerics.formats import SEARCHED, listed_format
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.registry import lookup, register_in
-from quantizer.numerics.two_level import PAIRS
 from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
 
 if TYPE_CHECKING:

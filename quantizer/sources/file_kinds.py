@@ -1,9 +1,8 @@
 """The kinds of data that a file holds, by its suffix. Reads no file."""
 
-TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
+TENSOR_SUFFIXES = (*WEIGHT_SUFFIXES, ".npy", ".npz")
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
-
-
 IMAGE_SUFFIXES = (
     ".jpg",
     ".jpeg",

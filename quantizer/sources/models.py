@@ -22,6 +22,7 @@ from quantizer.errors import DataError, ModelError, QuantizerError
 from quantizer.nn.layer import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
+from quantizer.sources.file_kinds import WEIGHT_SUFFIXES
 from quantizer.sources.user_code import (
     UserModule,
     import_user_module,
@@ -30,7 +31,7 @@ from quantizer.sources.user_code import (
     user_errors,
     user_exits,
 )
-from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
+from quantizer.sources.weights import check_finite
 from quantizer.sources.windows import prepare_for_windows
 
 if TYPE_CHECKING:
@@ -153,6 +154,9 @@ def load_model(
         loaded = _from_python(spec)
     check_float(loaded.module, traced=True)
     if weights is not None:
+        # Only --weights needs it
+        from quantizer.sources.weights_file import load_weights
+
         load_weights(loaded.module, weights, max_unpacked)
     check_finite(loaded.module)
     return loaded
