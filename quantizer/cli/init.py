@@ -2,7 +2,6 @@
 Imports no torch.
 """
 
-import importlib
 import shutil
 import sys
 
@@ -115,10 +114,12 @@ def _fitted(text: str, name: str, options: Options) -> str:
     if options.model is None:
         refuse_typed(MODEL, "it needs --model: then init fits the preset to the model")
         return text
-    # It imports torch.
-    module = importlib.import_module("quantizer.cli.fitted_preset")
-    fitted: str
-    fitted, changes = module.fitted_preset(text, name, options)
+    # These import torch
+    from quantizer.cli.traced_model import traced_model
+    from quantizer.plan.fitted_config import fitted_text
+
+    traced = traced_model(options)
+    fitted, changes = fitted_text(text, name, traced.graph)
     for change in changes:
         say_note(change)
     if not changes:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from quantizer.config.diagnostics import Diagnostic
+from quantizer.graph.attention import cached_values
+from quantizer.plan.dpu_support import verdicts
 from quantizer.plan.model import Plan
 
 _LOSES = (
@@ -18,9 +20,6 @@ def with_dpu_findings(plan: Plan) -> Plan:
     settings = plan.settings
     if settings.target_device != "DPU":
         return plan
-    # Only the DPU needs it
-    from quantizer.plan.dpu_support import verdicts
-
     verdict_of = verdicts(plan)
     layers = []
     for node in plan.graph.nodes:
@@ -31,9 +30,6 @@ def with_dpu_findings(plan: Plan) -> Plan:
     if 2 * len(refused) <= len(layers):
         return plan
     has_norms = any(node.row.normalizes for node in plan.graph.nodes)
-    # Only the DPU needs it
-    from quantizer.graph.attention import cached_values
-
     is_encoder = has_norms and bool(cached_values(plan.graph))
     first = refused[0]
     warning = Diagnostic(
