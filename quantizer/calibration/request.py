@@ -1,11 +1,9 @@
 """The request of a calibration, and the state that its steps have reached."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from quantizer.calibration import fingerprint
 from quantizer.calibration.events import Events, LoggedEvents, Snapshot
 from quantizer.calibration.level_channels import Exponents
 from quantizer.calibration.observing import Calibration
+from quantizer.calibration.snapshots import CheckpointStore, share_snapshot
 from quantizer.calibration.solution import AbsorptionRecord, Solution
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.calibration.target import Target
@@ -26,9 +25,6 @@ from quantizer.plan.model import JoinDecision, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.padding import without_padding
-
-if TYPE_CHECKING:
-    from quantizer.calibration.snapshots import CheckpointStore
 
 _NOT_YET: Any = None
 """The value of a field until the step that makes it has run; the order of `STEPS` ensures that
@@ -196,9 +192,6 @@ class CalibrationRequest:
         is_stored = self.ranks.broadcast(snapshot is not None, place)
         if not is_stored:
             return None
-        # Only several ranks need it
-        from quantizer.calibration.snapshots import share_snapshot
-
         return share_snapshot(snapshot or Snapshot({}, {}), self.ranks, place)
 
     def first_batch(self) -> Batch:

@@ -22,6 +22,7 @@ from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
 from quantizer.calibration.solution import (
     AbsorptionRecord,
     Solution,
@@ -183,9 +184,6 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         """Yield the batches after those of the stopped run, which must be the same again."""
         nonlocal fingerprint
         count = 0
-        # Only resumed runs need it
-        from quantizer.calibration.snapshots import other_run
-
         for count, batch in enumerate(request.read(), 1):
             inputs.add(batch)
             if count > done:
@@ -241,9 +239,6 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
     snapshot = request.shared_snapshot("calibration")
     if snapshot is None:
         return None
-    # Only resumed runs need it
-    from quantizer.calibration.snapshots import checked_statistics, reporting_damage
-
     with reporting_damage(_CHECKPOINT):
         calibration.load_state_dict(checked_statistics(snapshot.tensors, _CHECKPOINT))
         calibration.batches = operator.index(snapshot.state["batches"])

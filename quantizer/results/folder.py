@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantizer.calibration.snapshots import checked_statistics
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
@@ -144,9 +145,6 @@ class OpenedResults:
         Raises:
             ResultError: the file is damaged.
         """
-        # Only merges and resumed runs need it
-        from quantizer.calibration.snapshots import checked_statistics
-
         file = self.files[STATISTICS_FILE]
         return checked_statistics(read_tensors(file), file.path)
 
