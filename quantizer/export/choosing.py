@@ -1,19 +1,16 @@
 """Chooses which layers of a file stay in float, before test mode runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from quantizer.export import EXPORTERS, exporter_of
+from quantizer.export.deployment import Deployment
+from quantizer.export.layer_choice import LayerChoice
+from quantizer.export.library_failures import refused_by_libraries
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
-
-if TYPE_CHECKING:
-    from quantizer.export.layer_choice import LayerChoice
 
 
 def chosen_layers(
@@ -42,15 +39,10 @@ def chosen_layers(
         ResultError: a deploy.json does not fit the network.
         UsageError: the machine is too busy to measure.
     """
-    from quantizer.export.deployment import Deployment
-
     deployment = Deployment.of(calibrated, model, batches, {}, choices=choices, metrics={})
     for target in targets:
         exporter = exporter_of(target, choices)
         path = folder / f"{deployment.graph.model}{EXPORTERS[target].suffix}"
-        # Only a run for a target needs it
-        from quantizer.export.library_failures import refused_by_libraries
-
         with refused_by_libraries(target, deployment.graph):
             choice = exporter.layer_choice(deployment, path)
         if choice is not None:

@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 from quantizer.config.wording import a_kind, first_names
 from quantizer.errors import ModelError
 from quantizer.sources.file_kinds import WEIGHT_SUFFIXES
+from quantizer.sources.tensor_files import read_file
 from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
 
 _logger = logging.getLogger(__name__)
-
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
@@ -26,9 +26,6 @@ def load_weights(module: nn.Module, path: str, max_unpacked: int | None = None) 
         ModelError: the file is unreadable, holds something else or unpacks to too much, or
             names, shapes or dtypes differ.
     """
-    # Only --weights needs it
-    from quantizer.sources.tensor_files import read_file
-
     if Path(path).suffix.lower() not in WEIGHT_SUFFIXES:
         raise ModelError(
             f"{path} is not a weights file",
