@@ -14,7 +14,6 @@ from quantizer.errors import UsageError
 if TYPE_CHECKING:
     from quantizer.sources.tokenizer import TextTokenizer
 
-
 DEFAULT_SEQ_LEN = 512
 UNSCORED = -100
 """The target of a token that is not scored. It is the `ignore_index` of torch's
