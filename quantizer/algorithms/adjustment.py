@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import Insertion, with_insertions, with_weights
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure import Structure
 from quantizer.numerics.qparams import QParams
 from quantizer.plan.model import TensorSpecs
 from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import deferred_like
+
+if TYPE_CHECKING:
+    from quantizer.graph.structure import Structure
 
 
 @dataclass(frozen=True)

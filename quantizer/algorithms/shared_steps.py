@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 
 from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.fold import parameter
 from quantizer.observers import Observer
 
 
@@ -38,6 +37,9 @@ def steps_before_rounding(
     Raises:
         ObservationError: a weight holds NaN or infinity.
     """
+
+    # It imports folds, which only algorithms need
+    from quantizer.algorithms.fold import parameter
 
     def observed(layer: str) -> Observer:
         observer = Observer(task.specs[layer, "weights"])

@@ -15,11 +15,11 @@ from quantizer.api.notebook import follower
 from quantizer.api.python_words import called_from_python
 from quantizer.api.result import Result
 from quantizer.calibration.events import Events, ForkedEvents
-from quantizer.calibration.finetuning import with_finetuning
 from quantizer.calibration.request import CalibrationRequest, CalibrationState, Confirm
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
+from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import a_kind
@@ -43,11 +43,11 @@ from quantizer.results.same_calibration import check_plan
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import SYNTHETIC, Batches, is_synthetic, load_batches
-from quantizer.sources.hugging_face import example_input, without_cache
+from quantizer.sources.hugging_face import example_input
 from quantizer.sources.module_state import evaluating
 from quantizer.sources.synthetic import Wanted, synthetic_batches
-from quantizer.sources.text import DEFAULT_SEQ_LEN
 from quantizer.sources.weights import check_finite
+from quantizer.sources.windows import DEFAULT_SEQ_LEN, without_cache
 from quantizer.storage.process_memory import parse_size
 
 CalibrationData = str | Iterable[Any] | Callable[[], Any]

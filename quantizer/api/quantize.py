@@ -66,7 +66,7 @@ from quantizer.results.result_set import locked, mark_result_folder, require_res
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.hugging_face import example_input
 from quantizer.sources.padding import without_padding
-from quantizer.sources.text import DEFAULT_SEQ_LEN
+from quantizer.sources.windows import DEFAULT_SEQ_LEN
 from quantizer.storage.files import write_json, write_text
 from quantizer.storage.permission import replacing
 

@@ -26,10 +26,7 @@ from quantizer.calibration.snapshots import (
 )
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises
-from quantizer.config.dpu_accuracy import finetuning, with_dpu_accuracy
-from quantizer.config.model import Config
 from quantizer.config.wording import counted
-from quantizer.errors import ResultError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output, output_parts
 from quantizer.graph.parameters import move_module
@@ -192,51 +189,6 @@ class FinetuningResult:
             median = statistics.median(shares)
             parts.append(f"median output error {median:.0%} of round-to-nearest")
         return "; ".join([*parts, figures])
-
-
-def with_finetuning(
-    config: Config, level: str | None, mode: str | None
-) -> tuple[Config, str | None]:
-    """Return the config and the mode of finetuning of a run with `--dpu_accuracy level` and
-    `--fast_finetune mode`.
-
-    Raises:
-        UsageError: the level is for the DPU alone, or the mode does not go with the config.
-    """
-    config = with_dpu_accuracy(config, level)
-    mode = finetuning(level, mode)
-    _check_mode(mode, config)
-    return config, mode
-
-
-def _check_mode(mode: str | None, config: Config) -> None:
-    """Refuse adaquant on the DPU, and an algorithm that rounds the same weights."""
-    rounding = [algorithm.name for algorithm in config.algorithms if algorithm.stage == "round"]
-    if mode and rounding:
-        raise UsageError(
-            f"<--fast_finetune {mode}> and the config's {rounding[0]} both round the weights",
-            help="leave out <--fast_finetune>, or the algorithm",
-        )
-    if mode == "adaquant" and config.settings.target_device == "DPU":
-        raise UsageError(
-            "<--fast_finetune adaquant> changes the scales of weights, and the DPU's are "
-            "aligned to its shifters",
-            help="use <--fast_finetune adaround>",
-        )
-
-
-def require_calibrated_with(option: str, asked: str | None, done: str | None) -> None:
-    """Refuse results that were not calibrated with the `option` of test mode.
-
-    Raises:
-        ResultError: they were calibrated without it, or with another value.
-    """
-    if asked and asked != done:
-        how = f"with {done}" if done else "without it"
-        raise ResultError(
-            f"{option} {asked}: these results were calibrated {how}",
-            help=f"calibrate with {option} {asked}, or leave it out here",
-        )
 
 
 def finetune_network(

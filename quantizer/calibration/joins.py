@@ -2,14 +2,15 @@
 each part its own.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from quantizer.calibration import scaled_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.scaled_joins import Scaling
 from quantizer.config.wording import first_names
 from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
@@ -19,6 +20,9 @@ from quantizer.plan import joins
 from quantizer.plan.joins import CLOSE_DB
 from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
 from quantizer.storage.deferred_tensor import loaded
+
+if TYPE_CHECKING:
+    from quantizer.calibration.scaled_joins import Scaling
 
 FEW_BITS = 4.0
 """A part of a join with fewer bits is reported."""
@@ -77,6 +81,11 @@ def _scale_parts(
         lost_db = decisions[join.name].lost_db
         if lost_db > CLOSE_DB and not join.is_single:
             far.append(join)
+    if not far:
+        return state, []
+    # Few joins lose so much
+    from quantizer.calibration import scaled_joins
+
     rounded = state.adjustment.rounded
     wanted = scaled_joins.scalings(state.calibration, far, rounded)
     scalings = _possible(request, state, wanted)
@@ -124,6 +133,9 @@ def _is_seen(
     """Return whether calibration has observed every tensor that is quantized after these
     scalings.
     """
+    # As in `_scale_parts`
+    from quantizer.calibration import scaled_joins
+
     adjustment = scaled_joins.scaling_adjustment(state.plan.graph, scalings)
     target = state.target.adjusted(adjustment)
     plan = target.plan(request.config)

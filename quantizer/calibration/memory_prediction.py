@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from quantizer.algorithms.activation_store import half_of_what_is_free
-from quantizer.algorithms.gram import DEEPEST
 from quantizer.config.model import Algorithm, Config
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
@@ -275,6 +274,9 @@ def _algorithm_bytes(
     """Return the bytes for an algorithm with Gram matrices: the values of all batches that it
     stores, and the matrices and weights of a group of layers with one input.
     """
+    # Only configs with such an algorithm need it
+    from quantizer.algorithms.gram import DEEPEST
+
     groups: dict[str, list[Node]] = {}
     for name in layers:
         node = graph.by_name[name]

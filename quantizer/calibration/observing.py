@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from quantizer.plan.readers import useful_magnitude
 from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger(__name__)
 

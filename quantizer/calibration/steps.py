@@ -4,26 +4,25 @@ The shell, Python and quantization in place run these steps. Writing, testing an
 after them.
 """
 
+from __future__ import annotations
+
 import logging
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quantizer.algorithms import bias_correction
 from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.dpu_alignment import Move, align
 from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.calibration import observing, rank_shards
+from quantizer.calibration import observing
 from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.events import RunStage, Snapshot
-from quantizer.calibration.finetuning import finetune_weights
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.calibration.run_algorithms import algorithms_report, run_algorithms
 from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.calibration.step import STAGES, Step
@@ -37,6 +36,9 @@ from quantizer.option_words import Sentence, marked_text
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
+
+if TYPE_CHECKING:
+    from quantizer.algorithms.dpu_alignment import Move
 
 _CHECKPOINT = "the checkpoint of calibration"
 
@@ -69,6 +71,14 @@ def plan_tensors(request: CalibrationRequest, state: CalibrationState) -> Calibr
         events.message(level, text)
     state = replace(state, plan=plan)
     return request.confirm(request, state) or state
+
+
+def run_algorithms(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Run all algorithms of the config; see `calibration.run_algorithms`."""
+    # Only configs with algorithms need it
+    from quantizer.calibration import run_algorithms as algorithms
+
+    return algorithms.run_algorithms(request, state)
 
 
 def start_observers(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
@@ -131,6 +141,9 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
         if request.ranks.is_alone:
             observing.observe_batches(calibration, model, remaining_batches())
         else:
+            # A run in one process does not need it
+            from quantizer.calibration import rank_shards
+
             rank_shards.observe_share(calibration, model, remaining_batches(), request.ranks)
             observing.require_batches(calibration)
             batches.require_same(request.ranks)
@@ -207,6 +220,9 @@ def find_scales(request: CalibrationRequest, state: CalibrationState) -> Calibra
     )
     solution = state.target.solved(solution, state.adjustment)
     if request.config.algorithms:
+        # As in `run_algorithms`
+        from quantizer.calibration.run_algorithms import algorithms_report
+
         algorithms = algorithms_report(request.config.algorithms, state.adjustment)
         solution = replace(solution, algorithms=algorithms)
     return replace(state, solution=solution)
@@ -237,6 +253,9 @@ def align_positions(
 
     Source: `quantizer.algorithms.dpu_alignment`.
     """
+    # Only the DPU needs it
+    from quantizer.algorithms.dpu_alignment import align
+
     positions, moves = align(
         graph,
         solution.positions,
@@ -293,6 +312,9 @@ def run_finetuning(request: CalibrationRequest, state: CalibrationState) -> Cali
     """Learn how to round weights on the first rank, on all batches, while the others wait."""
     finetuned = (state.solution, state.is_finetuned)
     if request.ranks.is_first:
+        # Only runs with --fast_finetune need it
+        from quantizer.calibration.finetuning import finetune_weights
+
         finetuned = finetune_weights(request, state)
     solution, is_finetuned = request.ranks.broadcast(finetuned, "fast finetuning")
     return replace(state, solution=solution, is_finetuned=is_finetuned)

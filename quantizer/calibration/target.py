@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quantizer.algorithms.adjustment import Adjustment, apply_adjustment
 from quantizer.calibration.observing import Observable
@@ -16,13 +16,15 @@ from quantizer.calibration.solution import Solution, encode_parameters
 from quantizer.config.model import Algorithm, Config
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.structure import Structure
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan, TensorSpecs
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
+
+if TYPE_CHECKING:
+    from quantizer.graph.structure import Structure
 
 
 @dataclass(frozen=True)

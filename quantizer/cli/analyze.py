@@ -12,13 +12,13 @@ import click
 from quantizer.calibration import absorption
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import cheapest_floats, measured_tensors
+from quantizer.cli.grouped_command import refuse_typed
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType, write_output
 from quantizer.cli.render import say_note
 from quantizer.cli.search_context import Subject, watched_data
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
-from quantizer.cli.typed import refuse_typed
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.model import CAST_ONLY
 from quantizer.errors import UsageError

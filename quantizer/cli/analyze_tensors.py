@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli import session
-from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.evaluation import evaluator_of
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import (
     MEASURED,

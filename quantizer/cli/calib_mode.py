@@ -16,19 +16,16 @@ from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session, torchrun
 from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options
-from quantizer.cli.render import say_note
+from quantizer.cli.outcome import Outcome
 from quantizer.cli.reproduction import remember, words_of
-from quantizer.cli.session import Outcome
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import show_layers, table_view
-from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import UntraceableError
 from quantizer.export import checked_target, planned_refusals, refuse
-from quantizer.export.without_codes import plan_remarks
 from quantizer.graph.ir import Graph
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
@@ -128,6 +125,9 @@ def _traced(opened: session.OpenedRun) -> Graph:
     try:
         return opened.graph
     except UntraceableError as error:
+        # Only models without a trace need it
+        from quantizer.cli.untraceable import with_remedy
+
         raise with_remedy(error) from error
 
 
@@ -175,6 +175,10 @@ def _confirm(
     for target in options.for_:
         checked = checked_target(target, options.target_choices)
         refuse(checked.words, planned_refusals(checked, plan, request.config.algorithms))
+        # Only runs for a target need them
+        from quantizer.cli.render import say_note
+        from quantizer.export.without_codes import plan_remarks
+
         for remark in plan_remarks(checked, plan):
             say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:

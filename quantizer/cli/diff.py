@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from quantizer.cli.grouped_command import refuse_typed
 from quantizer.cli.options import LOOK, TABLE, Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say, say_note
-from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.compared import compare_configs
 from quantizer.config.load import load_config
 from quantizer.config.wording import quoted

@@ -6,6 +6,7 @@ from typing import Any
 
 from quantizer.calibration.held_back import MIN_SAMPLES, may_need_data, samples_to_calibrate
 from quantizer.cli import session
+from quantizer.cli.evaluation import evaluates_on_synthetic, reads_calibration_data
 from quantizer.cli.options import Options
 from quantizer.cli.session import OpenedRun
 from quantizer.config.load import load_preset
@@ -62,7 +63,7 @@ def divide_data(options: Options, opened: OpenedRun) -> DividedData:
             the calibration data.
     """
     loaded = opened.loaded
-    if session.evaluates_on_synthetic(options, loaded):
+    if evaluates_on_synthetic(options, loaded):
         raise UsageError(
             "synthetic data cannot judge a config", help="give real data with --eval_data"
         )
@@ -97,7 +98,7 @@ def data_of_run(options: Options, opened: OpenedRun, preset: str | None) -> Divi
     """
     loaded = opened.loaded
     whole = DividedData(opened.batches, opened.batches, options, options)
-    if session.evaluates_on_synthetic(options, loaded):
+    if evaluates_on_synthetic(options, loaded):
         return whole
     if _has_evaluation_data(options, loaded):
         evaluation = session.open_data(options, loaded, evaluation=True)
@@ -174,11 +175,3 @@ def _are_same(calibration: Batches, evaluation: Batches) -> bool:
 def _has_evaluation_data(options: Options, loaded: LoadedModel) -> bool:
     """Return whether tests have other data than calibration."""
     return bool(options.skip_len) or not reads_calibration_data(options, loaded)
-
-
-def reads_calibration_data(options: Options, loaded: LoadedModel) -> bool:
-    """Return whether tests read from where calibrations with these options read."""
-    option = session.evaluation_option(options, loaded)
-    if option is None and options.data is None:
-        return loaded.evaluation_data is loaded.calibration_data
-    return option == options.data

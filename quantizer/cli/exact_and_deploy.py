@@ -1,7 +1,10 @@
 """Runs `--exact` (the DPU's integers) and `--deploy` (other runtimes) after a test."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
@@ -9,22 +12,22 @@ from quantizer.calibration.events import RunStage
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import EXACT_EQUAL
 from quantizer.cli.options import Options
-from quantizer.cli.session import Outcome
+from quantizer.cli.outcome import Outcome
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
-from quantizer.evaluation.exact import ExactComparison, compare_exact
 from quantizer.export import EXPORTERS, FOLDER, checked_target, export, require_expressible
-from quantizer.export.agreement import Verification
-from quantizer.export.deployment import Deployment
-from quantizer.export.summary import export_summary
 from quantizer.graph.ir import Graph
-from quantizer.report.dpu_tables import exact_table
 from quantizer.report.view import TableView
 from quantizer.results.folder import QuantInfo
 from quantizer.sources.data import Batches
 from quantizer.storage.files import write_json
+
+if TYPE_CHECKING:
+    from quantizer.evaluation.exact import ExactComparison
+    from quantizer.export.agreement import Verification
+    from quantizer.export.deployment import Deployment
 
 
 def require_dpu(device: str) -> None:
@@ -51,6 +54,10 @@ def run_exact(
     Returns:
         The outcome with the metric `exact_equal` and a table.
     """
+    # Only --exact needs it
+    from quantizer.evaluation.exact import compare_exact
+    from quantizer.report.dpu_tables import exact_table
+
     with RunStage(progress(quiet=options.quiet), "exact", batches.total) as stage:
         counted = stage.counted(batch.to("cpu") for batch in batches)
         result = compare_exact(graph, info.solution, counted)
@@ -100,7 +107,7 @@ def require_one(options: Options, graph: Graph, info: QuantInfo) -> None:
             )
         except UsageError as refusal:
             refusals.append(refusal)
-    if options.deploy and len(refusals) == len(set(options.deploy)):
+    if len(refusals) == len(set(options.deploy)):
         raise refusals[0]
 
 
@@ -130,6 +137,9 @@ def deploy(
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
+    # It imports the comparison with engines
+    from quantizer.export.summary import export_summary
+
     folder = (place or from_start(options.output_dir)) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")

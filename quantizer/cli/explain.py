@@ -6,8 +6,8 @@ import re
 import click
 
 from quantizer.cli.completion import layers_of_results
+from quantizer.cli.grouped_command import refuse_typed
 from quantizer.cli.options import LOOK, Options, command, takes
-from quantizer.cli.typed import refuse_typed
 from quantizer.config.pages import (
     code_page,
     contents,

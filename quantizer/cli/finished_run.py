@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 from quantizer.cli.divided_data import DividedData
 from quantizer.cli.gates import Gate, failed_gates, gate_lines
 from quantizer.cli.options import Options
+from quantizer.cli.outcome import Outcome
 from quantizer.cli.reproduction import data_options
-from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.session import OpenedRun
 from quantizer.cli.tuned_run import TunedRun
 from quantizer.export.agreement import Verification
 from quantizer.graph.modules import Untraced

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
-
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.cli import session
+from quantizer.cli.evaluation import evaluator_of
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import (
     MEASURED,
@@ -17,8 +16,8 @@ from quantizer.cli.gates import (
     require_measured,
 )
 from quantizer.cli.options import Options
-from quantizer.cli.session import OpenedRun, Outcome
-from quantizer.cli.start_folder import unmoved
+from quantizer.cli.outcome import Outcome, metric_lines
+from quantizer.cli.session import OpenedRun
 from quantizer.cli.table_view import config_to_look, show_layers
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
@@ -26,7 +25,6 @@ from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.evaluation.scores import measure
 from quantizer.results.calibrated_inputs import window_length
 from quantizer.seeding import seed_everything
-from quantizer.sources.models import Evaluate, LoadedModel, load_evaluate
 
 
 def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
@@ -64,25 +62,6 @@ def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
     return Outcome(metrics, {"metrics": metrics}, metric_lines(metrics))
 
 
-def evaluator_of(options: Options, loaded: LoadedModel) -> Evaluate | None:
-    """Return the user's `evaluate`, from --evaluate or the model's file; None if there is none,
-    or if the data are synthetic.
-
-    Raises:
-        UsageError: `--evaluate` is given for synthetic data.
-    """
-    if session.evaluates_on_synthetic(options, loaded):
-        if options.evaluate:
-            raise UsageError(
-                "--evaluate needs real data: metrics on synthetic data mean nothing",
-                help="give --eval_data, or evaluation_data() in the model's file",
-            )
-        return None
-    if options.evaluate:
-        return load_evaluate(str(unmoved(options.evaluate)), loaded.directions)
-    return loaded.evaluate
-
-
 def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate]) -> OpenedRun:
     """Return the run with the user's metrics of the float model, if a gate may be about one of
     them. So a misspelt metric is refused before calibration, which may take long.
@@ -115,8 +94,3 @@ def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate
     require_known(of_user, names_in_test(metrics, options, evaluator.directions))
     seed_everything(options.seed)
     return opened.changed(float_metrics=metrics, evaluation=batches)
-
-
-def metric_lines(metrics: dict[str, float]) -> list[RenderableType]:
-    """Return a line for each metric."""
-    return [f"{name} {value:.6g}" for name, value in metrics.items()]

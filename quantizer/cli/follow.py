@@ -10,10 +10,8 @@ from contextvars import ContextVar
 
 from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunStage
 from quantizer.cli import session
-from quantizer.cli.render import print_diagnostics
 from quantizer.cli.screen import screen
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.report.bars import Bars, StackedBars
 
 _logger = logging.getLogger(__name__)
 
@@ -41,6 +39,9 @@ def _display(*, quiet: bool) -> Events:
     if shared is not None:
         return shared
     if _shows_bars():
+        # Only terminals need it
+        from quantizer.report.bars import Bars
+
         return Bars(session.console(stderr=True))
     return Lines()
 
@@ -48,6 +49,9 @@ def _display(*, quiet: bool) -> Events:
 @contextmanager
 def one_display() -> Iterator[None]:
     """Show the bars of all stages in one display, until the body ends."""
+    # Only terminals need it
+    from quantizer.report.bars import StackedBars
+
     if screen().quiet or not _shows_bars():
         yield
         return
@@ -82,6 +86,9 @@ class Messages(Events):
         if finding is None:
             _logger.log(level, "%s", text)
         elif not self._quiet:
+            # A run without findings does not need it
+            from quantizer.cli.render import print_diagnostics
+
             print_diagnostics((finding,), self._sources)
 
 

@@ -1,5 +1,5 @@
 """Defines commands and options of click with a help in sections. Files of the user's are not
-written without permission.
+written without permission, and options without effect are refused.
 """
 
 from __future__ import annotations
@@ -7,12 +7,15 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from quantizer.cli.places import OutputFile, require_free
 from quantizer.cli.screen import COLORS, set_color, set_quiet, set_verbose
+from quantizer.errors import UsageError
 from quantizer.storage.permission import replacing
 
 if TYPE_CHECKING:
@@ -165,3 +168,23 @@ def _screen_options() -> list[click.Parameter]:
 
 command = functools.partial(click.command, cls=GroupedCommand, context_settings=SETTINGS)
 """Decorates a function that is a command."""
+
+
+def was_typed(ctx: click.Context, name: str) -> bool:
+    """Return whether an option was given on the command line, not by a variable or default."""
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def refuse_typed(names: Iterable[str], why: str) -> None:
+    """Raise `UsageError` for the first of these options that was given on the command line.
+
+    Args:
+        names: options that have no effect here.
+        why: the reason, and what to do instead.
+    """
+    context = click.get_current_context()
+    for name in names:
+        if name not in context.params:
+            continue
+        if was_typed(context, name):
+            raise UsageError(f"--{name} has no effect here", help=why)

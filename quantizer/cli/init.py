@@ -2,12 +2,12 @@
 Imports no torch.
 """
 
-import importlib
 import shutil
 import sys
 
 import click
 
+from quantizer.cli.grouped_command import refuse_typed
 from quantizer.cli.options import (
     MODEL,
     Options,
@@ -18,7 +18,6 @@ from quantizer.cli.options import (
 )
 from quantizer.cli.places import write_output
 from quantizer.cli.render import say_note
-from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, preset_text, presets
 from quantizer.errors import UsageError
@@ -115,10 +114,12 @@ def _fitted(text: str, name: str, options: Options) -> str:
     if options.model is None:
         refuse_typed(MODEL, "it needs --model: then init fits the preset to the model")
         return text
-    # It imports torch.
-    module = importlib.import_module("quantizer.cli.fitted_preset")
-    fitted: str
-    fitted, changes = module.fitted_preset(text, name, options)
+    # These import torch
+    from quantizer.cli.traced_model import traced_model
+    from quantizer.plan.fitted_config import fitted_text
+
+    traced = traced_model(options)
+    fitted, changes = fitted_text(text, name, traced.graph)
     for change in changes:
         say_note(change)
     if not changes:

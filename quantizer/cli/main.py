@@ -15,13 +15,10 @@ from click.shell_completion import CompletionItem
 
 from quantizer import printable
 from quantizer.cli import interrupts, screen, streams, torchrun
-from quantizer.cli.click_errors import explained
-from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand
+from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand, was_typed
 from quantizer.cli.options import QUANT_MODES, RUN, Options, takes, word_of
-from quantizer.cli.render import print_diagnostics
+from quantizer.cli.screen import print_versions
 from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
-from quantizer.cli.typed import was_typed
-from quantizer.cli.versions import print_versions
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest_word
 from quantizer.errors import (
@@ -288,6 +285,9 @@ def _run(arguments: list[str]) -> int:
     try:
         code = _call(arguments)
     except click.ClickException as error:
+        # Only errors need it
+        from quantizer.cli.click_errors import explained
+
         message, remedy = explained(error)
         _show(one_line(message), one_line(remedy))
         return error.exit_code
@@ -301,6 +301,9 @@ def _run(arguments: list[str]) -> int:
         click.echo(f"{streams.cleared()}interrupted", err=True)
         return 130
     except ConfigError as error:
+        # Only errors need it
+        from quantizer.cli.render import print_diagnostics
+
         print_diagnostics(error.diagnostics, error.sources)
         return error.exit_code
     except QuantizerError as error:

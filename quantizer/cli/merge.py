@@ -11,9 +11,9 @@ from quantizer.calibration.target import TracedTarget
 from quantizer.cli import runlog, session
 from quantizer.cli.follow import run_display
 from quantizer.cli.options import Options, command, takes
+from quantizer.cli.outcome import Outcome
 from quantizer.cli.places import PathType
 from quantizer.cli.reproduction import read_commands, remember, words_of_merge
-from quantizer.cli.session import Outcome
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.tuned_run import results_folder_option
 from quantizer.config.wording import counted

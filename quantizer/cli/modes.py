@@ -11,7 +11,7 @@ import torch
 
 import quantizer
 from quantizer.cli import interrupts, session, torchrun
-from quantizer.cli.annotations import annotate
+from quantizer.cli.annotations import annotate, append_summary
 from quantizer.cli.gates import (
     Gate,
     failed_gates,
@@ -20,9 +20,8 @@ from quantizer.cli.gates import (
     parse_gate,
     require_known,
 )
-from quantizer.cli.job_summary import append_summary
 from quantizer.cli.options import RAISING, Options
-from quantizer.cli.session import Outcome
+from quantizer.cli.outcome import Outcome
 from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras

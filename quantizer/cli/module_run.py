@@ -14,8 +14,8 @@ from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.cli import runlog, session
+from quantizer.cli.evaluation import evaluates_on_synthetic, evaluator_of
 from quantizer.cli.finished_run import FinishedRun
-from quantizer.cli.float_mode import evaluator_of, metric_lines
 from quantizer.cli.follow import progress, run_display
 from quantizer.cli.gates import (
     MEASURED,
@@ -26,8 +26,9 @@ from quantizer.cli.gates import (
     require_known,
 )
 from quantizer.cli.options import Options
+from quantizer.cli.outcome import Outcome, metric_lines
 from quantizer.cli.render import say_note
-from quantizer.cli.session import OpenedRun, Outcome
+from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.untraceable import with_remedy
 from quantizer.config.diagnostics import pointing_into
@@ -58,10 +59,10 @@ from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.directions import BY_NAME
-from quantizer.sources.hugging_face import without_cache
 from quantizer.sources.module_state import evaluating
 from quantizer.sources.user_code import user_errors
 from quantizer.sources.weights import check_kinds
+from quantizer.sources.windows import without_cache
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 _SUFFIX = "-modules"
@@ -201,7 +202,7 @@ class RunOnModules:
         opened = self.opened
         if opened.batches.stands_in and not self.options.eval_data:
             return replace(opened.batches, stamp=EXAMPLE_STAMP)
-        if session.evaluates_on_synthetic(self.options, opened.loaded):
+        if evaluates_on_synthetic(self.options, opened.loaded):
             return opened.batches
         return session.open_data(self.options, opened.loaded, evaluation=True)
 

@@ -12,10 +12,9 @@ import click
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.grouped_command import GroupedOption
 from quantizer.cli.grouped_command import command as command
-from quantizer.cli.places import OutputFile, PathType, WrittenPath
+from quantizer.cli.places import OutputFile, PathType, WrittenPath, memory_size, rows_shown
 from quantizer.cli.screen import screen
 from quantizer.cli.start_folder import unmoved
-from quantizer.cli.values import memory_size, rows_shown
 from quantizer.config import dynamic_sizes
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS

@@ -1,14 +1,19 @@
 """The result of a mode: metrics, lines to print, and the written files."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.export.agreement import Verification
 from quantizer.plan.model import Plan
+
+if TYPE_CHECKING:
+    from quantizer.export.agreement import Verification
 
 
 @dataclass(frozen=True)
@@ -34,3 +39,8 @@ class Outcome:
     plan: Plan | None = None
     deployed: Mapping[Path, Verification] = field(default_factory=dict)
     exports: Sequence[JsonMapping] = ()
+
+
+def metric_lines(metrics: dict[str, float]) -> list[RenderableType]:
+    """Return a line for each metric."""
+    return [f"{name} {value:.6g}" for name, value in metrics.items()]

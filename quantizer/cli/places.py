@@ -1,6 +1,9 @@
-"""Defines the type of options and arguments that are paths, and writes the file of --output."""
+"""Defines the types of options and arguments: paths, sizes and counts. Writes the file of
+--output.
+"""
 
 import errno
+import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +14,7 @@ import click
 from quantizer.cli.start_folder import from_start
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError, UsageError
 from quantizer.storage.permission import changing_in_place
+from quantizer.storage.process_memory import parse_size
 from quantizer.storage.replacing import replace_file, require_writable
 
 _ERRORS: dict[str, type[QuantizerError]] = {
@@ -114,3 +118,45 @@ def write_output(
             replace_file(from_start(path), text.encode(encoding))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def rows_shown(text: str) -> int | str:
+    """Return the value of `--top`: a whole number, or "all".
+
+    Raises:
+        BadParameter: it is neither.
+    """
+    if text == "all":
+        return text
+    if not text.isdecimal() or int(text) == 0:
+        raise click.BadParameter(f"{text!r} is neither a number of rows nor 'all'.")
+    return int(text)
+
+
+def memory_size(text: str) -> int:
+    """Return the value of `--memory` and `--max_unpacked` in bytes.
+
+    Raises:
+        BadParameter: it is not a size.
+    """
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r} is not a size of memory; write 8GB or 512MB, for example."
+        ) from None
+
+
+def minutes(text: str) -> float:
+    """Return the value of `--minutes`.
+
+    Raises:
+        BadParameter: it is not a number, or below 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise click.BadParameter(f"{text!r} is not a number of minutes; write 10 or 0.5.")
+    return value

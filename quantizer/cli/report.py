@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import click
 
+from quantizer.cli.grouped_command import refuse_typed
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.start_folder import from_start
-from quantizer.cli.typed import refuse_typed
 from quantizer.printable import json_text, one_line
 from quantizer.report.files import REPORT_PAGE, write_report
 from quantizer.report.plots import PLOT_WRITERS, write_events, write_plots

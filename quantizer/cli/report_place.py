@@ -12,7 +12,6 @@ from quantizer.cli.start_folder import from_start
 from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
 from quantizer.export import EXPORTERS, FOLDER, exporter_of
-from quantizer.export.publishing import require_place
 from quantizer.results.folder import INFO_FILE, REPORT_FILE, RUN_FILE, OpenedResults
 from quantizer.results.result_set import (
     ReadOnlyError,
@@ -62,6 +61,9 @@ def report_place(
         for target in options.deploy:
             held.require_folder(FOLDER)
             name = f"{opened.header['model']}{EXPORTERS[target].suffix}"
+            # Only --deploy needs it
+            from quantizer.export.publishing import require_place
+
             require_place(exporter_of(target), place / FOLDER / name)
         noted = stack.enter_context(runlog.log_run(place, options, ranks.world_size))
         yield place, noted

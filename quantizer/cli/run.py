@@ -11,11 +11,13 @@ from pathlib import Path
 import click
 
 from quantizer.cli import session, torchrun
+from quantizer.cli.annotations import append_summary
 from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.config_of_run import config_of_run
 from quantizer.cli.divided_data import data_of_run, divide_data
+from quantizer.cli.evaluation import evaluates_on_synthetic, evaluator_of
 from quantizer.cli.finished_run import FinishedRun
-from quantizer.cli.float_mode import evaluator_of, with_float_metrics
+from quantizer.cli.float_mode import with_float_metrics
 from quantizer.cli.follow import one_display
 from quantizer.cli.gates import (
     MEASURED,
@@ -31,7 +33,6 @@ from quantizer.cli.gates import (
     require_measured,
     require_products,
 )
-from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import Options, command, option, takes
 from quantizer.cli.places import PathType
@@ -272,7 +273,7 @@ def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRu
     """
     if evaluator_of(options, opened.loaded) is None:
         require_known(about_all(gates), names_in_test(MEASURED, options))
-    if session.evaluates_on_synthetic(options, opened.loaded):
+    if evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
 

@@ -1,4 +1,5 @@
 """Holds the values of `-q`, `-v` and `--color` for one command, from any place in its line.
+Prints versions and breaks lines.
 
 It imports no torch.
 """
@@ -6,19 +7,20 @@ It imports no torch.
 import logging
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
 
 from quantizer import __version__
 from quantizer.cli.start_folder import as_typed
-from quantizer.cli.versions import torch_version
 from quantizer.errors import LEFT_OUT, UsageError
 from quantizer.printable import one_line
 
@@ -215,3 +217,31 @@ def timed(step: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     _logger.debug("%s: %.2f s", step, time.monotonic() - started)
+
+
+def print_versions(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Print the versions for `--version`, and end the command."""
+    if not value or ctx.resilient_parsing:
+        return
+    click.echo(f"quantizer, version {__version__}")
+    click.echo(torch_version())
+    ctx.exit()
+
+
+def torch_version() -> str:
+    """Return the installed version of torch in words."""
+    try:
+        return f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return "torch not installed"
+
+
+def starts_of_lines(text: str, width: int) -> list[int]:
+    """Return the positions of words that begin another line, where lines have this width."""
+    starts = []
+    line_start = 0
+    for word in re.finditer(r"\S+", text):
+        if word.end() - line_start > width and word.start() > line_start:
+            line_start = word.start()
+            starts.append(line_start)
+    return starts

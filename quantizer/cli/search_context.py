@@ -14,7 +14,7 @@ from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli import session
 from quantizer.cli.calib_mode import require_calibration_room
-from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.evaluation import evaluator_of
 from quantizer.cli.follow import BarOfLongUnits, progress, run_display
 from quantizer.cli.gates import Gate, about_all, names_in_test, require_known
 from quantizer.cli.options import Options

@@ -1,5 +1,7 @@
 """Opens config, model and data of a command, resolves the plan, and prints results."""
 
+from __future__ import annotations
+
 import logging
 import os
 import sys
@@ -7,23 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.calibration.finetuning import with_finetuning
-from quantizer.cli.line_breaks import starts_of_lines
+from quantizer.cli.evaluation import evaluation_option, read_windows
 from quantizer.cli.options import Options
-from quantizer.cli.outcome import Outcome as Outcome
-from quantizer.cli.render import print_diagnostics, say_note
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
-from quantizer.cli.screen import screen, timed
+from quantizer.cli.screen import screen, starts_of_lines, timed
 from quantizer.cli.start_folder import as_typed, from_start, unmoved
-from quantizer.cli.text_options import read_windows
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.document import Document
+from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
@@ -49,9 +48,11 @@ from quantizer.sources.data import (
     load_batches,
 )
 from quantizer.sources.models import LoadedModel, load_model
-from quantizer.sources.synthetic import Wanted, synthetic_batches
-from quantizer.sources.text import Windows
+from quantizer.sources.windows import Windows
 from quantizer.storage import process_memory
+
+if TYPE_CHECKING:
+    from quantizer.cli.outcome import Outcome
 
 _logger = logging.getLogger(__name__)
 
@@ -150,12 +151,12 @@ class OpenedRun:
         """
         return trace_model(self.options, self.loaded, self.batches, compared=True)
 
-    def with_batches(self, batches: Batches) -> "OpenedRun":
+    def with_batches(self, batches: Batches) -> OpenedRun:
         """Return the same run with a part of its calibration data, and the same trace."""
         # The data of the test may be another part, too
         return self.changed(batches=batches, float_metrics=None, evaluation=None)
 
-    def changed(self, **changes: Any) -> "OpenedRun":
+    def changed(self, **changes: Any) -> OpenedRun:
         """Return the same run with other fields, and the same trace."""
         other = replace(self, **changes)
         # Tracing again would take longer than all else
@@ -276,30 +277,15 @@ def open_data(
     return batches
 
 
-def evaluation_option(options: Options, loaded: LoadedModel) -> str | None:
-    """Return the value of `--eval_data`, or of `--data` if that is also for evaluation; None
-    for the data of the model's file.
-
-    Synthetic data are for calibration, so the file's own data are preferred.
-    """
-    if options.eval_data is not None:
-        return options.eval_data
-    if is_synthetic(options.data) and loaded.evaluation_data is not None:
-        return None
-    return options.data
-
-
-def evaluates_on_synthetic(options: Options, loaded: LoadedModel) -> bool:
-    """Return whether test mode runs on synthetic data. They have no labels."""
-    return is_synthetic(evaluation_option(options, loaded))
-
-
 def _synthetic_data(
     spec: str, options: Options, loaded: LoadedModel, windows: Windows
 ) -> Batches:
     """Return data that are made from the model, in the shapes of its example input or of its
     own data.
     """
+    # Only synthetic data need it
+    from quantizer.sources.synthetic import Wanted, synthetic_batches
+
     if Path(spec).exists():
         _logger.warning(
             "--data %s makes data from the model; ./%s is the file or folder", spec, spec
@@ -379,6 +365,9 @@ def resolved_plan(
     if any(finding.severity == "error" for finding in findings):
         raise ConfigError(findings, read.sources)
     if not quiet:
+        # A run without findings does not need it
+        from quantizer.cli.render import print_diagnostics, say_note
+
         print_diagnostics(findings, read.sources)
         for line in plan_remarks(plan):
             say_note(line)

@@ -1,21 +1,24 @@
 """Runs `--quant_mode test`: compares the calibrated network with the float one."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
 from quantizer.calibration import fingerprint, memory_prediction
 from quantizer.calibration.events import ForkedEvents
-from quantizer.calibration.finetuning import require_calibrated_with
 from quantizer.cli import session, torchrun
 from quantizer.cli.annotations import annotate_warnings
-from quantizer.cli.divided_data import reads_calibration_data
-from quantizer.cli.exact_and_deploy import deploy, require_dpu, require_one, run_exact
-from quantizer.cli.float_mode import evaluator_of, metric_lines
+from quantizer.cli.evaluation import (
+    evaluates_on_synthetic,
+    evaluator_of,
+    reads_calibration_data,
+)
 from quantizer.cli.follow import progress
 from quantizer.cli.gates import (
     MEASURED,
@@ -30,23 +33,20 @@ from quantizer.cli.gates import (
     require_products,
 )
 from quantizer.cli.options import RAISING, Options
+from quantizer.cli.outcome import Outcome, metric_lines
 from quantizer.cli.report_place import report_place
 from quantizer.cli.reproduction import names_same_source, remember, words_of
-from quantizer.cli.session import Outcome
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import show_layers, table_view
 from quantizer.comparison.output_figures import POOLED_FIGURE
+from quantizer.config.dpu_accuracy import require_calibrated_with
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
-from quantizer.evaluation.exact import require_wide
 from quantizer.evaluation.followed_data import same_in_each_pass
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import FOLDER, as_run
 from quantizer.export.choices import chooses_layers
-from quantizer.export.choosing import chosen_layers
-from quantizer.export.deployment import Deployment
-from quantizer.export.layer_choice import LayerChoice
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
@@ -61,6 +61,9 @@ from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.directions import BY_NAME
 from quantizer.sources.models import Evaluate, LoadedModel
 from quantizer.storage.files import write_text
+
+if TYPE_CHECKING:
+    from quantizer.export.layer_choice import LayerChoice
 
 _logger = logging.getLogger(__name__)
 _FAULT_HELP = "give that layer and those before it more bits or a wider range, or float"
@@ -80,6 +83,9 @@ def run_test(
     folder = from_start(options.output_dir)
     info = read_info(folder)
     if options.exact:
+        # Only --exact and --deploy need these
+        from quantizer.cli.exact_and_deploy import require_dpu
+
         require_dpu(info.settings.target_device)
     for name in RAISING:
         require_calibrated_with(f"--{name}", getattr(options, name), info.header.get(name))
@@ -100,7 +106,7 @@ def run_test(
     seq_len = window_length(info.header["inputs"])
     if opened is not None and opened.batches.stands_in and not options.eval_data:
         batches = replace(opened.batches, stamp=EXAMPLE_STAMP)
-    elif opened is not None and session.evaluates_on_synthetic(options, loaded):
+    elif opened is not None and evaluates_on_synthetic(options, loaded):
         batches = opened.batches
     elif opened is not None and opened.evaluation is not None:
         batches = opened.evaluation
@@ -167,11 +173,18 @@ class _TestRun:
         if scores.fault:
             return replace(outcome, error=GateError(scores.fault, help=_FAULT_HELP))
         if options.exact:
+            # As in `run_test`
+            from quantizer.cli.exact_and_deploy import run_exact
+
             outcome = run_exact(
                 options, outcome, graph, self.info, batches=self.batches, place=self.place
             )
         if not options.deploy or failed_gates(self.gates, outcome.metrics):
             return self._with_late_figures(outcome)
+        # As in `run_test`
+        from quantizer.cli.exact_and_deploy import deploy
+        from quantizer.export.deployment import Deployment
+
         deployment = Deployment.of(
             calibrated,
             self.loaded.module,
@@ -193,10 +206,15 @@ class _TestRun:
             UsageError: several processes would choose, or the machine is too busy to measure.
         """
         options = self.options
-        if chooses_layers(options.target_choices) and not self.ranks.is_alone:
+        if not chooses_layers(options.target_choices):
+            return None
+        if not self.ranks.is_alone:
             raise UsageError(
                 "--onnx_profile tuned works in one process", help="run it without torchrun"
             )
+        # Few runs choose layers
+        from quantizer.export.choosing import chosen_layers
+
         return chosen_layers(
             calibrated,
             self.loaded.module,
@@ -297,8 +315,15 @@ def _require_measurable(
         graph: of the network.
         targets_of: a batch whose targets give the metrics; None if there is an evaluate().
     """
-    require_one(options, graph, info)
+    if options.deploy:
+        # As in `run_test`
+        from quantizer.cli.exact_and_deploy import require_one
+
+        require_one(options, graph, info)
     if options.exact:
+        # Only --exact needs it
+        from quantizer.evaluation.exact import require_wide
+
         require_wide(graph, info.solution)
     if options.inspect:
         show_layers(options, graph, info.solution.tensors, {})

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import click
 
 from quantizer.cli import session, torchrun
+from quantizer.cli.annotations import append_summary
 from quantizer.cli.divided_data import divide_data
-from quantizer.cli.float_mode import evaluator_of
+from quantizer.cli.evaluation import evaluator_of
 from quantizer.cli.follow import one_display
 from quantizer.cli.gates import (
     MEASURED,
@@ -23,7 +24,6 @@ from quantizer.cli.gates import (
     require_known,
     require_known_parts,
 )
-from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import MODEL, Options, command, takes
 from quantizer.cli.start_folder import from_start

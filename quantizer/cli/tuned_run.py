@@ -16,13 +16,13 @@ from quantizer.cli.calib_mode import run_calib
 from quantizer.cli.divided_data import DividedData
 from quantizer.cli.gates import Gate
 from quantizer.cli.options import Options, option
-from quantizer.cli.places import PathType
+from quantizer.cli.outcome import Outcome
+from quantizer.cli.places import PathType, minutes
 from quantizer.cli.render import say_note
 from quantizer.cli.search_context import SearchContext, Subject
-from quantizer.cli.session import OpenedRun, Outcome, ReadConfig
+from quantizer.cli.session import OpenedRun, ReadConfig
 from quantizer.cli.start_folder import from_start
 from quantizer.cli.test_mode import run_test
-from quantizer.cli.values import minutes
 from quantizer.config.forms.level_edits import with_tuning_comments
 from quantizer.errors import UsageError
 from quantizer.evaluation.search.context import plan_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantizer.errors import DataError
 from quantizer.sources.batches import Batch
-from quantizer.sources.text import UNSCORED
+from quantizer.sources.windows import UNSCORED
 
 _CHUNK_LOGITS = 1 << 22
 """How many logits are converted to float32 at a time, which limits the memory."""

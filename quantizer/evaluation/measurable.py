@@ -1,7 +1,6 @@
 """Finds the metrics that a test cannot measure, before any network runs."""
 
 from quantizer.comparison.output_figures import WORST_SAMPLES
-from quantizer.comparison.perplexity import next_tokens
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.graph.output_parts import sample_axis
 from quantizer.sources.batches import Batch
@@ -41,6 +40,9 @@ def not_measured_by_targets(first: Batch, graph: Graph | None = None) -> Reasons
         first: the first batch of the evaluation data.
         graph: of the model; None if only the data is known.
     """
+    # Only batches with targets need it
+    from quantizer.comparison.perplexity import next_tokens
+
     target = first.target
     if target is None:
         why = "the data has no targets, and there is no evaluate()"

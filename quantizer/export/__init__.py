@@ -14,7 +14,6 @@ from quantizer.config.wording import first_names
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
-from quantizer.export.library_failures import refused_by_libraries
 from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
@@ -102,6 +101,9 @@ def planned_refusals(
     Args:
         algorithms: those that will round the weights.
     """
+    # Only a run for a target needs it
+    from quantizer.export.library_failures import refused_by_libraries
+
     opset = plan.settings.onnx_opset_version
     with refused_by_libraries(checked.target, plan.graph):
         refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
@@ -128,6 +130,9 @@ def require_operators(checked: CheckedTarget, graph: Graph) -> None:
     Raises:
         UsageError: why it cannot.
     """
+    # Only a run for a target needs it
+    from quantizer.export.library_failures import refused_by_libraries
+
     # It needs torch
     from quantizer.graph.passes import run_passes
 
@@ -243,6 +248,9 @@ def export(
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
+    # Only a run for a target needs it
+    from quantizer.export.library_failures import refused_by_libraries
+
     # It needs torch
     from quantizer.export.publishing import new_files
     from quantizer.plan.remarks import size_remarks

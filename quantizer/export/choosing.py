@@ -6,7 +6,6 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.export import EXPORTERS, exporter_of
-from quantizer.export.choices import chooses_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.library_failures import refused_by_libraries
@@ -30,7 +29,7 @@ def chosen_layers(
         model: the float model.
         batches: of the evaluation data. The first one is measured.
         targets: those that are written.
-        choices: values of their options, by name.
+        choices: values of their options, by name, one of which chooses layers.
         folder: of the files.
 
     Returns:
@@ -40,8 +39,6 @@ def chosen_layers(
         ResultError: a deploy.json does not fit the network.
         UsageError: the machine is too busy to measure.
     """
-    if not chooses_layers(choices):
-        return None
     deployment = Deployment.of(calibrated, model, batches, {}, choices=choices, metrics={})
     for target in targets:
         exporter = exporter_of(target, choices)

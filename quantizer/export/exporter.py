@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from quantizer.export.choices import CHOICES
 from quantizer.option_words import Sentence
-from quantizer.storage.replacing import remove_file, remove_folder
+from quantizer.storage.replaced_folder import remove_folder
+from quantizer.storage.replacing import remove_file
 
 if TYPE_CHECKING:
     from pathlib import Path

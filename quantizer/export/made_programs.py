@@ -7,9 +7,7 @@ import torch
 
 from quantizer.calibration.solution import Solution
 from quantizer.errors import ModelError
-from quantizer.export.deployment import Deployment
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
-from quantizer.export.value_names import in_traced_order
 from quantizer.graph.batch_axes import has_open_batch
 from quantizer.graph.ir import Graph
 from quantizer.sources.batches import Batch
@@ -59,8 +57,10 @@ def _make_program(graph: Graph, batch: Batch) -> None:
     Raises:
         ModelError: torch.export refuses it.
     """
-    # It imports torch.export, which is slow
+    # Only targets with operators need them; one imports torch.export, which is slow
+    from quantizer.export.deployment import Deployment
     from quantizer.export.torch_export.pt2_float import Pt2FloatExporter
+    from quantizer.export.value_names import in_traced_order
 
     graph = graph.on(torch.device("cpu"))
     batch = batch.to("cpu")

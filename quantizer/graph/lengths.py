@@ -301,3 +301,8 @@ def same_shape(one: Tensor, other: Tensor) -> bool:
     if one.dim() != other.dim():
         return False
     return all(map(same_size, one.shape, other.shape))
+
+
+def leaf_shapes(call: Any) -> list[Sequence[int]]:
+    """Return the shapes of the leaves of a call, () for one without a shape."""
+    return [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(call)]

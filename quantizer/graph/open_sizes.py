@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from quantizer.config.dynamic_sizes import AXES
 from quantizer.errors import ModelError
@@ -251,8 +250,3 @@ def _with_names(lengths: Sequence[Length]) -> list[Length]:
             length = replace(length, name=f"{length.name}_{count}")
         named.append(length)
     return named
-
-
-def leaf_shapes(call: Any) -> list[Sequence[int]]:
-    """Return the shapes of the leaves of a call, () for one without a shape."""
-    return [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(call)]

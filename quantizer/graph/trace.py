@@ -29,16 +29,16 @@ from quantizer.graph.ir import Call, Graph
 from quantizer.graph.lengths import (
     Length,
     excludes_single_batches,
+    leaf_shapes,
     length_axes,
     open_lengths,
     shortened_lengths,
     size_axes,
 )
 from quantizer.graph.names import check_names
-from quantizer.graph.open_sizes import SizedTrace, leaf_shapes
 from quantizer.graph.parameters import without_values
 from quantizer.graph.program_nodes import input_paths, mark_stubs
-from quantizer.graph.size_guards import GuardedTrace, LengthTrace
+from quantizer.graph.size_guards import GuardedTrace
 from quantizer.graph.torch_modules import (
     distributions_are_not_checked,
     masks_are_not_searched,
@@ -145,6 +145,9 @@ def _export_sizes(
     Raises:
         ModelError: the model fixes one of the sizes, or has no input with it.
     """
+    # Only runs with open sizes need them
+    from quantizer.graph.open_sizes import SizedTrace
+
     asked = size_axes(call, names)
     axes: list[tuple[int, ...]] = []
     for token_axes, asked_axes in zip(length_axes(call), asked, strict=True):
@@ -328,11 +331,14 @@ def _export(
     Raises:
         ModelError: torch cannot export the module.
     """
-    sizes = leaf_shapes((args, kwargs))
-    stops_if_fixed = stop == "fixed"
-    watched = LengthTrace(module, sizes, stops_if_fixed)
+    watched = None
     watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if lengths and stop:
+        # Only models with inputs of any length need them
+        from quantizer.graph.size_guards import LengthTrace
+
+        sizes = leaf_shapes((args, kwargs))
+        watched = LengthTrace(module, sizes, stops_if_fixed=stop == "fixed")
         watch = watched.watching()
     try:
         shapes: dict[str, Any] | None = None
@@ -355,7 +361,7 @@ def _export(
     except (ModelError, KeyboardInterrupt):
         raise
     except Exception as error:
-        if watched.remark:
+        if watched is not None and watched.remark:
             logger.info("%s", watched.remark)
         raise explain_failure(module, error) from error
     except BaseException as error:

@@ -1,12 +1,14 @@
 """The layers of quantized networks, for traced graphs and for the generated code alike."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from quantizer.graph.emit import FUNCTION_LAYERS
 from quantizer.nn.dpu_layers import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
 from quantizer.nn.function import Constant, DeQuantStub, Function, Input, Parameter, QuantStub
 from quantizer.nn.layer import Layer
 from quantizer.nn.load import load
 from quantizer.nn.quantizer import TensorQuantizer
-from quantizer.nn.rescale import InputRotation, InputScale
 from quantizer.nn.weighted import (
     GRU,
     LSTM,
@@ -22,6 +24,10 @@ from quantizer.nn.weighted import (
     ExpertLinear,
     Linear,
 )
+
+if TYPE_CHECKING:
+    from quantizer.nn.dpu_layers import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
+    from quantizer.nn.rescale import InputRotation, InputScale
 
 __all__ = [
     "GRU",
@@ -54,8 +60,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> type[Function]:
-    """Return `ReLU`, `Add`, …: one class per row of `FUNCTION_LAYERS`, created on first use."""
+_RARE = {
+    "DpuAvgPool2d": "quantizer.nn.dpu_layers",
+    "DpuHardsigmoid": "quantizer.nn.dpu_layers",
+    "DpuHardswish": "quantizer.nn.dpu_layers",
+    "InputRotation": "quantizer.nn.rescale",
+    "InputScale": "quantizer.nn.rescale",
+}
+"""The module of each layer that few networks have. It is imported on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class on its first use: one of `_RARE`, or `ReLU`, `Add`, …, which is created
+    from its row of `FUNCTION_LAYERS`.
+    """
+    if name in _RARE:
+        return getattr(importlib.import_module(_RARE[name]), name)
     if name not in FUNCTION_LAYERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     cls = type(name, (Function,), {"target": FUNCTION_LAYERS[name], "__module__": __name__})

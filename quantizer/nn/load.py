@@ -19,7 +19,6 @@ from quantizer.nn.layer import Layer
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.codes import pack, packed_shape, storage_dtype, unpack
-from quantizer.numerics.two_level import unpack_scales
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.opened_files import (
     FileSetKind,
@@ -136,6 +135,9 @@ def quantized_tensor(
     zero_point = None
     if "scales_in" in entry:
         global_scale = stored.get(f"{name}.global_scale")
+        # Only scales of few bits need it
+        from quantizer.numerics.two_level import unpack_scales
+
         scale = unpack_scales(stored[f"{name}.scale"], spec.scale_type, global_scale)
         zero_point = stored.get(f"{name}.zero_point")
     elif "scale" in entry:

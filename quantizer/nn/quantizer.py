@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.nn.dynamic import dynamic_qparams, quantize_each_row, quantize_once
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.fake_quantize import fake_cast, fake_quantize
 from quantizer.numerics.formats import cast_round_trip_, has_minimum
 from quantizer.numerics.granularity import from_rows, to_rows
-from quantizer.numerics.minimum import fake_cast_with_minimum
 from quantizer.observers import axis_of
 
 
@@ -83,6 +81,9 @@ class TensorQuantizer(nn.Module):
             return x
         if self.inplace or self.spec.has_stored_scale or not self.spec.is_scaled:
             return self._quantized(x, inplace=self.inplace)
+        # Only dynamic tensors need it
+        from quantizer.nn.dynamic import quantize_once
+
         return quantize_once(x, self.spec, lambda: self._quantized(x, inplace=False))
 
     def quantized_copy(self, x: Any) -> Any:
@@ -116,6 +117,9 @@ class TensorQuantizer(nn.Module):
         return quantize_tensor(x, self.spec, self.scale, self.zero_point, inplace=inplace)
 
     def _dynamic(self, x: Tensor, *, inplace: bool) -> Tensor:
+        # Only dynamic tensors need it
+        from quantizer.nn.dynamic import dynamic_qparams, quantize_each_row
+
         spec = self.spec
         has_one_range = spec.qscheme == "per_tensor" or spec.scale_type == "e4m3"
         if has_one_range or torch.compiler.is_compiling():
@@ -184,6 +188,9 @@ def quantize_tensor(
             inplace=inplace,
         )
     elif has_minimum(spec.dtype):
+        # Only groups with a minimum need it
+        from quantizer.numerics.minimum import fake_cast_with_minimum
+
         out = fake_cast_with_minimum(x, scale, zero_point, spec.dtype)
     else:
         out = fake_cast(x, scale, spec.dtype, ch_axis, inplace=inplace)

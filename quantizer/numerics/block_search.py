@@ -28,9 +28,6 @@ _SPAN_STEPS = (0.0, 1.0, -1.0, 2.0, -2.0, 3.0, 4.0)
 _LEVEL_STEPS = (0.0, -1.0, 1.0, -0.5, 0.5, -1.5, 1.5, 2.0)
 """By how many half distances of the two least levels the outermost value is beyond a level."""
 
-SEARCHED = ("q4_k", "q5_k", "q6_k", "iq4_nl")
-"""The formats whose scales are always searched here."""
-
 
 def searched_scales(
     rows: Tensor, importance: Tensor | None, searched: SearchedFormat

@@ -10,6 +10,8 @@ SHARED_EXPONENTS = ("e8m0", "microexponent")
 POWERS_OF_TWO = ("poweroftwo", *SHARED_EXPONENTS)
 SCALE_MODES = ("floor", "even", "ceil")
 SYMMETRIC_SCALES = ("quant_max", "half_range", "quant_min")
+PAIRS = 8
+"""Pairs of values in a block of 16 that share an exponent."""
 _SMALLEST_SHARED = 2.0**-127
 """The smallest scale that the eight bits of a shared exponent hold (OCP MX v1.0, 5.4.1)."""
 
@@ -169,3 +171,18 @@ class FloatRange:
 
 
 CodeRange = IntegerRange | FloatRange
+
+
+def scale_bytes(scale_type: str, scales: int) -> int:
+    """Return the bytes of the scales of one tensor.
+
+    >>> scale_bytes("e4m3", 16), scale_bytes("microexponent", 16), scale_bytes("float", 16)
+    (20, 4, 64)
+    """
+    if scale_type == "e8m0":
+        return scales
+    if scale_type == "e4m3":
+        return scales + 4
+    if scale_type == "microexponent":
+        return 2 * scales // PAIRS
+    return 4 * scales

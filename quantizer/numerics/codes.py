@@ -16,7 +16,6 @@ from quantizer.numerics.blocks import BLOCK_SIZE, Kernel, blocks, workspace
 from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel, work_dtype
 from quantizer.numerics.formats import FloatFormat, format_named, has_minimum
 from quantizer.numerics.granularity import from_rows, to_rows
-from quantizer.numerics.minimum import decode_with_minimum, encode_with_minimum
 
 _BYTE = 8
 _WORD_DTYPES = {8: torch.uint8, 24: torch.int32}
@@ -82,6 +81,9 @@ def encode(value: Tensor, spec: Spec, scale: Tensor, zero_point: Tensor) -> Tens
 def _encode_with_minimum(
     value: Tensor, spec: Spec, scale: Tensor, minimum: Tensor
 ) -> Tensor | None:
+    # Only groups with a minimum need it
+    from quantizer.numerics.minimum import encode_with_minimum
+
     rows = to_rows(value, spec.cut)
     codes = encode_with_minimum(rows, scale, minimum, spec.dtype)
     if codes is None:
@@ -104,6 +106,9 @@ def decode(
         return codes.to(dtype)
     work = work_dtype_of(spec, dtype)
     if has_minimum(spec.dtype):
+        # Only groups with a minimum need it
+        from quantizer.numerics.minimum import decode_with_minimum
+
         rows = decode_with_minimum(to_rows(codes, spec.cut), scale, zero_point)
         return from_rows(rows, tuple(codes.shape), spec.cut).to(dtype).contiguous()
     rows = to_rows(codes.to(work), spec.cut)

@@ -51,6 +51,8 @@ class FloatFormat:
         return math.frexp(self.largest)[1] - 1
 
 
+SEARCHED = ("q4_k", "q5_k", "q6_k", "iq4_nl")
+"""The formats whose scales are always searched, as `block_search` does."""
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 

@@ -17,8 +17,6 @@ from quantizer.numerics.code_range import (
     FloatRange,
     IntegerRange,
 )
-from quantizer.numerics.superblocks import LEAST_FACTOR, SUPERBLOCKS, nearest_in_superblocks
-from quantizer.numerics.two_level import global_scale_of, with_global_scale, with_microexponents
 
 _LARGEST_VALUE = 2.0**128 - 2.0**105
 """The limit of a code times its scale. It is one step less than the largest float32, because
@@ -82,6 +80,9 @@ def step_from_range(low: Tensor, high: Tensor, code_range: CodeRange) -> Tensor:
     if isinstance(code_range, FloatRange) and code_range.scale_type in SHARED_EXPONENTS:
         step = _truncate_(_amax(low, high), _carry(code_range, 52))
         step.mul_(2.0**-code_range.row.emax)
+        # Only scales of few bits need it
+        from quantizer.numerics.two_level import with_microexponents
+
         return step if code_range.scale_type == "e8m0" else with_microexponents(step)
     if not code_range.symmetric or _has_minimum(code_range):
         step = high.clamp(min=0).double().sub_(low.clamp(max=0)).div_(code_range.span)
@@ -160,6 +161,9 @@ def _qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QParams:
 
 def _superblock_qparams(step: Tensor, low: Tensor, code_range: FloatRange) -> QParams:
     """Return the nearest scales and minima that super-blocks hold."""
+    # Only super-blocks need it
+    from quantizer.numerics.superblocks import SUPERBLOCKS, nearest_in_superblocks
+
     layout = SUPERBLOCKS[code_range.dtype]
     scale = nearest_in_superblocks(step, layout.scales, layout.groups).float()
     if layout.minima is None:
@@ -177,6 +181,9 @@ def _unsigned_qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
         shared_step = code_range.shared_step
     if code_range.scale_type == "e4m3":
         steps = step if shared_step is None else step.clamp(min=shared_step)
+        # Only scales of few bits need it
+        from quantizer.numerics.two_level import global_scale_of, with_global_scale
+
         scale = with_global_scale(step.clamp(max=largest), global_scale_of(steps)).double()
     else:
         if shared_step is not None:
@@ -187,6 +194,9 @@ def _unsigned_qparams(step: Tensor, low: Tensor, code_range: CodeRange) -> QPara
             is_limited = getattr(code_range, "finest_position", None) is not None
             zeros_scale = least if is_limited else 1.0
             if isinstance(code_range, FloatRange) and not code_range.has_zero:
+                # Only super-blocks need it
+                from quantizer.numerics.superblocks import LEAST_FACTOR
+
                 zeros_scale = LEAST_FACTOR
             scale.masked_fill_(zeros, zeros_scale)
     if _has_minimum(code_range):

@@ -7,11 +7,10 @@ The words are those of `QuantizationSpec.scale_type`.
 import torch
 from torch import Tensor
 
+from quantizer.numerics.code_range import PAIRS
 from quantizer.numerics.codes import pack_bits, unpack_bits
 from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
 
-PAIRS = 8
-"""Pairs of values in a block of 16 that share an exponent."""
 _LARGEST_E4M3 = FLOAT_FORMATS["fp8_e4m3"].largest
 _LEAST_E4M3 = 2.0**-9
 # With a factor between these, no scale of a group is subnormal in float32
@@ -109,21 +108,6 @@ def with_microexponents(steps: Tensor) -> Tensor:
     """
     blocks = _blocks_of_pairs(steps)
     return torch.maximum(blocks, blocks.amax(-1, keepdim=True) / 2).flatten(-2)
-
-
-def scale_bytes(scale_type: str, scales: int) -> int:
-    """Return the bytes of the scales of one tensor.
-
-    >>> scale_bytes("e4m3", 16), scale_bytes("microexponent", 16), scale_bytes("float", 16)
-    (20, 4, 64)
-    """
-    if scale_type == "e8m0":
-        return scales
-    if scale_type == "e4m3":
-        return scales + 4
-    if scale_type == "microexponent":
-        return 2 * scales // PAIRS
-    return 4 * scales
 
 
 def pack_scales(

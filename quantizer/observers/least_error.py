@@ -16,7 +16,6 @@ from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
 from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
-from quantizer.observers.group_ranges import least_error_ranges, searched_range
 from quantizer.observers.methods import (
     CENTRES,
     RANGE_METHODS,
@@ -275,6 +274,9 @@ def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     a histogram. Formats of llama.cpp and scales of either sign have a search of their own,
     `searched_scales`. `least_error_ranges` tries ranges for others.
     """
+    # Only groups need it
+    from quantizer.observers.group_ranges import least_error_ranges, searched_range
+
     if spec.scale_type in POWERS_OF_TWO:
         return _least_power(values, spec)
     # `Observer` refuses this method for all batches together

@@ -2,24 +2,27 @@
 reduce the values of several batches to one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from statistics import fmean, median, multimode
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantizer.config.model import PAIR, QuantizationSpec
-from quantizer.numerics.block_search import SEARCHED
 from quantizer.numerics.blocks import Kernel, fill
-from quantizer.numerics.code_range import CodeRange, FloatRange, IntegerRange
+from quantizer.numerics.code_range import PAIRS, CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel
-from quantizer.numerics.formats import listed_format
+from quantizer.numerics.formats import SEARCHED, listed_format
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.registry import lookup, register_in
-from quantizer.numerics.two_level import PAIRS
-from quantizer.numerics.weighted_groups import SearchedFormat
 from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
+
+if TYPE_CHECKING:
+    from quantizer.numerics.weighted_groups import SearchedFormat
 
 RANGE_METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}
 MICROEXPONENT_GROUP = PAIRS * PAIR
@@ -93,6 +96,9 @@ def searched_format(spec: QuantizationSpec) -> SearchedFormat | None:
     These are the formats of llama.cpp, and symmetric integers with a float scale, in groups.
     Return None for other specs.
     """
+    # Only groups with searched scales need it
+    from quantizer.numerics.weighted_groups import SearchedFormat
+
     if spec.qscheme != "per_group" or spec.round_mode != "half_even":
         return None
     if spec.dtype in SEARCHED:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantizer.config.diagnostics import Diagnostic, Place
-from quantizer.config.forms.dtypes import integer_word
 from quantizer.config.model import SUPERBLOCK, QuantizationSpec, Sourced
 from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import first_names
@@ -307,6 +306,9 @@ def super_block_substitute(dtype: str) -> str:
     >>> super_block_substitute("q4_k"), super_block_substitute("q5_k")
     ('int5', 'uint5')
     """
+    # Only faults need it
+    from quantizer.config.forms.dtypes import integer_word
+
     return integer_word(_SUBSTITUTES[dtype])
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from quantizer.config.model import ConfigRule, Role, Selector
-from quantizer.config.patterns import glob_of_names, matching_limit
 from quantizer.errors import UsageError
-from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.language_parts import (
     language_head,
@@ -132,6 +130,9 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
 
 def _attentions(by_name: Match, graph: Graph) -> Match:
     """Return the attentions that are named, or that read the outputs of named layers."""
+    # Only caches of keys and values need it
+    from quantizer.graph.attention import cached_values
+
     named = set(by_name.layers)
     keys: list[Key] = []
     for cached in cached_values(graph):
@@ -242,6 +243,9 @@ def _by_name(text: str, graph: Graph, original: Graph) -> Match:
     It is an exact name, a kind, a name whose scope has one layer, a module path, a path of the
     operator, `re:…` or a glob. The first that matches counts.
     """
+    # Only patterns need it
+    from quantizer.config.patterns import matching_limit
+
     if text in original.by_name:
         return _survivors([text], "name", graph)
     if text in SELECTED_KINDS:
@@ -293,6 +297,9 @@ def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
 
     In a layer name a bracket is literal. In a module path `[0-3]` is a set, as in a shell.
     """
+    # Only patterns need it
+    from quantizer.config.patterns import glob_of_names
+
     if text.startswith("re:"):
         try:
             pattern = re.compile(text[3:])

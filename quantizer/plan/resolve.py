@@ -46,7 +46,12 @@ def resolve_plan(config: Config, graph: Graph, original: Graph) -> Plan:
     The plan's `diagnostics` contain errors as well: selectors that match nothing, and conflicts
     between merged entries. Users may also write names of the `original` graph before passes.
     """
-    return with_dpu_findings(_Resolver(config, graph, original).plan())
+    plan = _Resolver(config, graph, original).plan()
+    if config.settings.target_device != "DPU":
+        return plan
+    # It imports the rules of the DPU
+
+    return with_dpu_findings(plan)
 
 
 class _Resolver:

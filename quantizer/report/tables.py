@@ -17,7 +17,7 @@ from quantizer.evaluation.network_comparison import LayerNoise, NetworkCompariso
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
-from quantizer.numerics.block_search import SEARCHED
+from quantizer.numerics.formats import SEARCHED
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 

@@ -154,6 +154,8 @@ def _main_formats(plan: Plan, activation_codes: str, uint8_weights: Collection[s
     Example: "int4 and int8 weights, uint8 activations". The format of keys and values is named
     if no other activations are quantized.
     """
+    # Only sentences on files need it
+
     counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
     cache: Counter[str] = Counter()
     cached_keys = {(cached.layer, cached.role) for cached in cached_values(plan.graph)}

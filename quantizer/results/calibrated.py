@@ -39,7 +39,6 @@ from quantizer.results.graph_file import bound_graph, read_graph
 from quantizer.results.model_code import model_code
 from quantizer.results.same_calibration import check_model, check_output
 from quantizer.sources.batches import Batch
-from quantizer.sources.first_batch import try_first_batch
 from quantizer.sources.models import materialize_lazy_layers
 from quantizer.sources.module_state import preserve_module_state
 from quantizer.storage.files import read_json
@@ -165,6 +164,9 @@ def trace_module(
         try:
             graph = trace(module, batch.args, batch.kwargs, sizes, fixed=fixed)
         except ModelError:
+            # Few models need it
+            from quantizer.sources.first_batch import try_first_batch
+
             try_first_batch(module, batch)
             raise
     if graph.output is None:

@@ -20,7 +20,6 @@ from quantizer.nn.load import (
 )
 from quantizer.nn.network import Network
 from quantizer.numerics.formats import has_minimum
-from quantizer.numerics.two_level import pack_scales
 from quantizer.storage.opened_files import OpenedFiles
 from quantizer.storage.tensor_shards import deferred_shards
 
@@ -47,6 +46,9 @@ def tensors_of(network: Network, solution: Solution) -> dict[str, dict[str, Tens
             weights[name] = packed_codes(tensor.codes, spec)
         # There are too many groups to list their scales in quant_info.json
         if spec.has_groups and not spec.is_dynamic:
+            # Only scales of few bits need it
+            from quantizer.numerics.two_level import pack_scales
+
             parts = pack_scales(tensor.scale, spec.scale_type)
             for part, values in parts.items():
                 scales[f"{module}.{role}.{part}"] = values

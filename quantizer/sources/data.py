@@ -18,7 +18,6 @@ from torch import nn
 
 from quantizer.distributed import Ranks
 from quantizer.errors import BatchError, DataError, UsageError
-from quantizer.sources import documents
 from quantizer.sources.arguments import (
     UNKNOWN_ARGUMENTS,
     Arguments,
@@ -26,19 +25,11 @@ from quantizer.sources.arguments import (
     arguments_of,
 )
 from quantizer.sources.batches import Batch, Fingerprint, count_not_finite
-from quantizer.sources.images import (
-    IMAGE_SUFFIXES,
-    PREPROCESS_EXAMPLE,
-    find_images,
-    image_batches,
-    parse_preprocess,
-)
-from quantizer.sources.prefetch import prefetched
+from quantizer.sources.file_kinds import IMAGE_SUFFIXES, TENSOR_SUFFIXES, TEXT_SUFFIXES
 from quantizer.sources.repeated_passes import RepeatedPasses
-from quantizer.sources.tensor_files import READERS, tensor_batches
-from quantizer.sources.text import TextData, Windows
 from quantizer.sources.user_code import require_callable, split_spec
 from quantizer.sources.user_data import call_once_if_list, load_python_source, user_batches
+from quantizer.sources.windows import Windows
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
 TEXTS = "texts"
@@ -51,7 +42,7 @@ DEFAULT_BATCH_SIZE = 32
 DEFAULT_TEXT_BATCH = 1
 _TENSORS = "tensor files"
 _IMAGES = "images"
-_SUFFIXES = {_TENSORS: tuple(READERS), TEXTS: tuple(documents.READERS), _IMAGES: IMAGE_SUFFIXES}
+_SUFFIXES = {_TENSORS: TENSOR_SUFFIXES, TEXTS: TEXT_SUFFIXES, _IMAGES: IMAGE_SUFFIXES}
 _FORMS = (
     "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
     ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, "
@@ -298,9 +289,15 @@ def load_batches(
     if kind == _IMAGES:
         batches = _image_data(label, paths, preprocess, size, seed=seed)
     elif kind == _TENSORS:
+        # Each kind of data is imported where it is read
+        from quantizer.sources.prefetch import prefetched
+        from quantizer.sources.tensor_files import tensor_batches
+
         read = partial(tensor_batches, paths, size, arguments, max_unpacked)
         batches = Batches(partial(prefetched, read), label)
     elif kind == TEXTS:
+        from quantizer.sources.text import TextData
+
         text = TextData(paths, label, windows or Windows(), module)
         batches = Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), label)
     elif isinstance(source, str) and source.startswith("random:"):
@@ -317,6 +314,15 @@ def load_batches(
 def _image_data(
     label: str, paths: list[Path], preprocess: str | None, size: int, *, seed: int
 ) -> Batches:
+    # As in `load_batches`
+    from quantizer.sources.images import (
+        PREPROCESS_EXAMPLE,
+        find_images,
+        image_batches,
+        parse_preprocess,
+    )
+    from quantizer.sources.prefetch import prefetched
+
     images = find_images(paths)
     if preprocess is None:
         raise UsageError(

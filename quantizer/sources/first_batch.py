@@ -13,7 +13,7 @@ from quantizer.errors import DataError, ModelError
 from quantizer.sources.batches import Batch
 from quantizer.sources.tensor_kinds import dtype_name
 from quantizer.sources.user_code import frames_of, user_error, user_exits
-from quantizer.storage.changed_in_place import ChangedInPlaceError
+from quantizer.storage.deferred_tensor import ChangedInPlaceError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _INPUT_NAMES = ("input", "x", "hidden_states")

@@ -5,8 +5,6 @@ of the folder unless it is trusted.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +33,9 @@ from quantizer.sources.quantized_folders.dequantized_folder import (
     stored_dtype,
 )
 from quantizer.sources.quantized_folders.method_settings import MethodSettings
-from quantizer.sources.text import longest_window
 from quantizer.sources.unused_tensors import keep_unused_tensors
 from quantizer.sources.user_code import user_errors
+from quantizer.sources.windows import longest_window, prepare_for_windows
 
 _logger = logging.getLogger(__name__)
 
@@ -279,38 +277,6 @@ def read_checkpoint(
     finally:
         logs.set_verbosity(verbosity)
     return prepare_for_windows(module), report
-
-
-def prepare_for_windows(module: nn.Module) -> nn.Module:
-    """Return the module in eval mode and without a KV cache: each call runs a whole window, and
-    a trace cannot contain a cache.
-    """
-    for config in _configs_with_cache(module):
-        config.use_cache = False
-    return module.eval()
-
-
-@contextmanager
-def without_cache(module: nn.Module) -> Iterator[None]:
-    """Disable the KV cache of a model while it is traced."""
-    configs = _configs_with_cache(module)
-    try:
-        for config in configs:
-            config.use_cache = False
-        yield
-    finally:
-        for config in configs:
-            config.use_cache = True
-
-
-def _configs_with_cache(module: nn.Module) -> list[Any]:
-    """Return the configs that enable a KV cache. A decoder may have its own config."""
-    configs: dict[int, Any] = {}
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            configs[id(config)] = config
-    return list(configs.values())
 
 
 def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 code.
 """
 
+from __future__ import annotations
+
 import difflib
 import logging
 import re
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,13 +22,7 @@ from quantizer.errors import DataError, ModelError, QuantizerError
 from quantizer.nn.layer import check_float
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
-from quantizer.sources.hugging_face import (
-    HUGGING_FACE_CONFIG,
-    example_input,
-    load_hugging_face,
-    prepare_for_windows,
-)
-from quantizer.sources.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from quantizer.sources.file_kinds import WEIGHT_SUFFIXES
 from quantizer.sources.user_code import (
     UserModule,
     import_user_module,
@@ -35,7 +31,11 @@ from quantizer.sources.user_code import (
     user_errors,
     user_exits,
 )
-from quantizer.sources.weights import WEIGHT_SUFFIXES, check_finite, load_weights
+from quantizer.sources.weights import check_finite
+from quantizer.sources.windows import prepare_for_windows
+
+if TYPE_CHECKING:
+    from quantizer.sources.tokenizer import TextTokenizer
 
 _logger = logging.getLogger(__name__)
 
@@ -154,6 +154,9 @@ def load_model(
         loaded = _from_python(spec)
     check_float(loaded.module, traced=True)
     if weights is not None:
+        # Only --weights needs it
+        from quantizer.sources.weights_file import load_weights
+
         load_weights(loaded.module, weights, max_unpacked)
     check_finite(loaded.module)
     return loaded
@@ -311,6 +314,9 @@ def _tokenizer_of(user: UserModule) -> Callable[[], TextTokenizer] | None:
     tokenizer = _getter(user, "tokenizer")
     if tokenizer is None:
         return None
+    # Only texts need it
+    from quantizer.sources.tokenizer import TextTokenizer
+
     return lambda: TextTokenizer(tokenizer(), f"tokenizer() of {user.label}")
 
 
@@ -385,6 +391,14 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
 
 def _from_folder(folder: Path, trust: bool) -> LoadedModel:
     """Return the model of a Hugging Face folder."""
+    # Only Hugging Face folders need them
+    from quantizer.sources.hugging_face import (
+        HUGGING_FACE_CONFIG,
+        example_input,
+        load_hugging_face,
+    )
+    from quantizer.sources.tokenizer import has_tokenizer, load_tokenizer
+
     if not (folder / HUGGING_FACE_CONFIG).is_file() and (folder / _ADAPTER).is_file():
         raise ModelError(
             f"{folder} holds an adapter of PEFT, not a whole model",

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,50 +18,12 @@ from quantizer.sources.batches import Batch
 from quantizer.sources.documents import Document, read_documents
 from quantizer.sources.illustrated import IllustratedRows
 from quantizer.sources.tokenizer import TextTokenizer
+from quantizer.sources.windows import UNSCORED, Windows
 
 _logger = logging.getLogger(__name__)
 
-DEFAULT_SEQ_LEN = 512
-UNSCORED = -100
-"""The target of a token that is not scored. It is the `ignore_index` of torch's
-cross_entropy.
-"""
 _INPUT = "input_ids"
 _BETWEEN_TEXTS = "\n\n"
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows of `seq_len` tokens that start every `stride` tokens, by default `seq_len`.
-
-    Args:
-        tokenizer: loads what splits texts into tokens; None if there is none.
-        seq_len, stride: of the windows.
-        shuffle_seed: of the random order of documents; None keeps the order of the files.
-        trust: whether the processor of a model's images may be code of its folder.
-    """
-
-    tokenizer: Callable[[], TextTokenizer] | None = None
-    seq_len: int = DEFAULT_SEQ_LEN
-    stride: int | None = None
-    shuffle_seed: int | None = None
-    trust: bool = False
-
-    def __post_init__(self) -> None:
-        if self.seq_len < 2:
-            raise UsageError(
-                f"<--seq_len {self.seq_len}>: a window needs two tokens, one to predict and "
-                "one before it"
-            )
-        if self.stride is not None and not 1 <= self.stride <= self.seq_len:
-            raise UsageError(
-                f"<--stride> must be from 1 to <--seq_len>, {self.seq_len}, not {self.stride}"
-            )
-
-    @property
-    def step(self) -> int:
-        """Return the tokens from one window's start to the next."""
-        return self.stride or self.seq_len
 
 
 @dataclass(frozen=True)
@@ -235,15 +197,6 @@ class TextData:
                 "tokens",
                 help="give the model's own tokenizer with <--tokenizer>",
             )
-
-
-def longest_window(module: nn.Module) -> int | None:
-    """Return the number of positions of a Hugging Face model, if its config has it."""
-    config = getattr(module, "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 0:
-        return positions
-    return None
 
 
 def _as_batch(ids: Tensor, target: Tensor | None, module: nn.Module | None) -> Batch:

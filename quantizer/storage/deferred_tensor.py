@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError
 from quantizer.storage.allocator import kept_after_moves, trim_heap
-from quantizer.storage.changed_in_place import ChangedInPlaceError
 from quantizer.storage.positioned_io import BytesInFile, read_some, write_at
 
 CPU = torch.device("cpu")
@@ -426,3 +425,7 @@ _WITHOUT_VALUES = {
 _STAYS_DEFERRED = {Tensor.detach, Tensor.cpu, Tensor.resolve_neg, *_getters("data")}
 """Functions whose result is the same tensor, still deferred. `load` returns no negated view."""
 _IN_PLACE = _in_place_methods() - _WITHOUT_VALUES
+
+
+class ChangedInPlaceError(RuntimeError):
+    """Code has tried to change a deferred tensor, such as the weight of a layer, in place."""

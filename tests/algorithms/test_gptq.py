@@ -43,9 +43,10 @@ from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import encode
 from quantizer.numerics.qparams import QParams
-from quantizer.numerics.two_level import pack_scales, scale_bytes, unpack_scales
+from quantizer.numerics.two_level import pack_scales, unpack_scales
 from quantizer.observers import NonFiniteError, ObservationError
 from quantizer.sources.batches import Batch
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -29,6 +33,29 @@ LAYERS = (
 )
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ROOT_FILES = {"__init__", "__main__"}
+MOST_FILES, MOST_TOKENS = 286, 274_500
+"""What a calibration and a test of a small network may import of the package, together."""
+LAYOUT = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)
+TWO_MODES = """
+import sys
+from quantizer.cli.main import run_command
+
+config, model = sys.argv[1:]
+for mode in ("calib", "test"):
+    options = ["--config_file", config, "--model", model, "-q"]
+    assert run_command(["--quant_mode", mode, *options]) == 0
+for name, module in list(sys.modules.items()):
+    if name.partition(".")[0] == "quantizer":
+        print("imported", module.__file__)
+"""
 
 
 def modules() -> list[Path]:
@@ -138,3 +165,23 @@ def test_third_parties_of_the_lowest_rooms(room: str, allowed: set[str]) -> None
         for name in imported(path)
     }
     assert found - sys.stdlib_module_names - {"quantizer"} <= allowed
+
+
+def tokens_of(path: Path) -> int:
+    """Return how many tokens a file has, without comments and layout."""
+    with path.open("rb") as file:
+        return sum(token.type not in LAYOUT for token in tokenize.tokenize(file.readline))
+
+
+def test_a_run_imports_only_what_it_uses(tmp_path: Path) -> None:
+    """A feature that a run does not use is imported by the function that uses it."""
+    command = [sys.executable, "-c", TWO_MODES]
+    command += [str(ROOT / "configs/cpu_int8.json"), str(ROOT / "examples/digits.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    lines = ended.stdout.splitlines()
+    files = [Path(line.split(" ", 1)[1]) for line in lines if line.startswith("imported ")]
+    assert len(files) <= MOST_FILES
+    assert sum(map(tokens_of, files)) <= MOST_TOKENS

@@ -18,7 +18,6 @@ from quantizer.cli.options import Options
 from quantizer.errors import UsageError
 from quantizer.export import (
     EXPORTERS,
-    Exporter,
     checked_target,
     export,
     exporter_of,
@@ -26,6 +25,7 @@ from quantizer.export import (
     require_operators,
 )
 from quantizer.export.choices import checked_choices, require_choices
+from quantizer.export.exporter import Exporter
 from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.trace import trace
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantizer import TensorQuantizer
+from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import bits_of, encode, pack
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.two_level import (
     pack_scales,
-    scale_bytes,
     split_global,
     unpack_scales,
     with_global_scale,

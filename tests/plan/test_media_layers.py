@@ -21,7 +21,7 @@ from quantizer.graph.trace import trace
 from quantizer.nn.inplace import InPlace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
-from quantizer.sources.hugging_face import prepare_for_windows
+from quantizer.sources.windows import prepare_for_windows
 
 CONFIGS = Path("configs").resolve()
 PRESETS = {path.stem: json.loads(path.read_text("utf-8")) for path in CONFIGS.glob("*.json")}

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from quantizer.errors import DataError, UsageError
+from quantizer.sources import documents, tensor_files
 from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.file_kinds import TENSOR_SUFFIXES, TEXT_SUFFIXES
 
 
 class OneInput(nn.Module):
@@ -60,6 +62,11 @@ def refusal(batches: Batches) -> str:
         list(batches)
     assert caught.value.exit_code == 4
     return f"{caught.value.message} | {caught.value.help}"
+
+
+def test_each_suffix_of_data_has_a_reader() -> None:
+    assert tuple(tensor_files.READERS) == TENSOR_SUFFIXES
+    assert tuple(documents.READERS) == TEXT_SUFFIXES
 
 
 def test_a_tensor_is_the_input() -> None:

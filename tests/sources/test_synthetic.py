@@ -13,7 +13,7 @@ from support.llamas import VOCABULARY, llama
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, UsageError
-from quantizer.sources import batch_norm_inputs, sampled_tokens
+from quantizer.sources import batch_norm_inputs, synthetic
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
 from quantizer.sources.synthetic import Wanted, synthetic_batches
@@ -148,10 +148,10 @@ def test_a_shape_takes_the_place_of_an_example(normalized: nn.Module) -> None:
 def test_a_window_continues_its_first_token_and_then_draws() -> None:
     fill = Batch.of
     first = torch.tensor([[4]] * 40)
-    ids = sampled_tokens.sample_tokens(NextToken(), fill, first, WINDOW, seed=0)
+    ids = synthetic.sample_tokens(NextToken(), fill, first, WINDOW, seed=0)
     assert ids.shape == (40, WINDOW)
     assert ids[:, :3].tolist() == [[4, 5, 6]] * 40, "greedy: the first of two equal tokens"
-    ids = sampled_tokens.sample_tokens(NextToken(), fill, first * 0, WINDOW, seed=0)
+    ids = synthetic.sample_tokens(NextToken(), fill, first * 0, WINDOW, seed=0)
     assert ids[:, :6].tolist() == [[0, 1, 2, 3, 4, 5]] * 40
     drawn = ids[:, 6]
     assert set(drawn.tolist()) == {6, 9}, "drawn from the model's own distribution"
@@ -170,7 +170,7 @@ def test_the_sequences_of_a_language_model_are_its_own() -> None:
     assert sequences.max() < VOCABULARY
     with torch.no_grad():
         greedy = model(sequences).logits.argmax(-1)
-    count = sampled_tokens.GREEDY_TOKENS
+    count = synthetic.GREEDY_TOKENS
     assert torch.equal(sequences[:, 1 : 1 + count], greedy[:, :count])
     assert torch.equal(sequences, torch.cat([batch.kwargs["input_ids"] for batch in again]))
     assert not torch.equal(sequences, torch.cat([batch.kwargs["input_ids"] for batch in other]))

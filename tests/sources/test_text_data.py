@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from quantizer.errors import DataError, QuantizerError, UsageError
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import load_batches
-from quantizer.sources.text import TextData, Windows
+from quantizer.sources.text import TextData
 from quantizer.sources.tokenizer import TextTokenizer, load_tokenizer
+from quantizer.sources.windows import Windows
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -18,7 +18,7 @@ from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError
 from quantizer.sources import tensor_files
 from quantizer.sources.data import load_batches
-from quantizer.sources.weights import load_weights
+from quantizer.sources.weights_file import load_weights
 
 MB = 10**6
 ZEROS = torch.zeros(MB, 3)

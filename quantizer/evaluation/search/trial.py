@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from quantizer.calibration.finetuning import with_finetuning
 from quantizer.config.document.document import Document
+from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
 from quantizer.config.model import Config

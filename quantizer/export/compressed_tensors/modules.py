@@ -36,11 +36,11 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
-from quantizer.sources.hugging_face import without_cache
 from quantizer.sources.module_state import evaluating
+from quantizer.sources.windows import without_cache
 from quantizer.storage.files import cannot_write
 from quantizer.storage.permission import replacing
-from quantizer.storage.replacing import replaced_folder
+from quantizer.storage.replaced_folder import replaced_folder
 
 # What quantization is assumed to cost where there is no float model to compare with.
 UNKNOWN_LOSS_DB = 23.0

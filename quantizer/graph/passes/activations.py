@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from quantizer.graph.ir import Graph, Node, rewire
-from quantizer.numerics.integer import LEAKY_SLOPE
 
 
 def remove_dropout(graph: Graph) -> Graph:
@@ -30,6 +29,9 @@ def convert_silu_to_hswish(graph: Graph) -> Graph:
 
 def dpu_leaky_relu(graph: Graph) -> Graph:
     """Give every LeakyReLU the DPU's slope, 26/256."""
+    # Only the DPU needs it
+    from quantizer.numerics.integer import LEAKY_SLOPE
+
     numerator, shift = LEAKY_SLOPE
     slope = numerator / 2**shift
     return _convert(graph, "leaky_relu", attrs={"negative_slope": slope})
