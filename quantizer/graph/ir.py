@@ -240,8 +240,8 @@ class Graph:
         return uses
 
     @cached_property
-    def derived(self) -> dict[Any, Any]:
-        """Return a table for what is computed of the graph alone and needed again."""
+    def derived(self) -> dict[str, Any]:
+        """Return a table for what is computed of the graph alone and needed again, by name."""
         return {}
 
     def weight(self, node: Node) -> Tensor:
@@ -391,13 +391,14 @@ def depending(graph: Graph, names: Set[str]) -> set[str]:
 
 def derived(compute: Callable[[Graph], _Value]) -> Callable[[Graph], _Value]:
     """Make a function of a graph alone run once for each graph."""
+    key = f"{compute.__module__}.{compute.__qualname__}"
 
     @wraps(compute)
     def known(graph: Graph) -> _Value:
         """Return the value of an earlier call, if there was one."""
-        if compute not in graph.derived:
-            graph.derived[compute] = compute(graph)
-        value: _Value = graph.derived[compute]
+        if key not in graph.derived:
+            graph.derived[key] = compute(graph)
+        value: _Value = graph.derived[key]
         return value
 
     return known
