@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from quantizer.config.model import Settings
 from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module
-from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
@@ -223,7 +222,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
             # Finetuning may be stopped, too, and then continues with these statistics
             stage.advance(stage.done, at_boundary=True)
     unreached = state.target.unreached()
-    for layer in _uncalibrated(state.plan, unreached):
+    for layer in observing.uncalibrated(state.plan, unreached):
         text = f"{layer} was not reached by the calibration data: its activations stay float"
         request.events.message(logging.WARNING, text)
     calibration = calibration.without(unreached)
@@ -249,16 +248,6 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
         if calibration.batches < 0 or snapshot.tensors.keys() != names:
             raise ValueError("it lacks tensors, or has others")
     return fingerprint
-
-
-def _uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
-    """Return the layers among `unreached` with activations to calibrate."""
-    layers = []
-    for tensor in plan.tensors.values():
-        layer = tensor.layer
-        if tensor.is_calibrated and layer in unreached and layer not in layers:
-            layers.append(layer)
-    return layers
 
 
 def load_statistics(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:

@@ -448,16 +448,3 @@ class Config:
     form: Form = "layered"
     algorithms: tuple[Algorithm, ...] = ()
     text: str = ""
-
-
-def is_foreign(dtype: str | None, other: str | None) -> bool:
-    """Return whether one of two dtypes of `QuantizationSpec` is an integer format and the other
-    a scaled floating-point format.
-
-    >>> is_foreign("int", "fp8_e4m3")
-    True
-    >>> is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
-    (False, False)
-    """
-    scaled = {dtype, other} - CAST_ONLY - {None}
-    return len(scaled) == 2 and "int" in scaled

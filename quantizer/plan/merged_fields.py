@@ -3,15 +3,8 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from quantizer.config.model import (
-    AUTO_METHOD,
-    POOLED,
-    Fields,
-    QuantizationSpec,
-    Role,
-    Sourced,
-    is_foreign,
-)
+from quantizer.config.forms.dtypes import is_foreign
+from quantizer.config.model import AUTO_METHOD, POOLED, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import is_parameter
 from quantizer.numerics.code_range import SHARED_EXPONENTS
 from quantizer.plan.match import MatchedRule

@@ -15,6 +15,7 @@ from quantizer.config.forms.dtypes import (
     SEARCHED_FORMATS,
     BlockFormat,
     dtype_word,
+    is_foreign,
 )
 from quantizer.config.forms.types import RoundType, ScaleType
 from quantizer.config.json_types import JsonObject
@@ -26,7 +27,6 @@ from quantizer.config.model import (
     Role,
     Sourced,
     SymmetricScale,
-    is_foreign,
 )
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
