@@ -424,3 +424,13 @@ def observed_solution(calibration: Calibration) -> Solution:
             tensor = tensor.mapped(partial(deferred_like, parameter))
         tensors[key] = tensor
     return Solution(tensors)
+
+
+def uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
+    """Return the layers among `unreached` with activations to calibrate."""
+    layers = []
+    for tensor in plan.tensors.values():
+        layer = tensor.layer
+        if tensor.is_calibrated and layer in unreached and layer not in layers:
+            layers.append(layer)
+    return layers

@@ -10,6 +10,8 @@ import logging
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,7 +154,7 @@ def observe(request: CalibrationRequest, state: CalibrationState) -> Calibration
             # Finetuning may be stopped, too, and then continues with these statistics
             stage.advance(stage.done, at_boundary=True)
     unreached = state.target.unreached()
-    for layer in _uncalibrated(state.plan, unreached):
+    for layer in observing.uncalibrated(state.plan, unreached):
         text = f"{layer} was not reached by the calibration data: its activations stay float"
         request.events.message(logging.WARNING, text)
     calibration = calibration.without(unreached)
@@ -178,16 +180,6 @@ def _resume(request: CalibrationRequest, calibration: Calibration) -> Any:
         if calibration.batches < 0 or snapshot.tensors.keys() != names:
             raise ValueError("it lacks tensors, or has others")
     return fingerprint
-
-
-def _uncalibrated(plan: Plan, unreached: Collection[str]) -> list[str]:
-    """Return the layers among `unreached` with activations to calibrate."""
-    layers = []
-    for tensor in plan.tensors.values():
-        layer = tensor.layer
-        if tensor.is_calibrated and layer in unreached and layer not in layers:
-            layers.append(layer)
-    return layers
 
 
 def load_statistics(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:

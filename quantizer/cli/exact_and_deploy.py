@@ -18,6 +18,7 @@ from quantizer.cli.table_view import table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
 from quantizer.export import EXPORTERS, FOLDER, checked_target, export, require_expressible
+from quantizer.export.summary import export_summary
 from quantizer.graph.ir import Graph
 from quantizer.report.view import TableView
 from quantizer.results.folder import QuantInfo
@@ -137,9 +138,6 @@ def deploy(
     Raises:
         ResultError: the folder cannot be written, or leads out of the result folder.
     """
-    # It imports the comparison with engines
-    from quantizer.export.summary import export_summary
-
     folder = (place or from_start(options.output_dir)) / FOLDER
     if folder.is_symlink():
         raise ResultError(f"{folder} is a link to another folder", help="remove the link")

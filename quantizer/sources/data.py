@@ -289,13 +289,9 @@ def load_batches(
     if kind == _IMAGES:
         batches = _image_data(label, paths, preprocess, size, seed=seed)
     elif kind == _TENSORS:
-        # Each kind of data is imported where it is read
-        from quantizer.sources.prefetch import prefetched
-        from quantizer.sources.tensor_files import tensor_batches
-
-        read = partial(tensor_batches, paths, size, arguments, max_unpacked)
-        batches = Batches(partial(prefetched, read), label)
+        batches = _tensor_data(label, paths, size, arguments, max_unpacked)
     elif kind == TEXTS:
+        # Each kind of data is imported where it is read
         from quantizer.sources.text import TextData
 
         text = TextData(paths, label, windows or Windows(), module)
@@ -309,6 +305,17 @@ def load_batches(
     batches.subset_len = subset_len
     batches.arguments = arguments
     return batches
+
+
+def _tensor_data(
+    label: str, paths: list[Path], size: int, arguments: Arguments, max_unpacked: int | None
+) -> Batches:
+    # As in `load_batches`
+    from quantizer.sources.prefetch import prefetched
+    from quantizer.sources.tensor_files import tensor_batches
+
+    read = partial(tensor_batches, paths, size, arguments, max_unpacked)
+    return Batches(partial(prefetched, read), label)
 
 
 def _image_data(
