@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +33,6 @@ from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module
 from quantizer.option_words import Sentence, marked_text
-from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from quantizer.config.forms.dtypes import is_foreign
 from quantizer.config.model import AUTO_METHOD, POOLED, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.roles import is_parameter
 from quantizer.config.spec_fields import is_foreign, other_weight_axis

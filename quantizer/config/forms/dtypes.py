@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quantizer.config.model import CAST_ONLY, QuantizationSpec, ScaleKind, ScaleMode
+from quantizer.config.model import QuantizationSpec, ScaleKind, ScaleMode
 
 INTEGERS = {
     **{f"int{bits}": (bits, True) for bits in (2, 3, 4, 5, 8, 16, 32)},
@@ -71,16 +71,3 @@ GROUP_SIZES = {"e8m0": 32, "e4m3": 16}
 """The values that share a scale of a `scale_format`, where neither the file nor the dtype
 says.
 """
-
-
-def is_foreign(dtype: str | None, other: str | None) -> bool:
-    """Return whether one of two dtypes of `QuantizationSpec` is an integer format and the other
-    a scaled floating-point format.
-
-    >>> is_foreign("int", "fp8_e4m3")
-    True
-    >>> is_foreign("fp4", "fp8_e4m3"), is_foreign("int", "float16")
-    (False, False)
-    """
-    scaled = {dtype, other} - CAST_ONLY - {None}
-    return len(scaled) == 2 and "int" in scaled

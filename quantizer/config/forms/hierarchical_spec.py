@@ -15,7 +15,6 @@ from quantizer.config.forms.dtypes import (
     SEARCHED_FORMATS,
     BlockFormat,
     dtype_word,
-    is_foreign,
 )
 from quantizer.config.forms.types import RoundType, ScaleType
 from quantizer.config.json_types import JsonObject
