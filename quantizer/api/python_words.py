@@ -11,9 +11,8 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS
 from quantizer.default_device import default_device_kept
 from quantizer.errors import ModelError, QuantizerError
-from quantizer.export.choices import CHOICES
 from quantizer.export.destinations import DESTINATIONS
-from quantizer.export.targets import EXPORTERS
+from quantizer.export.targets import CHOICES, EXPORTERS
 from quantizer.sources.user_code import user_exits
 
 _PHRASES = {

@@ -54,7 +54,6 @@ from quantizer.export.destinations import (
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
-from quantizer.export.targets import WHOLE_MODELS, CheckedTarget
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
@@ -62,6 +61,7 @@ from quantizer.graph.untraced import Untraced, untraced_part
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
+from quantizer.plugins import CheckedTarget
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -215,7 +215,7 @@ def _with_verdict(
     )
     plan = quantized.result.plan.plan
     untraced = Untraced()
-    if target in WHOLE_MODELS:
+    if EXPORTERS[target].holds_whole_model:
         untraced = untraced_part(quantized.result._model, quantized.result._calibrated.original)
     shown = folder / FOLDER / path.name
     facts = _verdict_facts(

@@ -13,6 +13,7 @@ import click
 
 from quantizer.cli.places import OutputFile, require_free
 from quantizer.cli.screen import COLORS, set_color, set_quiet, set_verbose
+from quantizer.export.targets import CHOICES
 from quantizer.storage.permission import replacing
 
 if TYPE_CHECKING:
@@ -58,18 +59,16 @@ class GroupedOption(click.Option):
 _INPUTS = {
     "config_file",
     "data",
-    "deploy_file",
     "eval_data",
     "evaluate",
     "file",
     "files",
-    "gguf_template",
     "model",
     "preprocess",
     "tokenizer",
     "weights",
 }
-"""The options and arguments that name what a run reads."""
+"""The options and arguments that name what a run reads, besides options of targets."""
 
 
 class GroupedCommand(click.Command):
@@ -95,7 +94,8 @@ class GroupedCommand(click.Command):
         input at all.
         """
         inputs: list[str] = []
-        for name in _INPUTS & ctx.params.keys():
+        files = {name for name, choice in CHOICES.items() if choice.is_file}
+        for name in (_INPUTS | files) & ctx.params.keys():
             inputs += _paths_of(ctx.params[name])
         with replacing(overwrite=ctx.params.get("overwrite"), inputs=inputs):
             for parameter in self.params:

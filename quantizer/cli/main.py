@@ -17,7 +17,7 @@ from quantizer import printable
 from quantizer.cli import interrupts, screen, streams, torchrun
 from quantizer.cli.click_errors import explained
 from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand
-from quantizer.cli.options import QUANT_MODES, RUN, Options, takes, word_of
+from quantizer.cli.options import QUANT_MODES, RUN, Options, each_option, takes, word_of
 from quantizer.cli.render import print_diagnostics
 from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
 from quantizer.cli.typed import was_typed
@@ -228,7 +228,8 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
     my_model.py is your file with two functions: model() returns a torch.nn.Module,
     calibration_data() an iterable of batches.
     """
-    typed = [word_of(name) for name in RUN if was_typed(ctx, word_of(name))]
+    words = [word_of(name) for name, _ in each_option(RUN)]
+    typed = [word for word in words if was_typed(ctx, word)]
     command = ctx.invoked_subcommand
     if command is not None:
         if "quant_mode" in typed:

@@ -42,7 +42,7 @@ from quantizer.cli.gates import (
 )
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
-from quantizer.cli.options import Options, command, option, takes
+from quantizer.cli.options import TARGET_OPTIONS, Options, command, option, takes
 from quantizer.cli.places import PathType
 from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun
@@ -64,7 +64,7 @@ from quantizer.export.destinations import (
 )
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import require_sized
-from quantizer.export.targets import WHOLE_MODELS
+from quantizer.export.targets import EXPORTERS
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
@@ -74,9 +74,6 @@ from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.result_set import mark_result_folder, require_result_folder
 from quantizer.seeding import seed_everything
-
-_MODULE_TARGETS = ("safetensors", "compressed-tensors")
-"""The targets of `--to` that modules can be written for."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +140,7 @@ class RunOptions(Options):
     "seed",
     "output_dir",
     "overwrite",
-    "pt2_activations",
-    "executorch_batch",
-    "litert_io",
-    "encodings_version",
-    "onnx_profile",
-    "onnx_weights",
-    "deploy_file",
-    "input_names",
-    "output_names",
-    "gguf_template",
+    TARGET_OPTIONS,
     "gate",
     "minutes",
     "json",
@@ -223,7 +211,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
         require_extras([target])
         choices = choices_for(name, options.target_choices)
-        options = replace(options, onnx_profile=choices["onnx_profile"])
+        given = {**options.target_options, **destination.choices}
+        options = replace(options, target_options=given)
         require_choices(options.target_choices, [target])
         _require_checkable(gates, replace(options, deploy=(target,)), opened)
         try:
@@ -261,7 +250,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         finished = FinishedRun(
             name, test_options, opened, calibrated, tested, calibrated.plan, data
         )
-        if target in WHOLE_MODELS:
+        if EXPORTERS[target].holds_whole_model:
             finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
@@ -356,7 +345,7 @@ def _on_modules(
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     preset = options.preset or destination.without_data
-    if target not in _MODULE_TARGETS or preset is None:
+    if not EXPORTERS[target].holds_modules or preset is None:
         raise with_remedy(error, f"--to {name} needs a trace") from error
     for option_name in ("fast_finetune", "dynamic", "max_mb"):
         if getattr(options, option_name):
@@ -371,7 +360,7 @@ def _on_modules(
             modules = module_graph(model)
             config_file = config_of_run(options, made_for, modules, opened, target=target)
             options = replace(options, config_file=config_file)
-        run = RunOnModules(options, opened, gates, target, error).run()
+        run = RunOnModules(options, opened, gates, target, destination.target, error).run()
     if options.minutes and failed_gates(gates, run.tested.metrics):
         say_note("note: no better config is looked for: that needs a trace")
     test_options = replace(options, quant_mode="test", deploy=(target,))

@@ -15,7 +15,7 @@ from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
 from quantizer.export.library_failures import refused_by_libraries
-from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
+from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
 from quantizer.storage.folder_list import LIST_FILE
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Plan, TensorSpecs
+    from quantizer.plugins import CheckedTarget
+    from quantizer.sources.batches import Batch
 
 FOLDER = "export"
 _LEAVE_OUT = "leave the algorithm or the module out, or use --deploy safetensors"
@@ -49,9 +51,34 @@ def exporter_of(target: str, choices: Mapping[str, str] | None = None) -> Export
     Args:
         choices: values of the target's options, by name.
     """
-    module, _, name = EXPORTERS[target].exporter.partition(":")
-    make = getattr(importlib.import_module(module), name)
-    return cast(Exporter[Any], make(choices))
+    return cast(Exporter[Any], _named(EXPORTERS[target].exporter)(choices))
+
+
+def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> Verification:
+    """Write a model that was quantized in place, and verify what was written.
+
+    Args:
+        model: a model of transformers.
+        folder: to write.
+        batches: of calls; at least one.
+
+    Raises:
+        QuantizerError: the exporter of the target raises it.
+        UsageError: no plug-in is there that writes such models.
+    """
+    for row in EXPORTERS.values():
+        if row.modules_exporter:
+            return cast("Verification", _named(row.modules_exporter)(model, folder, batches))
+    raise UsageError(
+        "no plug-in is there that writes a model that was quantized in place",
+        help="`save` writes the state of its modules",
+    )
+
+
+def _named(place: str) -> Any:
+    """Return what is named by "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:

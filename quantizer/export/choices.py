@@ -1,4 +1,4 @@
-"""The options of the targets of `--deploy`, by name. Imports no torch."""
+"""Checks values of the options of targets. Imports no torch."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -7,11 +7,7 @@ from typing import Any
 
 from quantizer.config.wording import a_kind, did_you_mean, listed
 from quantizer.errors import UsageError
-from quantizer.export.targets import EXPORTERS, TargetOption
-
-CHOICES: dict[str, TargetOption] = {}
-for _target in EXPORTERS.values():
-    CHOICES |= {option.name: option for option in _target.options}
+from quantizer.export.targets import CHOICES
 
 
 def checked_choices(
@@ -76,9 +72,5 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
 
 
 def chooses_layers(choices: Mapping[str, str]) -> bool:
-    """Return whether a target chooses which layers are quantized.
-
-    >>> chooses_layers({"onnx_profile": "tuned"}), chooses_layers({"onnx_profile": "fast"})
-    (True, False)
-    """
+    """Return whether a target chooses which layers are quantized."""
     return any(value in CHOICES[name].alone for name, value in choices.items())

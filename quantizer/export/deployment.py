@@ -16,9 +16,9 @@ from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.evaluation.followed_data import FollowedBatches
-from quantizer.export.choices import CHOICES
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.origin import Origin
+from quantizer.export.targets import CHOICES
 from quantizer.export.value_names import (
     chosen_names,
     in_traced_order,

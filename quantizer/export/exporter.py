@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from quantizer.export.choices import CHOICES
+from quantizer.export.targets import CHOICES
 from quantizer.storage.replacing import remove_file, remove_folder
 
 if TYPE_CHECKING:

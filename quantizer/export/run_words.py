@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from quantizer.errors import QuantizerError
-from quantizer.export.destinations import CHECKPOINT, DESTINATIONS
+from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
 
 _NAMES = "|".join(sorted({*EXPORTERS, *DESTINATIONS}, reverse=True))
@@ -54,7 +54,9 @@ def in_words_of_checkpoint() -> Iterator[None]:
 
     def reworded(text: str) -> str:
         """Return a sentence without the option of the target."""
-        text = text.replace(f"--deploy {CHECKPOINT}", CHECKPOINT)
+        for target, row in EXPORTERS.items():
+            if row.modules_exporter:
+                text = text.replace(f"--deploy {target}", target)
         return _DEPLOY.sub(r"`calibrate` and test mode's \g<0>", text)
 
     with _in_words(reworded):

@@ -14,6 +14,7 @@ ROOT = PACKAGE.parent
 LAYERS = (
     ("printable",),
     ("errors", "seeding", "default_device"),
+    ("plugins",),
     ("storage",),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),

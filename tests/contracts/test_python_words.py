@@ -15,8 +15,8 @@ from quantizer.api.report import Report
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.errors import UsageError
-from quantizer.export.choices import CHOICES
 from quantizer.export.run_words import in_words_of_checkpoint, in_words_of_run
+from quantizer.export.targets import CHOICES
 
 FUNCTIONS: list[Callable[..., Any]] = [quantizer.calibrate, quantizer.load, quantizer.quantize]
 CLASSES = [quantizer.Config, quantizer.ModelQuantizer, Report, Result]

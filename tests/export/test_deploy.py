@@ -217,7 +217,9 @@ def test_a_file_that_fails_its_verification_is_exit_1_and_leaves_none_of_an_earl
     def refused(*_: object) -> None:
         raise VerificationError("Net.safetensors is not written: 8.80% are equal")
 
-    monkeypatch.setattr("quantizer.export.safetensors.SafetensorsExporter.verify", refused)
+    monkeypatch.setattr(
+        "quantizer.export.safetensors.exporter.SafetensorsExporter.verify", refused
+    )
     capsys.readouterr()
     assert check(copy, "--deploy", "safetensors") == 1
     assert "Net.safetensors is not written: 8.80% are equal" in capsys.readouterr().err
