@@ -27,6 +27,10 @@ Written = TypeVar("Written")
 """What `Exporter.write` hands to `Exporter.verify`."""
 
 
+Reason = tuple[str, str]
+"""Why something is refused, and what to change."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a target cannot hold a tensor, a whole layer, or the network.

@@ -60,9 +60,9 @@ def _make_program(graph: Graph, batch: Batch) -> None:
         ModelError: torch.export refuses it.
     """
     # It imports torch.export, which is slow
-    from quantizer.export.torch_export.pt2_float import Pt2FloatExporter
+    from quantizer.export.programs.float_program import float_program
 
     graph = graph.on(torch.device("cpu"))
     batch = batch.to("cpu")
     args, kwargs = in_traced_order(graph, batch.args, batch.kwargs)
-    Pt2FloatExporter({}).program(Deployment(graph, Solution({}), args, kwargs))
+    float_program(Deployment(graph, Solution({}), args, kwargs))

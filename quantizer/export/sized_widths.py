@@ -24,7 +24,7 @@ from quantizer.evaluation.width_choice import (
     choice_line,
     measured_choices,
 )
-from quantizer.export.compressed_tensors.predicted_size import coded_bytes, float_bytes
+from quantizer.export.predicted_size import coded_bytes, float_bytes
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan

@@ -27,8 +27,8 @@ from quantizer.errors import UsageError, VerificationError
 from quantizer.export import export
 from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.programs.qdq import CODE_TYPES, Activation
 from quantizer.export.targets import CHOICES
-from quantizer.export.torch_export.qdq import CODE_TYPES, Activation
 from quantizer.graph.trace import trace
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.rounding import ROUND_MODES

@@ -37,7 +37,6 @@ _PRESETS = (
 PLUGIN = Plugin(
     "gguf",
     rank=9,
-    needs=("compressed_tensors",),
     targets={"gguf": _TARGET},
     destinations={
         "gguf": Destination(

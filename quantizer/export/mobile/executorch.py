@@ -32,7 +32,7 @@ from quantizer.export.mobile.rewrites import (
     slice_parts,
     write_softplus,
 )
-from quantizer.export.torch_export.coded import ProgramForm
+from quantizer.export.programs.coded import ProgramForm
 
 ORIGIN_METHOD = "quantizer"
 """The method of a .pte that returns how it was made, as text."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from torch import nn
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.schemes import is_symmetric
+from quantizer.export.stored_weights import is_symmetric
 from quantizer.numerics.codes import bits_of
 
 _ENTRY_BYTES = 128
