@@ -12,14 +12,14 @@ import importlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from quantizer.errors import first_line
 
-ENTRY_POINTS = "quantizer.plugins"
-"""The group of entry points by which packages of others are found."""
+_ENTRY_POINTS = ["quantizer.plugins"]
+"""The groups of entry points by which packages of others are found."""
 HIGHER = "higher"
 LOWER = "lower"
 _PACKAGE = Path(__file__).parent
@@ -135,6 +135,8 @@ class Destination:
         transformers_target: the same for a model of transformers; None if it is `target` too.
         gain: the advice after a run without data; empty if data would change nothing.
         choices: values of the target's options, by name.
+        wider: the destination with more bits, if `--max_mb` can choose the widths of weights;
+            otherwise empty.
         stands_for: "network" or "language model" if it is where these go by default.
     """
 
@@ -145,6 +147,7 @@ class Destination:
     transformers_target: str | None = None
     gain: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)
+    wider: str = ""
     stands_for: str = ""
 
     def target_of(self, model: Any) -> str:
@@ -237,20 +240,51 @@ class Plugin:
 
 @functools.cache
 def plugins() -> tuple[Plugin, ...]:
-    """Return the plug-ins that are there, in the order of their ranks."""
+    """Return the plug-ins that can be used, in the order of their ranks."""
+    usable = dict(_plugins_by_name())
+    # Leaving one out may leave another without what it needs
+    for _ in _plugins_by_name():
+        for name, plugin in list(usable.items()):
+            if not usable.keys() >= set(plugin.needs):
+                del usable[name]
+    return tuple(sorted(usable.values(), key=lambda plugin: (plugin.rank, plugin.name)))
+
+
+def leave_out_foreign() -> None:
+    """Find no plug-ins of other packages: a check of a file runs no code of theirs.
+
+    It has an effect only before `plugins` is called.
+    """
+    _ENTRY_POINTS.clear()
+
+
+def remedy_for_absent(word: str) -> str:
+    """Return what to do if a word that a plug-in would add is not there.
+
+    Args:
+        word: such as the name of a target.
+    """
+    usable = {plugin.name for plugin in plugins()}
+    for plugin in _plugins_by_name().values():
+        if plugin.name not in usable and word in (*plugin.targets, *plugin.destinations):
+            missing = ", ".join(name for name in plugin.needs if name not in usable)
+            return (
+                f"{word} is of the plug-in {plugin.name}, which needs the plug-in {missing}: "
+                "install that, too"
+            )
+    return f"install the package whose plug-in adds {word}, if there is one"
+
+
+@functools.cache
+def _plugins_by_name() -> dict[str, Plugin]:
+    """Return all plug-ins, also those that miss others."""
     by_name: dict[str, Plugin] = {}
-    for plugin in _built_in_plugins():
-        by_name[plugin.name] = plugin
-    for plugin in _foreign_plugins():
+    for plugin in (*_built_in_plugins(), *_foreign_plugins()):
         if plugin.name in by_name:
             _logger.warning("there are two plug-ins %s: the second is left out", plugin.name)
             continue
         by_name[plugin.name] = plugin
-    usable: list[Plugin] = []
-    for plugin in by_name.values():
-        if by_name.keys() >= set(plugin.needs):
-            usable.append(plugin)
-    return tuple(sorted(usable, key=lambda plugin: (plugin.rank, plugin.name)))
+    return by_name
 
 
 def _built_in_plugins() -> Iterator[Plugin]:
@@ -263,7 +297,10 @@ def _built_in_plugins() -> Iterator[Plugin]:
 
 def _foreign_plugins() -> Iterator[Plugin]:
     """Yield the plug-ins of other packages. One that cannot be imported is a warning."""
-    for entry in entry_points(group=ENTRY_POINTS):
+    entries: list[EntryPoint] = []
+    for group in _ENTRY_POINTS:
+        entries += entry_points(group=group)
+    for entry in entries:
         try:
             plugin = entry.load()
         except Exception as error:  # noqa: BLE001 - code of others may raise anything

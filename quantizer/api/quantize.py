@@ -61,7 +61,7 @@ from quantizer.graph.untraced import Untraced, untraced_part
 from quantizer.nn.inplace import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
 from quantizer.plan.model import Plan
-from quantizer.plugins import CheckedTarget
+from quantizer.plugins import CheckedTarget, remedy_for_absent
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -425,5 +425,6 @@ def _known_destination(name: str) -> str:
     """Return the name, or raise `UsageError` if there is no such destination."""
     if name in DESTINATIONS:
         return name
-    remedy = did_you_mean(name, DESTINATIONS, f"known are {', '.join(DESTINATIONS)}")
+    known = f"known are {', '.join(DESTINATIONS)}; {remedy_for_absent(name)}"
+    remedy = did_you_mean(name, DESTINATIONS, known)
     raise UsageError(f"there is no destination {name!r}", help=remedy)

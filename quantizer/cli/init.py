@@ -22,6 +22,7 @@ from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, preset_text, presets
 from quantizer.errors import UsageError
+from quantizer.plugins import plugins
 
 _DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
 """The preset of each device."""
@@ -32,19 +33,10 @@ _STRATEGIES = {
     "smoothquant": "smoothquant_int8",
     "awq": "awq_int4_group",
     "gptq": "gptq_int4_group",
-    "gguf_q4_0": "gguf_q4_0",
-    "gguf_q4_1": "gguf_q4_1",
-    "gguf_q5_0": "gguf_q5_0",
-    "gguf_q5_1": "gguf_q5_1",
-    "gguf_q8_0": "gguf_q8_0",
-    "gguf_q4_k": "gguf_q4_k",
-    "gguf_q4_k_m": "gguf_q4_k_m",
-    "gguf_q5_k": "gguf_q5_k",
-    "gguf_q5_k_m": "gguf_q5_k_m",
-    "gguf_q6_k": "gguf_q6_k",
-    "gguf_iq4_nl": "gguf_iq4_nl",
 }
 """The preset of each strategy, in the hierarchical form."""
+for _plugin in plugins():
+    _STRATEGIES.update(_plugin.strategies)
 
 
 @command()

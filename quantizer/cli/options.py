@@ -12,7 +12,7 @@ import click
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.grouped_command import GroupedOption
 from quantizer.cli.grouped_command import command as command
-from quantizer.cli.places import OutputFile, PathType, WrittenPath
+from quantizer.cli.places import OutputFile, PathType, PluginWord, WrittenPath
 from quantizer.cli.screen import screen
 from quantizer.cli.start_folder import unmoved
 from quantizer.cli.values import memory_size, rows_shown
@@ -76,7 +76,7 @@ overwrite_option = functools.partial(
 )
 _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
-_KNOWN_TARGETS = click.Choice(list(EXPORTERS))
+_KNOWN_TARGETS = PluginWord(list(EXPORTERS))
 _targets = functools.partial(
     option, default=(), type=_KNOWN_TARGETS, metavar="TARGET", group="Output"
 )
@@ -237,7 +237,7 @@ class Options:
     for_: tuple[str, ...] = _targets(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
         "May be repeated.",
-        type=click.Choice(list(CHECKED_TARGETS)),
+        type=PluginWord(list(CHECKED_TARGETS)),
     )
     gate: tuple[str, ...] = option(
         "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",

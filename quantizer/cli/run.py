@@ -43,7 +43,7 @@ from quantizer.cli.gates import (
 from quantizer.cli.job_summary import append_summary
 from quantizer.cli.modes import loses_most, require_met
 from quantizer.cli.options import TARGET_OPTIONS, Options, command, option, takes
-from quantizer.cli.places import PathType
+from quantizer.cli.places import PathType, PluginWord
 from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import as_typed, from_start
@@ -84,7 +84,7 @@ class RunOptions(Options):
         f"What to make, for which engine: {', '.join(DESTINATIONS)}. w8 and w4 are weights "
         "in 8 or 4 bits, w8a8 and fp8 weights and activations.  [default: w4 for language "
         "models, else onnx]",
-        type=click.Choice(list(DESTINATIONS)),
+        type=PluginWord(list(DESTINATIONS)),
         metavar="TARGET",
     )
     preset: str | None = option(

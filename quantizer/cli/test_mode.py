@@ -43,7 +43,7 @@ from quantizer.evaluation.followed_data import same_in_each_pass
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import FOLDER, as_run
-from quantizer.export.choices import chooses_layers
+from quantizer.export.choices import layer_choosing_option
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
@@ -193,10 +193,9 @@ class _TestRun:
             UsageError: several processes would choose, or the machine is too busy to measure.
         """
         options = self.options
-        if chooses_layers(options.target_choices) and not self.ranks.is_alone:
-            raise UsageError(
-                "--onnx_profile tuned works in one process", help="run it without torchrun"
-            )
+        choosing = layer_choosing_option(options.target_choices)
+        if choosing and not self.ranks.is_alone:
+            raise UsageError(f"{choosing} works in one process", help="run it without torchrun")
         return chosen_layers(
             calibrated,
             self.loaded.module,

@@ -71,6 +71,11 @@ def require_choices(choices: Mapping[str, str], targets: Collection[str]) -> Non
             raise UsageError(f"--{name} is only for --{other} {listed(needed)}")
 
 
-def chooses_layers(choices: Mapping[str, str]) -> bool:
-    """Return whether a target chooses which layers are quantized."""
-    return any(value in CHOICES[name].alone for name, value in choices.items())
+def layer_choosing_option(choices: Mapping[str, str]) -> str:
+    """Return the option with which a target chooses which layers are quantized; empty if none
+    does.
+    """
+    for name, value in choices.items():
+        if value in CHOICES[name].alone:
+            return f"--{name} {value}"
+    return ""

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.export import EXPORTERS, exporter_of
-from quantizer.export.choices import chooses_layers
+from quantizer.export.choices import layer_choosing_option
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.library_failures import refused_by_libraries
@@ -40,7 +40,7 @@ def chosen_layers(
         ResultError: a deploy.json does not fit the network.
         UsageError: the machine is too busy to measure.
     """
-    if not chooses_layers(choices):
+    if not layer_choosing_option(choices):
         return None
     deployment = Deployment.of(calibrated, model, batches, {}, choices=choices, metrics={})
     for target in targets:

@@ -24,6 +24,7 @@ from quantizer.evaluation.width_choice import (
     choice_line,
     measured_choices,
 )
+from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.predicted_size import coded_bytes, float_bytes
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -32,8 +33,8 @@ from quantizer.plan.resolve import resolve_plan
 
 WIDTHS = (4, 8)
 """The widths that engines have kernels for."""
-_DESTINATION = "w4"
-_TARGET = "compressed-tensors"
+_SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
+"""The destinations for which `--max_mb` can choose the widths."""
 
 
 def require_sized(
@@ -62,12 +63,12 @@ def require_sized(
             "--max_mb chooses the widths of a new config, and this run has one already",
             help="leave one of them out, or use `quantizer analyze --max_mb`",
         )
-    if destination != _DESTINATION:
+    if destination not in _SIZED:
         raise UsageError(
             f"--max_mb chooses 4 or 8 bits for weights, and --to {destination} has one width",
-            help=f"give --to {_DESTINATION}, or use `quantizer analyze --max_mb`",
+            help=f"give --to {' or '.join(_SIZED)}, or use `quantizer analyze --max_mb`",
         )
-    if target != _TARGET:
+    if target != _SIZED[destination].transformers_target:
         raise UsageError(
             f"--max_mb limits checkpoints for engines, and this model becomes {target}",
             help="it needs a model of transformers; `quantizer analyze --max_mb` takes any",
@@ -184,7 +185,7 @@ class _FileSizes:
             raise UsageError(
                 f"--max_mb {limit / 1e6:g} is more than {WIDTHS[1]} bits need, which is "
                 f"{most / 1e6:.4g} MB",
-                help="give --to w8",
+                help=f"give --to {' or '.join(row.wider for row in _SIZED.values())}",
             )
 
     def _total(self, index: int) -> int:

@@ -44,6 +44,7 @@ PLUGIN = Plugin(
             target="safetensors",
             transformers_target=_NAME,
             gain=_GAIN_OF_GPTQ,
+            wider="w8",
             stands_for="language model",
         ),
         "w8a8": Destination(
