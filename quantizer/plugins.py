@@ -70,6 +70,8 @@ class ExportTarget:
         holds_negative_scales: whether the scale of a weight may be negative.
         holds_whole_model: whether its folder has all tensors of a model, also those that no
             data reach.
+        offered_for: what errors of other targets offer it for: "weights" of any network, a
+            "network", or a "program" with any operators; empty if they do not.
         holds_modules: whether `--to` can write it for modules without a trace.
         modules_exporter: the function ("module:name") that writes the file of modules; empty
             if their state is stored.
@@ -87,6 +89,7 @@ class ExportTarget:
     int8_share: str = ""
     holds_negative_scales: bool = False
     holds_whole_model: bool = False
+    offered_for: str = ""
     holds_modules: bool = False
     modules_exporter: str = ""
     options: tuple[TargetOption, ...] = ()
@@ -224,6 +227,7 @@ class Plugin:
         targets: the targets of `--deploy`, by name.
         profiles: further values of `--for`, by name.
         destinations: the values of `--to`, by name.
+        about_destinations: a sentence on them for `--help`.
         strategies: the preset of each value of `init --strategy`.
         metrics: what it measures, by name.
     """
@@ -234,6 +238,7 @@ class Plugin:
     targets: Mapping[str, ExportTarget] = field(default_factory=dict)
     profiles: Mapping[str, CheckedTarget] = field(default_factory=dict)
     destinations: Mapping[str, Destination] = field(default_factory=dict)
+    about_destinations: str = ""
     strategies: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricWords] = field(default_factory=dict)
 

@@ -58,12 +58,13 @@ from quantizer.export import require_extras, require_model
 from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
+    about_destinations,
     choices_for,
     default_destination,
     preset_for,
 )
 from quantizer.export.run_words import in_words_of_run
-from quantizer.export.sized_widths import require_sized
+from quantizer.export.sized_widths import SIZED, require_sized
 from quantizer.export.targets import EXPORTERS
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.modules import module_graph
@@ -81,9 +82,7 @@ class RunOptions(Options):
     """The options of `quantizer run`."""
 
     to: str | None = option(
-        f"What to make, for which engine: {', '.join(DESTINATIONS)}. w8 and w4 are weights "
-        "in 8 or 4 bits, w8a8 and fp8 weights and activations.  [default: w4 for language "
-        "models, else onnx]",
+        f"What to make, for which engine: {', '.join(DESTINATIONS)}.{about_destinations()}",
         type=PluginWord(list(DESTINATIONS)),
         metavar="TARGET",
     )
@@ -100,8 +99,8 @@ class RunOptions(Options):
         metavar="FILE",
     )
     max_mb: float | None = option(
-        "With --to w4: 4 or 8 bits for each weight, so that all weights take at most so many "
-        "10^6 bytes in the checkpoint.",
+        f"With --to {' or '.join(SIZED)}: 4 or 8 bits for each weight, so that all weights "
+        "take at most so many 10^6 bytes in the checkpoint.",
         type=float,
         metavar="MB",
     )

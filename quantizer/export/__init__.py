@@ -15,7 +15,7 @@ from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
 from quantizer.export.library_failures import refused_by_libraries
-from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.targets import CHECKED_TARGETS, offered
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
 from quantizer.storage.folder_list import LIST_FILE
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from quantizer.sources.batches import Batch
 
 FOLDER = "export"
-_LEAVE_OUT = "leave the algorithm or the module out, or use --deploy safetensors"
+_LEAVE_OUT = f"leave the algorithm or the module out, or use {offered('weights')}"
 _IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
 _FIX_NUMBERS = (
     "make these numbers an input of forward(), or leave them out in evaluation mode; "
-    "--deploy safetensors holds the weights without the operators"
+    f"{offered('weights')} holds the weights without the operators"
 )
 _MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
 _USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'

@@ -9,6 +9,9 @@ from quantizer.errors import UsageError
 from quantizer.export.targets import CHOICES
 from quantizer.plugins import Destination, plugins
 
+_NETWORK = "network"
+_LANGUAGE_MODEL = "language model"
+"""The values of `Destination.stands_for`."""
 DESTINATIONS: dict[str, Destination] = {}
 """By the values of `--to`."""
 for _plugin in plugins():
@@ -22,16 +25,36 @@ def default_destination(model: Any) -> str:
         UsageError: none is there for such a model.
     """
     can_generate = getattr(model, "can_generate", None)
-    kind = "network"
+    kind = _NETWORK
     if callable(can_generate) and can_generate():
-        kind = "language model"
+        kind = _LANGUAGE_MODEL
+    name = _destination_for(kind)
+    if not name:
+        raise UsageError(
+            f"no plug-in is there that writes a {kind} if --to is left out",
+            help=f"give --to with one of {', '.join(DESTINATIONS)}",
+        )
+    return name
+
+
+def _destination_for(kind: str) -> str:
+    """Return the destination of such models if the user names none; empty if there is none."""
     for name, destination in DESTINATIONS.items():
         if destination.stands_for == kind:
             return name
-    raise UsageError(
-        f"no plug-in is there that writes a {kind} if --to is left out",
-        help=f"give --to with one of {', '.join(DESTINATIONS)}",
-    )
+    return ""
+
+
+def about_destinations() -> str:
+    """Return what plug-ins say about their destinations, and which ones are the defaults."""
+    text = ""
+    for plugin in plugins():
+        if plugin.about_destinations:
+            text += f" {plugin.about_destinations}"
+    for_texts, for_others = _destination_for(_LANGUAGE_MODEL), _destination_for(_NETWORK)
+    if for_texts and for_others:
+        text += f"  [default: {for_texts} for language models, else {for_others}]"
+    return text
 
 
 def choices_for(name: str, choices: Mapping[str, str]) -> dict[str, str]:

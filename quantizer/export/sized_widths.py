@@ -33,7 +33,7 @@ from quantizer.plan.resolve import resolve_plan
 
 WIDTHS = (4, 8)
 """The widths that engines have kernels for."""
-_SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
+SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
 """The destinations for which `--max_mb` can choose the widths."""
 
 
@@ -63,12 +63,12 @@ def require_sized(
             "--max_mb chooses the widths of a new config, and this run has one already",
             help="leave one of them out, or use `quantizer analyze --max_mb`",
         )
-    if destination not in _SIZED:
+    if destination not in SIZED:
         raise UsageError(
             f"--max_mb chooses 4 or 8 bits for weights, and --to {destination} has one width",
-            help=f"give --to {' or '.join(_SIZED)}, or use `quantizer analyze --max_mb`",
+            help=f"give --to {' or '.join(SIZED)}, or use `quantizer analyze --max_mb`",
         )
-    if target != _SIZED[destination].transformers_target:
+    if target != SIZED[destination].transformers_target:
         raise UsageError(
             f"--max_mb limits checkpoints for engines, and this model becomes {target}",
             help="it needs a model of transformers; `quantizer analyze --max_mb` takes any",
@@ -185,7 +185,7 @@ class _FileSizes:
             raise UsageError(
                 f"--max_mb {limit / 1e6:g} is more than {WIDTHS[1]} bits need, which is "
                 f"{most / 1e6:.4g} MB",
-                help=f"give --to {' or '.join(row.wider for row in _SIZED.values())}",
+                help=f"give --to {' or '.join(row.wider for row in SIZED.values())}",
             )
 
     def _total(self, index: int) -> int:

@@ -8,17 +8,19 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.exporter import Reason, Refusal
+from quantizer.export.targets import offered
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import is_operator_name
 from quantizer.plan.model import TensorSpecs
 
 INSERTION_REASON = (
     "was inserted by an algorithm, and the model of the checkpoint has no such operator",
-    "let the algorithm fold it into a layer (no online rotations), or use --deploy pt2",
+    "let the algorithm fold it into a layer (no online rotations), or use "
+    f"{offered('program')}",
 )
 _COMPUTED = (
     "is computed from other tensors of the model, which has no place for a rounded one",
-    "use --deploy pt2, or exclude it",
+    f"use {offered('program')}, or exclude it",
 )
 _SHARING_HELP = "quantize both alike, or neither: kind:head and kind:embedding name them"
 

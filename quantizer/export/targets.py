@@ -21,6 +21,23 @@ other engines hold less than their target does.
 """
 
 
+def offered(*kinds: str) -> str:
+    """Return the option that writes other files, for remedies.
+
+    Args:
+        kinds: values of `ExportTarget.offered_for`, the best first.
+    """
+    names: list[str] = []
+    for kind in kinds:
+        names += [name for name, row in EXPORTERS.items() if row.offered_for == kind]
+    if not names:
+        return "another kind of file"
+    *first, last = names
+    if not first:
+        return f"--deploy {last}"
+    return f"--deploy {', '.join(first)} or {last}"
+
+
 def checked_target(name: str, choices: Mapping[str, str]) -> CheckedTarget:
     """Return what a value of `--for` stands for if options have these values, too."""
     checked = CHECKED_TARGETS[name]

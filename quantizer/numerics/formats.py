@@ -27,8 +27,8 @@ class FloatFormat:
     values in `levels`, ascending.
 
     A group of a format that `has_minimum` also has a float that is subtracted from its values.
-    `scale_bits` are those of a scale with its minimum and its share of factors; 0 if they follow
-    from the type of scales.
+    `scale_bits` are those of a scale with its minimum and its share of factors; 0 if its type
+    decides.
     """
 
     bits: int

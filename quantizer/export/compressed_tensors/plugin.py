@@ -29,6 +29,8 @@ PLUGIN = Plugin(
     rank=7,
     needs=("safetensors",),
     targets={_NAME: _TARGET},
+    about_destinations="w8 and w4 are weights in 8 or 4 bits, w8a8 and fp8 weights and "
+    "activations.",
     destinations={
         "w8": Destination(
             "int8 weights (vLLM: on GPUs only)",

@@ -8,6 +8,7 @@ _TARGET = ExportTarget(
     "quantizer",
     by_tensor=True,
     holds_negative_scales=True,
+    offered_for="weights",
     holds_modules=True,
 )
 

@@ -12,6 +12,7 @@ _INTEGERS = ExportTarget(
     "quantizer.export.torch_export.pt2:Pt2Exporter",
     ".pt2",
     "torch.export.load",
+    offered_for="program",
     options=(_ACTIVATIONS,),
 )
 _FLOATS = ExportTarget(
