@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -242,6 +243,15 @@ class Plugin:
     strategies: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricWords] = field(default_factory=dict)
 
+    @property
+    def words(self) -> frozenset[str]:
+        """Return the words that no other plug-in may have: names, and those of `--help`."""
+        options: list[str] = []
+        for target in self.targets.values():
+            options += [option.name for option in target.options]
+        kinds = (self.targets, self.profiles, self.destinations, self.strategies, self.metrics)
+        return frozenset([self.name, *options, *itertools.chain(*kinds)])
+
 
 @functools.cache
 def plugins() -> tuple[Plugin, ...]:
@@ -284,11 +294,18 @@ def remedy_for_absent(word: str) -> str:
 def _plugins_by_name() -> dict[str, Plugin]:
     """Return all plug-ins, also those that miss others."""
     by_name: dict[str, Plugin] = {}
+    taken: set[str] = set()
     for plugin in (*_built_in_plugins(), *_foreign_plugins()):
-        if plugin.name in by_name:
-            _logger.warning("there are two plug-ins %s: the second is left out", plugin.name)
+        twice = sorted(taken & plugin.words)
+        if twice:
+            _logger.warning(
+                "the plug-in %s is left out: %s is of another plug-in already",
+                plugin.name,
+                ", ".join(twice),
+            )
             continue
         by_name[plugin.name] = plugin
+        taken |= plugin.words
     return by_name
 
 
@@ -319,7 +336,7 @@ def _foreign_plugins() -> Iterator[Plugin]:
             continue
         if not isinstance(plugin, Plugin):
             _logger.warning(
-                "the plug-in %s is left out: %s is no Plugin", entry.name, entry.value
+                "the plug-in %s is left out: %s is not a Plugin", entry.name, entry.value
             )
             continue
         yield plugin

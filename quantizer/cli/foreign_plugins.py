@@ -1,5 +1,5 @@
-"""Leaves out plug-ins of other packages where a command must run no code of others. Must be
-called before commands are imported, as their options are those of plug-ins.
+"""Leaves out plug-ins of other packages where a command must run no code of others. It is called
+before the commands are imported, which have the options of plug-ins.
 """
 
 import sys
