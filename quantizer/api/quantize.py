@@ -44,7 +44,6 @@ from quantizer.export import (
     require_operators,
 )
 from quantizer.export.agreement import Verification
-from quantizer.export.choices import checked_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
     choices_for,
@@ -54,6 +53,7 @@ from quantizer.export.destinations import (
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
+from quantizer.export.targets import checked_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph

@@ -30,12 +30,11 @@ from quantizer.export import (
     require_extras,
 )
 from quantizer.export.agreement import Verification
-from quantizer.export.choices import checked_choices, layer_choosing_option
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.publishing import require_place
-from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.targets import CHECKED_TARGETS, checked_choices, layer_choosing_option
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import weight_bytes

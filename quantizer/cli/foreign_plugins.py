@@ -1,5 +1,6 @@
-"""Leaves out plug-ins of other packages where a command must run no code of others. It is called
-before the commands are imported, which have the options of plug-ins.
+"""Leaves out plug-ins of other packages where a command must run no code of others.
+
+It is called before the commands are imported, which have the options of plug-ins.
 """
 
 import sys

@@ -55,7 +55,6 @@ from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.export import require_extras, require_model
-from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
     about_destinations,
@@ -65,7 +64,7 @@ from quantizer.export.destinations import (
 )
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SIZED, require_sized
-from quantizer.export.targets import EXPORTERS
+from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts

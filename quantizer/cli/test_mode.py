@@ -43,10 +43,10 @@ from quantizer.evaluation.followed_data import same_in_each_pass
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import FOLDER, as_run
-from quantizer.export.choices import layer_choosing_option
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
+from quantizer.export.targets import layer_choosing_option
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables

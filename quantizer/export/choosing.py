@@ -6,10 +6,10 @@ from pathlib import Path
 from torch import nn
 
 from quantizer.export import EXPORTERS, exporter_of
-from quantizer.export.choices import layer_choosing_option
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.library_failures import refused_by_libraries
+from quantizer.export.targets import layer_choosing_option
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 

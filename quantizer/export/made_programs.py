@@ -60,7 +60,7 @@ def _make_program(graph: Graph, batch: Batch) -> None:
         ModelError: torch.export refuses it.
     """
     # It imports torch.export, which is slow
-    from quantizer.export.programs.float_program import float_program
+    from quantizer.export.programs.program import float_program
 
     graph = graph.on(torch.device("cpu"))
     batch = batch.to("cpu")

@@ -1,6 +1,7 @@
 """4 or 8 bits for each weight, within a size of the file: `--max_mb` of `quantizer run`."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -9,6 +10,7 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
 from quantizer.config.forms.weight_widths import with_layer_entries
 from quantizer.config.load import load_text
+from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import (
     Analysis,
@@ -25,9 +27,10 @@ from quantizer.evaluation.width_choice import (
     measured_choices,
 )
 from quantizer.export.destinations import DESTINATIONS
-from quantizer.export.predicted_size import coded_bytes, float_bytes
+from quantizer.export.stored_weights import is_symmetric
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
+from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 
@@ -35,6 +38,13 @@ WIDTHS = (4, 8)
 """The widths that engines have kernels for."""
 SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
 """The destinations for which `--max_mb` can choose the widths."""
+_ENTRY_BYTES = 128
+"""At most what the header of a .safetensors file has of one tensor, without the name."""
+_WORD_BITS = 32
+_WORD_BYTES = 4
+_PARTS = 4
+"""The tensors of a layer with codes: codes, scales, zero points, and the shape."""
+_SHAPE_BYTES = 16
 
 
 def require_sized(
@@ -160,12 +170,12 @@ class _FileSizes:
             sizes: list[int] = []
             for width in WIDTHS:
                 spec = candidate.with_width(candidate.specs[0], width)
-                size = coded_bytes(
+                size = _coded_bytes(
                     path, (rows, columns), spec, scales=tensor.scales, experts=experts
                 )
                 sizes.append(size)
             self.by_layer[name] = sizes
-        self.floats = float_bytes(module, coded)
+        self.floats = _float_bytes(module, coded)
 
     def require_between(self, limit: int) -> None:
         """Check that a limit is between the sizes of both widths.
@@ -198,3 +208,44 @@ class _FileSizes:
         for row in analysis.rows:
             rows.append(replace(row, sizes=self.by_layer[row.name]))
         return replace(analysis, rows=rows, other_bytes=self.floats)
+
+
+def _float_bytes(model: nn.Module, coded: Collection[str]) -> int:
+    """Return the most bytes that the tensors take in files that are not codes.
+
+    Args:
+        model: the float model. A tensor with several names is stored once.
+        coded: the names of the weights that become codes.
+    """
+    total = _ENTRY_BYTES
+    counted: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in coded or id(tensor) in counted:
+            continue
+        counted.add(id(tensor))
+        values = tensor.numel() * tensor.element_size()
+        total += values + len(name) + _ENTRY_BYTES
+    return total
+
+
+def _coded_bytes(
+    name: str, shape: tuple[int, int], spec: QuantizationSpec, *, scales: int, experts: int = 1
+) -> int:
+    """Return the most bytes that a weight takes in files as codes.
+
+    Args:
+        name: of the weight.
+        shape: its rows and columns, of all experts together.
+        spec: of the weight.
+        scales: how many scales it has.
+        experts: how many experts it has, whose layers are stored apart, or in halves.
+    """
+    rows, columns = shape
+    bits = bits_of(spec)
+    stored_scales = max(scales, rows)
+    words = rows * math.ceil(columns * bits / _WORD_BITS) + stored_scales
+    if not is_symmetric(spec):
+        words += math.ceil(stored_scales / rows) * math.ceil(rows * bits / _WORD_BITS)
+    layers = 2 * experts if experts > 1 else 1
+    overhead = _PARTS * (len(name) + _ENTRY_BYTES) + _SHAPE_BYTES
+    return words * _WORD_BYTES + layers * overhead

@@ -26,8 +26,7 @@ from quantizer.export import (
     require_extras,
     require_operators,
 )
-from quantizer.export.choices import checked_choices, require_choices
-from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.targets import CHECKED_TARGETS, checked_choices, require_choices
 from quantizer.graph.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_files")

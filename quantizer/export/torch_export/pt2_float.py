@@ -3,7 +3,7 @@
 from torch.export import ExportedProgram
 
 from quantizer.export.deployment import Deployment
-from quantizer.export.programs.float_program import float_program
+from quantizer.export.programs.program import float_program
 from quantizer.export.torch_export.exporter import ProgramExporter
 
 
