@@ -281,7 +281,7 @@ def remedy_for_absent(word: str) -> str:
     """
     usable = {plugin.name for plugin in plugins()}
     for plugin in _plugins_by_name().values():
-        if plugin.name not in usable and word in (*plugin.targets, *plugin.destinations):
+        if plugin.name not in usable and word in plugin.words:
             missing = ", ".join(name for name in plugin.needs if name not in usable)
             return (
                 f"{word} is of the plug-in {plugin.name}, which needs the plug-in {missing}: "

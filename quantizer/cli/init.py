@@ -16,7 +16,7 @@ from quantizer.cli.options import (
     overwrite_option,
     takes,
 )
-from quantizer.cli.places import write_output
+from quantizer.cli.places import PluginWord, write_output
 from quantizer.cli.render import say_note
 from quantizer.cli.typed import refuse_typed
 from quantizer.config.forms.form import form_of
@@ -47,7 +47,7 @@ for _plugin in plugins():
 )
 @click.option(
     "--strategy",
-    type=click.Choice(list(_STRATEGIES)),
+    type=PluginWord(list(_STRATEGIES)),
     metavar="NAME",
     help=(
         "Write the hierarchical form for a strategy: quantize only weights, use static "

@@ -154,3 +154,23 @@ def test_the_core_imports_no_plugin_and_a_plugin_those_that_it_needs() -> None:
                 if packages[package] not in allowed:
                     faults.append(f"{path.relative_to(PACKAGE)} names {package}")
     assert not faults
+
+
+def test_no_sentence_of_the_core_names_the_word_of_a_plugin() -> None:
+    """Remedies take the words from the declarations; docstrings may have examples."""
+    words: set[str] = set()
+    for plugin in plugins():
+        words |= {*plugin.targets, *plugin.profiles, *plugin.destinations}
+    pattern = re.compile(rf"--(?:deploy|for|to) (?:{'|'.join(map(re.escape, words))})\b")
+    faults: list[str] = []
+    for path in MODULES:
+        if folder_of(path):
+            continue
+        nodes = source(path).nodes
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if node in docstrings or not isinstance(node, ast.Constant):
+                continue
+            if isinstance(node.value, str) and pattern.search(node.value):
+                faults.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.value!r}")
+    assert not faults
