@@ -124,9 +124,11 @@ def test_an_unknown_target_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
-    told = capsys.readouterr().err
-    assert f"known are {', '.join(EXPORTERS)}; " in told
-    assert "install the package whose plug-in adds tflite" in told
+    known = f"known are {', '.join(EXPORTERS)}"
+    assert known in capsys.readouterr().err
+    assert check(tmp_path / "none", "--deploy", "unheard-of") == 2
+    remedy = "install the package whose plug-in adds unheard-of"
+    assert f"{known}; {remedy}" in capsys.readouterr().err
 
 
 def test_a_linked_folder_is_refused(
