@@ -4,12 +4,13 @@ during imports.
 
 from typing import NoReturn
 
-from quantizer.cli import interrupts, streams
+from quantizer.cli import foreign_plugins, interrupts, streams
 
 
 def main() -> NoReturn:
     """Run the command line."""
     streams.open_closed()
+    foreign_plugins.leave_out_if_validating()
     with interrupts.at_once():
         from quantizer.cli import main as command_line
     command_line.main()

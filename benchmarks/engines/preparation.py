@@ -25,8 +25,7 @@ from engines.table import Engine
 from quantizer.api.result import Result, result_for_file
 from quantizer.export import as_run
 from quantizer.export.agreement import Verification
-from quantizer.export.choices import checked_choices
-from quantizer.export.targets import EXPORTERS
+from quantizer.export.targets import EXPORTERS, checked_choices
 from quantizer.graph.trace import quiet
 
 ROOT = Path(__file__).parents[2]

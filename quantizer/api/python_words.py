@@ -9,7 +9,7 @@ from quantizer.calibration.events import ForkedEvents
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.default_device import default_device_kept
 from quantizer.errors import ModelError, QuantizerError
-from quantizer.export.choices import CHOICES
+from quantizer.export.targets import CHOICES
 from quantizer.option_words import Option, in_shell, worded
 from quantizer.sources.user_code import user_exits
 

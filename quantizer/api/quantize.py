@@ -40,7 +40,6 @@ from quantizer.export import (
     require_model,
     require_operators,
 )
-from quantizer.export.choices import checked_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
     choices_for,
@@ -50,13 +49,14 @@ from quantizer.export.destinations import (
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
-from quantizer.export.targets import WHOLE_MODELS, CheckedTarget
+from quantizer.export.targets import checked_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
+from quantizer.plugins import CheckedTarget, remedy_for_absent
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict
@@ -211,7 +211,7 @@ def _with_verdict(
         write_json(path.parent / "verify.json", {path.name: verification.to_json()})
     plan = quantized.result.plan.plan
     untraced = Untraced()
-    if target in WHOLE_MODELS:
+    if EXPORTERS[target].holds_whole_model:
         untraced = untraced_part(quantized.result._model, quantized.result._calibrated.original)
     shown = folder / FOLDER / path.name
     # Files have the words of the shell, and what this function returns those of Python
@@ -365,5 +365,6 @@ def _known_destination(name: str) -> str:
     """Return the name, or raise `UsageError` if there is no such destination."""
     if name in DESTINATIONS:
         return name
-    remedy = did_you_mean(name, DESTINATIONS, f"known are {', '.join(DESTINATIONS)}")
+    known = f"known are {', '.join(DESTINATIONS)}; {remedy_for_absent(name)}"
+    remedy = did_you_mean(name, DESTINATIONS, known)
     raise UsageError(f"there is no destination {name!r}", help=remedy)

@@ -30,15 +30,15 @@ from quantizer.export import (
     require_extras,
 )
 from quantizer.export.agreement import Verification
-from quantizer.export.choices import checked_choices, chooses_layers
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.publishing import require_place
-from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.targets import CHECKED_TARGETS, checked_choices, layer_choosing_option
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import weight_bytes
+from quantizer.plugins import remedy_for_absent
 from quantizer.report import tables
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.page.html import element
@@ -333,7 +333,7 @@ def verified_file(
     The arguments are those of `Result.export`.
     """
     if target not in EXPORTERS:
-        remedy = f"known are {', '.join(EXPORTERS)}"
+        remedy = f"known are {', '.join(EXPORTERS)}; {remedy_for_absent(target)}"
         if target in CHECKED_TARGETS:
             remedy = f"give {CHECKED_TARGETS[target].words.marked}"
         raise UsageError(f"there is no export target {target!r}", help=remedy)
@@ -376,7 +376,7 @@ def result_for_file(
         file: its path.
         choices: values of the target's options, by name.
     """
-    if result._layer_choice is not None or not chooses_layers(choices):
+    if result._layer_choice is not None or not layer_choosing_option(choices):
         return result
     choice = chosen_layers(
         result._calibrated,

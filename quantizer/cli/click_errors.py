@@ -6,9 +6,11 @@ import re
 
 import click
 
+from quantizer.cli.places import PluginWord
 from quantizer.config.wording import closest_word, listed
+from quantizer.plugins import remedy_for_absent
 
-_REFUSED_CHOICE = re.compile(r"'(.*)' is not (one of )?'")
+_REFUSED_CHOICE = re.compile(r"'(.*)' is not (?:one of )?(?:'|$)")
 """The beginning of click's message about a value that is not a choice."""
 _NUMBERS = {
     "a valid integer range": "a whole number",
@@ -94,9 +96,11 @@ def _refused_value(error: click.BadParameter, context: click.Context | None) -> 
         if written:
             reason = f"{written[1]!r} is not one of its values"
             near = closest_word(written[1], choices)
-            remedy = f"known are {listed(choices)}"
+            remedy = f"known are {listed(choices)}" if choices else "there is none"
             if near is not None:
                 remedy = f"did you mean {near}? {remedy}"
+            elif isinstance(parameter.type, PluginWord):
+                remedy += f"; {remedy_for_absent(written[1])}"
     return f"{_name_of(parameter)}: {reason}", remedy
 
 

@@ -8,6 +8,7 @@ from quantizer.cli.options import command
 from quantizer.cli.places import PathType
 from quantizer.config.resources import resource
 from quantizer.errors import UsageError
+from quantizer.export.destinations import DESTINATIONS
 from quantizer.storage.replacing import replace_file
 
 _MODEL = "digits.py"
@@ -44,8 +45,11 @@ def demo(folder: str) -> None:
         raise UsageError(f"{place} cannot be written: {error.strerror or error}") from None
     click.echo(
         f"wrote {place}: {_MODEL} is a network that reads 8x8 digits; its weights and its data "
-        "are next to it. Try:\n\n"
-        f"  cd {place}\n"
-        f"  quantizer run {_MODEL} --to onnx\n"
-        f"  quantizer run {_MODEL} --to w8 -o small"
+        f"are next to it. Try:\n\n  cd {place}"
     )
+    for name, destination in DESTINATIONS.items():
+        if destination.stands_for == "network":
+            click.echo(f"  quantizer run {_MODEL} --to {name}")
+    for destination in DESTINATIONS.values():
+        if destination.wider:
+            click.echo(f"  quantizer run {_MODEL} --to {destination.wider} -o small")

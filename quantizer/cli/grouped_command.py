@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from quantizer.cli.places import OutputFile, require_free
 from quantizer.cli.screen import COLORS, set_color, set_quiet, set_verbose
 from quantizer.errors import UsageError
+from quantizer.export.targets import CHOICES
 from quantizer.storage.permission import replacing
 
 if TYPE_CHECKING:
@@ -61,18 +62,16 @@ class GroupedOption(click.Option):
 _INPUTS = {
     "config_file",
     "data",
-    "deploy_file",
     "eval_data",
     "evaluate",
     "file",
     "files",
-    "gguf_template",
     "model",
     "preprocess",
     "tokenizer",
     "weights",
 }
-"""The options and arguments that name what a run reads."""
+"""The options and arguments that name what a run reads, besides options of targets."""
 
 
 class GroupedCommand(click.Command):
@@ -98,7 +97,8 @@ class GroupedCommand(click.Command):
         input at all.
         """
         inputs: list[str] = []
-        for name in _INPUTS & ctx.params.keys():
+        files = {name for name, choice in CHOICES.items() if choice.is_file}
+        for name in (_INPUTS | files) & ctx.params.keys():
             inputs += _paths_of(ctx.params[name])
         with replacing(overwrite=ctx.params.get("overwrite"), inputs=inputs):
             for parameter in self.params:

@@ -16,11 +16,12 @@ from quantizer.cli.options import (
     overwrite_option,
     takes,
 )
-from quantizer.cli.places import write_output
+from quantizer.cli.places import PluginWord, write_output
 from quantizer.cli.render import say_note
 from quantizer.config.forms.form import form_of
 from quantizer.config.resources import load_resource, preset_text, presets
 from quantizer.errors import UsageError
+from quantizer.plugins import plugins
 
 _DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
 """The preset of each device."""
@@ -31,19 +32,10 @@ _STRATEGIES = {
     "smoothquant": "smoothquant_int8",
     "awq": "awq_int4_group",
     "gptq": "gptq_int4_group",
-    "gguf_q4_0": "gguf_q4_0",
-    "gguf_q4_1": "gguf_q4_1",
-    "gguf_q5_0": "gguf_q5_0",
-    "gguf_q5_1": "gguf_q5_1",
-    "gguf_q8_0": "gguf_q8_0",
-    "gguf_q4_k": "gguf_q4_k",
-    "gguf_q4_k_m": "gguf_q4_k_m",
-    "gguf_q5_k": "gguf_q5_k",
-    "gguf_q5_k_m": "gguf_q5_k_m",
-    "gguf_q6_k": "gguf_q6_k",
-    "gguf_iq4_nl": "gguf_iq4_nl",
 }
 """The preset of each strategy, in the hierarchical form."""
+for _plugin in plugins():
+    _STRATEGIES.update(_plugin.strategies)
 
 
 @command()
@@ -54,7 +46,7 @@ _STRATEGIES = {
 )
 @click.option(
     "--strategy",
-    type=click.Choice(list(_STRATEGIES)),
+    type=PluginWord(list(_STRATEGIES)),
     metavar="NAME",
     help=(
         "Write the hierarchical form for a strategy: quantize only weights, use static "

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from quantizer import printable
 from quantizer.cli import interrupts, screen, streams, torchrun
 from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand, was_typed
-from quantizer.cli.options import QUANT_MODES, RUN, Options, takes, word_of
+from quantizer.cli.options import QUANT_MODES, RUN, Options, each_option, takes, word_of
 from quantizer.cli.screen import print_versions
 from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
 from quantizer.config.diagnostics import ConfigError
@@ -225,7 +225,8 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
     my_model.py is your file with two functions: model() returns a torch.nn.Module,
     calibration_data() an iterable of batches.
     """
-    typed = [word_of(name) for name in RUN if was_typed(ctx, word_of(name))]
+    words = [word_of(name) for name, _ in each_option(RUN)]
+    typed = [word for word in words if was_typed(ctx, word)]
     command = ctx.invoked_subcommand
     if command is not None:
         if "quant_mode" in typed:

@@ -25,7 +25,7 @@ from quantizer.cli.outcome import Outcome
 from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
-from quantizer.export.choices import require_choices
+from quantizer.export.targets import require_choices
 from quantizer.seeding import seed_everything
 from quantizer.storage import process_memory
 

@@ -43,10 +43,8 @@ from quantizer.errors import (
     VerificationError,
 )
 from quantizer.evaluation.module_scores import ModulePair
-from quantizer.export import FOLDER, checked_target, planned_refusals, refuse
+from quantizer.export import FOLDER, checked_target, export_modules, planned_refusals, refuse
 from quantizer.export.agreement import Verification
-from quantizer.export.compressed_tensors.checkpoint import TARGET_NAME
-from quantizer.export.compressed_tensors.modules import export_modules
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS
@@ -112,6 +110,7 @@ class RunOnModules:
         gates: of the run.
         destination: what its user calls the target.
         target: of `--deploy`.
+        state_target: that of a file with the state of the modules.
         error: why the model cannot be traced.
     """
 
@@ -120,6 +119,7 @@ class RunOnModules:
     gates: Sequence[Gate]
     destination: str
     target: str
+    state_target: str
     error: UntraceableError
 
     def run(self) -> FinishedRun:
@@ -231,7 +231,8 @@ class RunOnModules:
         if failed_gates(self.gates, tested.metrics):
             return tested
         path, verified = self._written(pair, plan, batches, folder / FOLDER)
-        target = TARGET_NAME if path.name.endswith(TARGET_NAME) else "safetensors"
+        is_state = path.name.endswith(_SUFFIX)
+        target = self.state_target if is_state else self.target
         report["exports"] = [export_summary(target, path, verified)]
         return replace(
             tested,
@@ -259,9 +260,9 @@ class RunOnModules:
         """
         name = type(pair.reference).__name__
         remarks: tuple[str, ...] = ()
-        if self.target == TARGET_NAME:
-            checked = checked_target(TARGET_NAME, self.options.target_choices)
-            path = folder / f"{name}{EXPORTERS[TARGET_NAME].suffix}"
+        if EXPORTERS[self.target].modules_exporter:
+            checked = checked_target(self.target, self.options.target_choices)
+            path = folder / f"{name}{EXPORTERS[self.target].suffix}"
             try:
                 refuse(checked.words, planned_refusals(checked, plan))
                 return path, export_modules(pair.quantized, path, pair.moved(batches))

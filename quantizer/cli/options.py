@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from quantizer.cli.completion import layers_of_results
 from quantizer.cli.grouped_command import GroupedOption
 from quantizer.cli.grouped_command import command as command
-from quantizer.cli.places import OutputFile, PathType, WrittenPath, memory_size, rows_shown
+from quantizer.cli.places import (
+    OutputFile,
+    PathType,
+    PluginWord,
+    WrittenPath,
+    memory_size,
+    rows_shown,
+)
 from quantizer.cli.screen import screen
 from quantizer.cli.start_folder import unmoved
 from quantizer.config import dynamic_sizes
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.dpu_accuracy import FINETUNE_MODES, LEVELS
-from quantizer.export.choices import CHOICES
-from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
-
-if TYPE_CHECKING:
-    pass
+from quantizer.export.targets import CHECKED_TARGETS, CHOICES, EXPORTERS
 
 QUANT_MODES = ("float", "calib", "test")
+TARGET_OPTIONS = "target_options"
+"""The field of `Options` that stands for the options of all targets of --deploy."""
 RAISING = ("fast_finetune", "dpu_accuracy")
 """Options of calibration that test mode accepts too: they must match the results."""
 
@@ -77,25 +82,31 @@ overwrite_option = functools.partial(
 )
 _file = functools.partial(option, type=_FILE, metavar="FILE")
 _count = functools.partial(option, type=click.IntRange(1), metavar="N")
-_KNOWN_TARGETS = click.Choice(list(EXPORTERS))
+_KNOWN_TARGETS = PluginWord(list(EXPORTERS))
 _targets = functools.partial(
     option, default=(), type=_KNOWN_TARGETS, metavar="TARGET", group="Output"
 )
 
 
-def _of_target(name: str) -> Any:
-    """Return the field of an option that a target of --deploy declares."""
+def _target_settings(name: str) -> dict[str, Any]:
+    """Return the settings of an option that a target of --deploy declares."""
     declared = CHOICES[name]
+    settings = {"help": declared.help, "group": "Output"}
+    if declared.is_file:
+        return {**settings, "type": _FILE, "metavar": "FILE"}
     if declared.is_text:
-        return option(declared.help, group="Output", metavar=declared.metavar)
+        return {**settings, "metavar": declared.metavar}
     values = click.Choice(declared.values)
-    return option(declared.help, default=declared.default, type=values, group="Output")
+    return {**settings, "default": declared.default, "show_default": True, "type": values}
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of one call. Options that a command does not have keep their defaults.
     All commands have `quiet`, see `_screen_options`.
+
+    `target_options` has the options that targets of --deploy declare, by name, as far as they
+    have other values than their defaults.
     """
 
     quant_mode: str = option(
@@ -228,20 +239,11 @@ class Options:
         "In test mode, also write the network for another runtime, to DIR/export. May be "
         f"repeated. One of {', '.join(EXPORTERS)}."
     )
-    pt2_activations: str = _of_target("pt2_activations")
-    executorch_batch: str | None = _of_target("executorch_batch")
-    litert_io: str = _of_target("litert_io")
-    onnx_profile: str = _of_target("onnx_profile")
-    onnx_weights: str = _of_target("onnx_weights")
-    deploy_file: str | None = _file(CHOICES["deploy_file"].help, group="Output")
-    input_names: str | None = _of_target("input_names")
-    output_names: str | None = _of_target("output_names")
-    encodings_version: str = _of_target("encodings_version")
-    gguf_template: str | None = _file(CHOICES["gguf_template"].help, group="Output")
+    target_options: Mapping[str, str | None] = field(default_factory=dict)
     for_: tuple[str, ...] = _targets(
         "Before calibration, check that --deploy TARGET will be able to write the result. "
         "May be repeated.",
-        type=click.Choice(list(CHECKED_TARGETS)),
+        type=PluginWord(list(CHECKED_TARGETS)),
     )
     gate: tuple[str, ...] = option(
         "Exit with code 1 unless TEST holds, e.g. 'sqnr_db>=20'. May be repeated.",
@@ -291,11 +293,17 @@ class Options:
         """Return the settings of the targets of --deploy."""
         settings: dict[str, str] = {}
         for name, choice in CHOICES.items():
-            value = getattr(self, name) or choice.default
+            value = self.value_of(name) or choice.default
             if choice.is_file and value:
                 value = str(unmoved(value))
             settings[name] = value
         return settings
+
+    def value_of(self, name: str) -> Any:
+        """Return the value of an option of `each_option`."""
+        if name in CHOICES:
+            return self.target_options.get(name, _default_of_target(name))
+        return getattr(self, name)
 
     @property
     def file(self) -> str | None:
@@ -307,6 +315,23 @@ RUN = tuple(
     entry.name for entry in fields(Options) if entry.name not in ("filter", "output", "quiet")
 )
 """The options of a run, except those of all commands."""
+
+
+def each_option(names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the default of each option of some fields of `Options`."""
+    by_name = {entry.name: entry for entry in fields(Options)}
+    for name in names:
+        if name != TARGET_OPTIONS:
+            yield name, by_name[name].default
+            continue
+        for target_option in CHOICES:
+            yield target_option, _default_of_target(target_option)
+
+
+def _default_of_target(name: str) -> str | None:
+    return CHOICES[name].default or None
+
+
 MODEL = (
     "model",
     "weights",
@@ -343,20 +368,47 @@ def takes(
 
         @functools.wraps(command)
         def with_options(*args: Any, **values: Any) -> Any:
-            settings = {}
+            settings: dict[str, Any] = {}
             for name in names:
-                settings[name] = values.pop(word_of(name))
+                if name == TARGET_OPTIONS:
+                    settings[name] = _given_of_targets(values)
+                else:
+                    settings[name] = values.pop(word_of(name))
             settings["quiet"] = screen().quiet
             return command(*args, options=kind(**settings), **values)
 
+        changed: Callable[..., Any] = with_options
         for name in reversed(names):
+            if name == TARGET_OPTIONS:
+                changed = _with_target_options(changed)
+                continue
             metadata = by_name[name].metadata
             settings = dict(metadata["settings"])
             if name in helps:
                 settings["help"] = helps[name]
             spellings = (f"--{word_of(name)}", *metadata["names"])
             decorate = click.option(*spellings, cls=GroupedOption, **settings)
-            with_options = decorate(with_options)
-        return with_options
+            changed = decorate(changed)
+        return changed
 
     return add
+
+
+def _given_of_targets(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of targets out of the values of all options. Return those that have not
+    their defaults.
+    """
+    given: dict[str, Any] = {}
+    for name in CHOICES:
+        value = values.pop(name)
+        if value != _default_of_target(name):
+            given[name] = value
+    return given
+
+
+def _with_target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command with the options of all targets of --deploy."""
+    for name in reversed(CHOICES):
+        decorate = click.option(f"--{name}", cls=GroupedOption, **_target_settings(name))
+        command = decorate(command)
+    return command

@@ -34,6 +34,10 @@ _ERRORS: dict[str, type[QuantizerError]] = {
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 
+class PluginWord(click.Choice[str]):
+    """One of the words that plug-ins add, such as a target."""
+
+
 class WrittenPath(click.Path):
     """A path, which shells complete. It need not exist."""
 

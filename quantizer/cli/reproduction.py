@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from quantizer.cli.options import RUN, Options, word_of
+from quantizer.cli.options import RUN, Options, each_option, word_of
 from quantizer.errors import ResultError
 from quantizer.report.next_step import DATA_OPTIONS
 from quantizer.results.folder import COMMANDS_KEY, RUN_FILE, OpenedResults
@@ -103,15 +103,14 @@ def _option_words(
 ) -> list[str]:
     """Return the options of these names that differ from their defaults."""
     words = []
-    for option in fields(Options):
-        if option.name not in names:
-            continue
-        value = getattr(options, option.name)
-        if value == option.default or value is None:
+    shown = [entry.name for entry in fields(Options) if entry.name in names]
+    for name, default in each_option(shown):
+        value = options.value_of(name)
+        if value == default or value is None:
             continue
         values = value if isinstance(value, tuple) else (value,)
         for single in values:
-            words.append(f"--{word_of(option.name)}")
+            words.append(f"--{word_of(name)}")
             if single is not True:
                 words.append(path_text(str(single)))
     return words

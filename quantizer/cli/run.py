@@ -34,8 +34,8 @@ from quantizer.cli.gates import (
     require_products,
 )
 from quantizer.cli.modes import loses_most, require_met
-from quantizer.cli.options import Options, command, option, takes
-from quantizer.cli.places import PathType
+from quantizer.cli.options import TARGET_OPTIONS, Options, command, option, takes
+from quantizer.cli.places import PathType, PluginWord
 from quantizer.cli.render import say_note
 from quantizer.cli.session import OpenedRun
 from quantizer.cli.start_folder import as_typed, from_start
@@ -53,16 +53,16 @@ from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.export import require_extras, require_model
-from quantizer.export.choices import require_choices
 from quantizer.export.destinations import (
     DESTINATIONS,
+    about_destinations,
     choices_for,
     default_destination,
     preset_for,
 )
 from quantizer.export.run_words import in_words_of_run
-from quantizer.export.sized_widths import require_sized
-from quantizer.export.targets import WHOLE_MODELS
+from quantizer.export.sized_widths import SIZED, require_sized
+from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.graph.modules import module_graph, untraced_part
 from quantizer.graph.output_parts import output_parts
@@ -72,19 +72,14 @@ from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.result_set import mark_result_folder, require_result_folder
 from quantizer.seeding import seed_everything
 
-_MODULE_TARGETS = ("safetensors", "compressed-tensors")
-"""The targets of `--to` that modules can be written for."""
-
 
 @dataclass(frozen=True)
 class RunOptions(Options):
     """The options of `quantizer run`."""
 
     to: str | None = option(
-        f"What to make, for which engine: {', '.join(DESTINATIONS)}. w8 and w4 are weights "
-        "in 8 or 4 bits, w8a8 and fp8 weights and activations.  [default: w4 for language "
-        "models, else onnx]",
-        type=click.Choice(list(DESTINATIONS)),
+        f"What to make, for which engine: {', '.join(DESTINATIONS)}.{about_destinations()}",
+        type=PluginWord(list(DESTINATIONS)),
         metavar="TARGET",
     )
     preset: str | None = option(
@@ -100,8 +95,8 @@ class RunOptions(Options):
         metavar="FILE",
     )
     max_mb: float | None = option(
-        "With --to w4: 4 or 8 bits for each weight, so that all weights take at most so many "
-        "10^6 bytes in the checkpoint.",
+        f"With --to {' or '.join(SIZED)}: 4 or 8 bits for each weight, so that all weights "
+        "take at most so many 10^6 bytes in the checkpoint.",
         type=float,
         metavar="MB",
     )
@@ -140,16 +135,7 @@ class RunOptions(Options):
     "seed",
     "output_dir",
     "overwrite",
-    "pt2_activations",
-    "executorch_batch",
-    "litert_io",
-    "encodings_version",
-    "onnx_profile",
-    "onnx_weights",
-    "deploy_file",
-    "input_names",
-    "output_names",
-    "gguf_template",
+    TARGET_OPTIONS,
     "gate",
     "minutes",
     "json",
@@ -220,7 +206,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
         require_extras([target])
         choices = choices_for(name, options.target_choices)
-        options = replace(options, onnx_profile=choices["onnx_profile"])
+        given = {**options.target_options, **destination.choices}
+        options = replace(options, target_options=given)
         require_choices(options.target_choices, [target])
         _require_checkable(gates, replace(options, deploy=(target,)), opened)
         try:
@@ -258,7 +245,7 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         finished = FinishedRun(
             name, test_options, opened, calibrated, tested, calibrated.plan, data
         )
-        if target in WHOLE_MODELS:
+        if EXPORTERS[target].holds_whole_model:
             finished = replace(finished, untraced=untraced_part(model, graph))
         if not options.minutes or tested.error or not failed_gates(gates, tested.metrics):
             return finished
@@ -355,7 +342,7 @@ def _on_modules(
     destination = DESTINATIONS[name]
     target = destination.target_of(model)
     preset = options.preset or destination.without_data
-    if target not in _MODULE_TARGETS or preset is None:
+    if not EXPORTERS[target].holds_modules or preset is None:
         raise with_remedy(error, f"--to {name} needs a trace") from error
     for option_name in ("fast_finetune", "dynamic", "max_mb"):
         if getattr(options, option_name):
@@ -370,7 +357,9 @@ def _on_modules(
             modules = module_graph(model)
             config_file = config_of_run(options, made_for, modules, opened, target=target)
             options = replace(options, config_file=config_file)
-        finished = RunOnModules(options, opened, gates, name, target, error).run()
+        finished = RunOnModules(
+            options, opened, gates, name, target, destination.target, error
+        ).run()
     if options.minutes and failed_gates(gates, finished.tested.metrics):
         say_note("note: no better config is looked for: that needs a trace")
     return finished

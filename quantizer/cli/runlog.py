@@ -17,7 +17,7 @@ import torch
 
 import quantizer
 from quantizer import printable
-from quantizer.cli.options import RUN, Options, word_of
+from quantizer.cli.options import RUN, Options, each_option, word_of
 from quantizer.cli.reproduction import read_commands
 from quantizer.cli.screen import screen
 from quantizer.errors import QuantizerError
@@ -58,7 +58,7 @@ def log_run(folder: Path, options: Options, ranks: int = 1) -> Iterator[dict[str
         peak = process_memory.peak_bytes()
         over_imports = peak - _IMPORTS if peak and _IMPORTS else None
         facts = {
-            "options": {word_of(name): getattr(options, name) for name in RUN},
+            "options": {word_of(name): options.value_of(name) for name, _ in each_option(RUN)},
             "argv": sys.argv[1:],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
             "seconds": round(time.time() - started, 3),

@@ -46,7 +46,10 @@ from quantizer.evaluation.followed_data import same_in_each_pass
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import FOLDER, as_run
-from quantizer.export.choices import chooses_layers
+from quantizer.export.choosing import chosen_layers
+from quantizer.export.deployment import Deployment
+from quantizer.export.layer_choice import LayerChoice
+from quantizer.export.targets import layer_choosing_option
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
@@ -183,7 +186,6 @@ class _TestRun:
             return self._with_late_figures(outcome)
         # As in `run_test`
         from quantizer.cli.exact_and_deploy import deploy
-        from quantizer.export.deployment import Deployment
 
         deployment = Deployment.of(
             calibrated,
@@ -206,14 +208,12 @@ class _TestRun:
             UsageError: several processes would choose, or the machine is too busy to measure.
         """
         options = self.options
-        if not chooses_layers(options.target_choices):
+        choosing = layer_choosing_option(options.target_choices)
+        if not choosing:
             return None
         if not self.ranks.is_alone:
-            raise UsageError(
-                "--onnx_profile tuned works in one process", help="run it without torchrun"
-            )
+            raise UsageError(f"{choosing} works in one process", help="run it without torchrun")
         # Few runs choose layers
-        from quantizer.export.choosing import chosen_layers
 
         return chosen_layers(
             calibrated,

@@ -1,6 +1,7 @@
 """Says what works for a model that cannot be traced."""
 
 from quantizer.errors import UntraceableError
+from quantizer.export.destinations import DESTINATIONS
 
 
 def with_remedy(error: UntraceableError, reason: str = "") -> UntraceableError:
@@ -10,10 +11,14 @@ def with_remedy(error: UntraceableError, reason: str = "") -> UntraceableError:
         error: of the trace.
         reason: why this run cannot go that way, if it is known.
     """
-    way = (
-        "`quantizer run MODEL --to w4` or `--to w8` needs no trace: it quantizes the weights "
-        "of layers as modules"
-    )
+    options: list[str] = []
+    for name, row in DESTINATIONS.items():
+        if row.wider:
+            options += [f"`quantizer run MODEL --to {name}`", f"`--to {row.wider}`"]
+    if not options:
+        return error
+    commands = " or ".join(options)
+    way = f"{commands} needs no trace: it quantizes the weights of layers as modules"
     if reason:
         way += f"; this run cannot: {reason}"
     lines = [] if error.help is None else error.help.splitlines()

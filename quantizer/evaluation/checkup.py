@@ -18,18 +18,18 @@ from quantizer.graph.edits import by_channel
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 from quantizer.plan.size import weight_bytes
+from quantizer.plugins import plugins
 from quantizer.sources.batches import Batch, Fingerprint
 from quantizer.sources.data import Batches
 from quantizer.storage import process_memory
 
 CheckLevel = Literal["ok", "note", "warning", "error"]
-EXTRAS = {
-    "onnx": ("onnx", "onnxruntime", "onnxscript"),
-    "llm": ("transformers", "tokenizers", "compressed_tensors", "gguf"),
+_EXTRAS = {
+    "llm": ("transformers", "tokenizers"),
     "images": ("PIL",),
     "plots": ("resvg_py", "tensorboard"),
 }
-"""The packages of each extra that something imports."""
+"""The packages of each extra that something imports, besides those of plug-ins."""
 MAX_CHECKED_BATCHES = 64
 MIN_SAMPLES = 100
 """Images that calibration should have. Texts have hundreds of tokens in each sample."""
@@ -81,11 +81,29 @@ def check_machine(device: str, folder: Path) -> Iterator[CheckResult]:
             "machine", "ok", f"{process_memory.size_text(memory)} of memory are free"
         )
     yield from _check_disk(folder.absolute())
-    for extra, packages in EXTRAS.items():
+    for extra, packages in _packages_by_extra().items():
         missing = [name for name in packages if find_spec(name) is None]
         if missing:
             text = f"packages of the extra {extra} are missing: {', '.join(missing)}"
             yield CheckResult("packages", "note", text, f"{pip_line(extra)}, if you need it")
+
+
+def _packages_by_extra() -> dict[str, tuple[str, ...]]:
+    """Return the packages of each extra that something imports; one of several extras is with
+    the first.
+    """
+    rows: list[tuple[str, tuple[str, ...]]] = []
+    for plugin in plugins():
+        rows += [(target.extra, target.needs) for target in plugin.targets.values()]
+    rows += _EXTRAS.items()
+    by_extra: dict[str, tuple[str, ...]] = {}
+    seen: set[str] = set()
+    for extra, packages in rows:
+        others = tuple(package for package in packages if package not in seen)
+        seen.update(others)
+        if others:
+            by_extra[extra] = by_extra.get(extra, ()) + others
+    return by_extra
 
 
 def _check_disk(folder: Path) -> Iterator[CheckResult]:

@@ -14,10 +14,12 @@ from quantizer.config.wording import first_names
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter as Exporter
 from quantizer.export.exporter import Refusal as Refusal
-from quantizer.export.targets import CHECKED_TARGETS, CheckedTarget
+from quantizer.export.library_failures import refused_by_libraries
+from quantizer.export.targets import CHECKED_TARGETS, offered
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
 from quantizer.option_words import marked_text
+from quantizer.plugins import CheckedTarget
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -31,13 +33,15 @@ if TYPE_CHECKING:
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Plan, TensorSpecs
+    from quantizer.plugins import CheckedTarget
+    from quantizer.sources.batches import Batch
 
 FOLDER = "export"
-_LEAVE_OUT = "leave the algorithm or the module out, or use <--deploy safetensors>"
+_LEAVE_OUT = f"leave the algorithm or the module out, or use {offered('weights')}"
 _IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
 _FIX_NUMBERS = (
     "make these numbers an input of forward(), or leave them out in evaluation mode; "
-    "<--deploy safetensors> holds the weights without the operators"
+    f"{offered('weights')} holds the weights without the operators"
 )
 _MAY_BE_NEGATIVE = "may have negative scales, which readers of this file do not expect"
 _USE_HALF_RANGE = 'set its symmetric_scale to "half_range"'
@@ -49,9 +53,34 @@ def exporter_of(target: str, choices: Mapping[str, str] | None = None) -> Export
     Args:
         choices: values of the target's options, by name.
     """
-    module, _, name = EXPORTERS[target].exporter.partition(":")
-    make = getattr(importlib.import_module(module), name)
-    return cast(Exporter[Any], make(choices))
+    return cast(Exporter[Any], _named(EXPORTERS[target].exporter)(choices))
+
+
+def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> Verification:
+    """Write a model that was quantized in place, and verify what was written.
+
+    Args:
+        model: a model of transformers.
+        folder: to write.
+        batches: of calls; at least one.
+
+    Raises:
+        QuantizerError: the exporter of the target raises it.
+        UsageError: no plug-in is there that writes such models.
+    """
+    for row in EXPORTERS.values():
+        if row.modules_exporter:
+            return cast("Verification", _named(row.modules_exporter)(model, folder, batches))
+    raise UsageError(
+        "no plug-in is there that writes a model that was quantized in place",
+        help="`save` writes the state of its modules",
+    )
+
+
+def _named(place: str) -> Any:
+    """Return what is named by "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:
@@ -102,7 +131,6 @@ def planned_refusals(
         algorithms: those that will round the weights.
     """
     # Only a run for a target needs it
-    from quantizer.export.library_failures import refused_by_libraries
 
     opset = plan.settings.onnx_opset_version
     with refused_by_libraries(checked.target, plan.graph):
@@ -131,7 +159,6 @@ def require_operators(checked: CheckedTarget, graph: Graph) -> None:
         UsageError: why it cannot.
     """
     # Only a run for a target needs it
-    from quantizer.export.library_failures import refused_by_libraries
 
     # It needs torch
     from quantizer.graph.passes import run_passes
@@ -249,7 +276,6 @@ def export(
         ResultError: the file cannot be written.
     """
     # Only a run for a target needs it
-    from quantizer.export.library_failures import refused_by_libraries
 
     # It needs torch
     from quantizer.export.publishing import new_files

@@ -16,9 +16,9 @@ from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
 from quantizer.evaluation.followed_data import FollowedBatches
-from quantizer.export.choices import CHOICES
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.origin import Origin
+from quantizer.export.targets import CHOICES
 from quantizer.export.value_names import (
     chosen_names,
     in_traced_order,
@@ -156,7 +156,7 @@ class Deployment:
             UsageError: `--input_names` does not fit the model.
         """
         names = input_names(self.model, self.graph)
-        return chosen_names("input_names", self.choice("input_names"), names)
+        return chosen_names("input_names", self.choices.get("input_names", ""), names)
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -171,8 +171,8 @@ class Deployment:
             UsageError: `--output_names` does not fit the model, or a name is that of an input.
         """
         names = output_names([output.name for output in self.outputs])
-        chosen = chosen_names("output_names", self.choice("output_names"), names)
-        if self.choice("output_names") or self.choice("input_names"):
+        chosen = chosen_names("output_names", self.choices.get("output_names", ""), names)
+        if self.choices.get("output_names", "") or self.choices.get("input_names", ""):
             require_apart(self.input_names, chosen)
         return unused_names(chosen, self.input_names)
 

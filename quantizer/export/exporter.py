@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
-from quantizer.export.choices import CHOICES
+from quantizer.export.targets import CHOICES
 from quantizer.option_words import Sentence
 from quantizer.storage.replaced_folder import remove_folder
 from quantizer.storage.replacing import remove_file
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 Written = TypeVar("Written")
 """What `Exporter.write` hands to `Exporter.verify`."""
+
+
+Reason = tuple[str, str]
+"""Why something is refused, and what to change."""
 
 
 @dataclass(frozen=True)

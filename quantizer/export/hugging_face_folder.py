@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
+from quantizer.export.targets import offered
 from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
 from quantizer.sources.embedding_modules import embedding_modules
 from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
@@ -79,10 +80,11 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     elif hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
     else:
+        others = offered("weights", "network", "program")
         raise UsageError(
             f"the model is {a_kind(model)} without a config of transformers, so no engine "
             "could load its checkpoint",
-            help="use <--deploy safetensors, onnx or pt2>, or give a Hugging Face folder",
+            help=f"use {others}, or give a Hugging Face folder",
         )
     for part in (content, content.get("text_config")):
         for key in QUANTIZATION_KEYS:

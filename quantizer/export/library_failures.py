@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantizer.errors import ModelError, QuantizerError, first_line, lacks_memory, lost_worker
-from quantizer.export.targets import EXPORTERS
+from quantizer.export.targets import EXPORTERS, offered
 
 if TYPE_CHECKING:
     from quantizer.graph.ir import Graph
@@ -70,9 +70,13 @@ def _refusal(error: Exception, target: str, graph: Graph) -> ModelError:
         text += f"; that is layer {layer}"
     row = EXPORTERS[target]
     if row.for_transformers:
-        return ModelError(text, help="<--deploy safetensors> holds all weights")
-    other = "pt2" if "onnx" in row.needs else "onnx"
-    help_text = f"keep that part outside the quantized model, or use <--deploy {other}>"
+        return ModelError(text, help=f"{offered('weights')} holds all weights")
+    other = "network"
+    for target_row in EXPORTERS.values():
+        if target_row.offered_for == other and set(target_row.needs) & set(row.needs):
+            # The same library would write that
+            other = "program"
+    help_text = f"keep that part outside the quantized model, or use {offered(other)}"
     return ModelError(text, help=help_text)
 
 

@@ -59,10 +59,10 @@ def _make_program(graph: Graph, batch: Batch) -> None:
     """
     # Only targets with operators need them; one imports torch.export, which is slow
     from quantizer.export.deployment import Deployment
-    from quantizer.export.torch_export.pt2_float import Pt2FloatExporter
+    from quantizer.export.programs.program import float_program
     from quantizer.export.value_names import in_traced_order
 
     graph = graph.on(torch.device("cpu"))
     batch = batch.to("cpu")
     args, kwargs = in_traced_order(graph, batch.args, batch.kwargs)
-    Pt2FloatExporter({}).program(Deployment(graph, Solution({}), args, kwargs))
+    float_program(Deployment(graph, Solution({}), args, kwargs))

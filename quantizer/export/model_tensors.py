@@ -11,12 +11,15 @@ from quantizer.calibration.solution import Solution, encode_parameters
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
 from quantizer.export.hugging_face_folder import model_config
+from quantizer.export.targets import offered
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.")
-CHANGE_REMEDY = "leave out the algorithm or the setting that makes it, or use <--deploy pt2>"
+CHANGE_REMEDY = (
+    f"leave out the algorithm or the setting that makes it, or use {offered('program')}"
+)
 
 
 def model_of(deployment: Deployment, target: str) -> nn.Module:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quantizer.errors import QuantizerError
-from quantizer.export.destinations import CHECKPOINT, DESTINATIONS
+from quantizer.export.destinations import DESTINATIONS
+from quantizer.export.targets import EXPORTERS
 from quantizer.option_words import Option, Words, marked, worded
 
 _IN_TEST_MODE = "<shell:test mode's ><python:`Result.export` with >"
@@ -49,10 +50,12 @@ def in_words_of_checkpoint() -> Iterator[None]:
 
     def words(options: tuple[Option, ...]) -> str:
         """Return the format for the option of this file, and how to write that of others."""
-        if options == (Option("deploy", (CHECKPOINT,)),):
-            return CHECKPOINT
-        if options[0].name != "deploy":
+        deploy = options[0]
+        if deploy.name != "deploy":
             return marked(*options)
+        are_of_modules = [bool(EXPORTERS[name].modules_exporter) for name in deploy.values]
+        if len(options) == 1 and all(are_of_modules):
+            return deploy.listed(deploy.values)
         return f"`calibrate` and {_IN_TEST_MODE}{marked(*options)}"
 
     with _in_words(words):

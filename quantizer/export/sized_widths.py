@@ -1,6 +1,7 @@
 """4 or 8 bits for each weight, within a size of the file: `--max_mb` of `quantizer run`."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.edited import edited_text
 from quantizer.config.load import load_text
+from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import (
     Analysis,
@@ -17,16 +19,25 @@ from quantizer.evaluation.analyze import (
     width_candidates,
 )
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
-from quantizer.export.compressed_tensors.predicted_size import coded_bytes, float_bytes
+from quantizer.export.destinations import DESTINATIONS
+from quantizer.export.stored_weights import is_symmetric
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
+from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 
 WIDTHS = (4, 8)
 """The widths that engines have kernels for."""
-_DESTINATION = "w4"
-_TARGET = "compressed-tensors"
+SIZED = {name: row for name, row in DESTINATIONS.items() if row.wider}
+"""The destinations for which `--max_mb` can choose the widths."""
+_ENTRY_BYTES = 128
+"""At most what the header of a .safetensors file has of one tensor, without the name."""
+_WORD_BITS = 32
+_WORD_BYTES = 4
+_PARTS = 4
+"""The tensors of a layer with codes: codes, scales, zero points, and the shape."""
+_SHAPE_BYTES = 16
 
 
 def require_sized(
@@ -55,13 +66,13 @@ def require_sized(
             "<--max_mb> chooses the widths of a new config, and this run has one already",
             help="leave one of them out, or use `quantizer analyze --max_mb`",
         )
-    if destination != _DESTINATION:
+    if destination not in SIZED:
         raise UsageError(
             f"<--max_mb> chooses 4 or 8 bits for weights, and <--to {destination}> has one "
             "width",
-            help=f"give <--to {_DESTINATION}>, or use `quantizer analyze --max_mb`",
+            help=f"give <--to {' or '.join(SIZED)}>, or use `quantizer analyze --max_mb`",
         )
-    if target != _TARGET:
+    if target != SIZED[destination].transformers_target:
         raise UsageError(
             f"<--max_mb> limits checkpoints for engines, and this model becomes {target}",
             help="it needs a model of transformers; `quantizer analyze --max_mb` takes any",
@@ -155,12 +166,12 @@ class _FileSizes:
             sizes: list[int] = []
             for width in WIDTHS:
                 spec = candidate.with_width(candidate.specs[0], width)
-                size = coded_bytes(
+                size = _coded_bytes(
                     path, (rows, columns), spec, scales=tensor.scales, experts=experts
                 )
                 sizes.append(size)
             self.by_layer[name] = sizes
-        self.floats = float_bytes(module, coded)
+        self.floats = _float_bytes(module, coded)
 
     def require_between(self, limit: int) -> None:
         """Check that a limit is between the sizes of both widths.
@@ -180,7 +191,7 @@ class _FileSizes:
             raise UsageError(
                 f"<--max_mb {limit / 1e6:g}> is more than {WIDTHS[1]} bits need, which is "
                 f"{most / 1e6:.4g} MB",
-                help="give <--to w8>",
+                help=f"give <--to {' or '.join(row.wider for row in SIZED.values())}>",
             )
 
     def _total(self, index: int) -> int:
@@ -193,3 +204,44 @@ class _FileSizes:
         for row in analysis.rows:
             rows.append(replace(row, sizes=self.by_layer[row.name]))
         return replace(analysis, rows=rows, other_bytes=self.floats)
+
+
+def _float_bytes(model: nn.Module, coded: Collection[str]) -> int:
+    """Return the most bytes that the tensors take in files that are not codes.
+
+    Args:
+        model: the float model. A tensor with several names is stored once.
+        coded: the names of the weights that become codes.
+    """
+    total = _ENTRY_BYTES
+    counted: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in coded or id(tensor) in counted:
+            continue
+        counted.add(id(tensor))
+        values = tensor.numel() * tensor.element_size()
+        total += values + len(name) + _ENTRY_BYTES
+    return total
+
+
+def _coded_bytes(
+    name: str, shape: tuple[int, int], spec: QuantizationSpec, *, scales: int, experts: int = 1
+) -> int:
+    """Return the most bytes that a weight takes in files as codes.
+
+    Args:
+        name: of the weight.
+        shape: its rows and columns, of all experts together.
+        spec: of the weight.
+        scales: how many scales it has.
+        experts: how many experts it has, whose layers are stored apart, or in halves.
+    """
+    rows, columns = shape
+    bits = bits_of(spec)
+    stored_scales = max(scales, rows)
+    words = rows * math.ceil(columns * bits / _WORD_BITS) + stored_scales
+    if not is_symmetric(spec):
+        words += math.ceil(stored_scales / rows) * math.ceil(rows * bits / _WORD_BITS)
+    layers = 2 * experts if experts > 1 else 1
+    overhead = _PARTS * (len(name) + _ENTRY_BYTES) + _SHAPE_BYTES
+    return words * _WORD_BYTES + layers * overhead

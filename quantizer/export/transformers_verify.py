@@ -14,6 +14,7 @@ from quantizer.errors import VerificationError
 from quantizer.export.acceptance import least_db
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.targets import offered
 from quantizer.graph.trace import quiet
 from quantizer.nn.network import Network
 
@@ -21,7 +22,7 @@ from quantizer.nn.network import Network
 # order. Elsewhere readers round scales to the model's dtype and compute ranges in it, which
 # moves some codes by a step.
 EXACT_DB = 100.0
-READER_HELP = "<--deploy pt2 or safetensors> needs no such reader"
+READER_HELP = f"{offered('program', 'weights')} needs no such reader"
 _KEY_KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 

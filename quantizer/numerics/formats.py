@@ -27,6 +27,8 @@ class FloatFormat:
     values in `levels`, ascending.
 
     A group of a format that `has_minimum` also has a float that is subtracted from its values.
+    `scale_bits` are those of a scale with its minimum and its share of factors; 0 if its type
+    decides.
     """
 
     bits: int
@@ -37,6 +39,7 @@ class FloatFormat:
     factor: float = 1.0
     levels: tuple[float, ...] = ()
     has_minimum: bool = False
+    scale_bits: int = 0
 
     @property
     def has_signed_scale(self) -> bool:
@@ -57,12 +60,17 @@ _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 
 
 def listed_format(
-    bits: int, levels: Iterable[int], *, has_minimum: bool = False
+    bits: int, levels: Iterable[int], *, has_minimum: bool = False, scale_bits: int = 0
 ) -> FloatFormat:
     """Return a format of codes in int8 that are the values themselves."""
     values = tuple(float(level) for level in levels)
     return FloatFormat(
-        bits, torch.int8, values[-1], factor=1.0, levels=values, has_minimum=has_minimum
+        bits,
+        torch.int8,
+        values[-1],
+        levels=values,
+        has_minimum=has_minimum,
+        scale_bits=scale_bits,
     )
 
 
@@ -79,10 +87,10 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
     "bfp16": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
     "mx6": FloatFormat(5, torch.int8, 15 / 8, 3, 0, factor=8.0),
     "mx9": FloatFormat(8, torch.int8, 127 / 64, 6, 0, factor=64.0),
-    "q4_k": listed_format(4, range(16), has_minimum=True),
-    "q5_k": listed_format(5, range(32), has_minimum=True),
-    "q6_k": listed_format(6, range(-32, 32)),
-    "iq4_nl": listed_format(4, _IQ4_LEVELS),
+    "q4_k": listed_format(4, range(16), has_minimum=True, scale_bits=16),
+    "q5_k": listed_format(5, range(32), has_minimum=True, scale_bits=16),
+    "q6_k": listed_format(6, range(-32, 32), scale_bits=9),
+    "iq4_nl": listed_format(4, _IQ4_LEVELS, scale_bits=16),
 }
 """The formats by name. Source of the last four: ggml's block_q4_K to block_iq4_nl."""
 

@@ -1,44 +1,12 @@
 """Lists the metrics with unit, direction and meaning, for the page and for docs/metrics.md."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from quantizer.evaluation.scores import DROP, RATIO
+from quantizer.plugins import HIGHER, LOWER, MetricWords, plugins
 from quantizer.sources.directions import Directions
 
-HIGHER = "higher"
-LOWER = "lower"
-
-
-@dataclass(frozen=True)
-class MetricWords:
-    """What a metric is.
-
-    Attributes:
-        unit: the unit or the range of its values.
-        better: "higher" or "lower", or how the direction is decided.
-        meaning: a phrase.
-        short: the same for the page, where a formula or an explanation is left out; empty if
-            `meaning` is short.
-    """
-
-    unit: str
-    better: str
-    meaning: str
-    short: str = ""
-
-
-_COUNTED_PRODUCTS = (
-    "All convolutions, matrix products (those of Einsum and attention, too) and recurrent "
-    "layers that the engine executes count. A file without any has no such metric, and a gate "
-    "on it is refused"
-)
-_MULTIPLY_ADDS = (
-    "the share of the multiply-adds of these multiplications that are in int8, for the first "
-    "batch"
-)
-
-METRICS: Mapping[str, MetricWords] = {
+METRICS: dict[str, MetricWords] = {
     "sqnr_db": MetricWords(
         "dB",
         HIGHER,
@@ -99,36 +67,12 @@ METRICS: Mapping[str, MetricWords] = {
     "exact_equal": MetricWords(
         "0 to 1", HIGHER, "with `--exact`: the share of codes that equal the DPU's integers"
     ),
-    "onnx_int8_share": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "with `--deploy onnx`: the share of multiplications that ONNX Runtime does in int8; in "
-        "files for TensorRT and NPUs, of those whose operands are quantized. "
-        f"{_COUNTED_PRODUCTS}",
-    ),
-    "onnx_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
-    "openvino_int8_share": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "with `--deploy openvino`: the share of multiplications that OpenVINO does in int8",
-    ),
-    "openvino_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
-    "executorch_int8_share": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "with `--deploy executorch`: the share of multiplications that XNNPACK does in int8",
-    ),
-    "executorch_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
-    "litert_int8_share": MetricWords(
-        "0 to 1",
-        HIGHER,
-        "with `--deploy litert`: the share of multiplications that LiteRT does in int8",
-    ),
-    "litert_int8_multiply_adds": MetricWords("0 to 1", HIGHER, _MULTIPLY_ADDS),
 }
 """By the names of the metrics, in the order of the documentation. X stands for a metric of the
 user's evaluate().
 """
+for _plugin in plugins():
+    METRICS.update(_plugin.metrics)
 
 
 def metric_sentence(name: str, pairs: Mapping[str, object], directions: Directions) -> str:

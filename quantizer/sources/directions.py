@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from quantizer.config.wording import a_kind, quoted
 from quantizer.errors import ModelError, QuantizerError, UsageError
+from quantizer.plugins import LOWER, plugins
 from quantizer.sources.user_code import UserModule
 
 _LOWER_WORDS = frozenset(
@@ -63,17 +64,9 @@ _FIGURES_LOWER_IS_BETTER = {
     "rows_kept": False,
     "top1_agreement": False,
     "exact_equal": False,
-    "onnx_int8_share": False,
-    "onnx_int8_multiply_adds": False,
-    "openvino_int8_share": False,
-    "openvino_int8_multiply_adds": False,
-    "executorch_int8_share": False,
-    "executorch_int8_multiply_adds": False,
-    "litert_int8_share": False,
-    "litert_int8_multiply_adds": False,
     "weight_bytes": True,
 }
-"""Whether less is better, for the figures that the package itself measures."""
+"""Whether less is better, for the figures that are measured of every network."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +182,12 @@ class Directions:
         [False, True, None]
         """
         name = figure.partition("[")[0]
-        if figure not in metrics and name in _FIGURES_LOWER_IS_BETTER:
-            return _FIGURES_LOWER_IS_BETTER[name]
+        if figure not in metrics:
+            if name in _FIGURES_LOWER_IS_BETTER:
+                return _FIGURES_LOWER_IS_BETTER[name]
+            for plugin in plugins():
+                if name in plugin.metrics:
+                    return plugin.metrics[name].better == LOWER
         return self.lower_is_better(figure)
 
     def loss(self, metric: str, before: float, after: float) -> float | None:

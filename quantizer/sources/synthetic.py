@@ -277,7 +277,7 @@ def _refusal(module: nn.Module, reason: str) -> DataError:
     return DataError(
         f"no synthetic data can be made for {name}, which takes token ids: it {reason}, so it "
         "does not predict the next token",
-        help="give real data with --data",
+        help="give real data with <--data>",
     )
 
 

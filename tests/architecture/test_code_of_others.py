@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from support.ledger import MODULES, PACKAGE, shown, source
 
 PRETRAINED = PACKAGE / "sources" / "pretrained.py"
-TRUSTED = {"sources/models.py", "export/torch_export/program.py"}
+TRUSTED = {"sources/models.py", "export/programs/program.py"}
 """Where a `.pt2` is loaded: with --trust, and what was just written."""
 
 

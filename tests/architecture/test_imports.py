@@ -18,6 +18,7 @@ ROOT = PACKAGE.parent
 LAYERS = (
     ("printable", "option_words"),
     ("errors", "seeding", "default_device"),
+    ("plugins",),
     ("storage",),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),

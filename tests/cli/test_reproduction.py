@@ -18,7 +18,7 @@ from support.runs import ROOT
 
 import quantizer
 from quantizer.cli.main import run_command
-from quantizer.cli.options import RUN, Options, word_of
+from quantizer.cli.options import RUN, TARGET_OPTIONS, Options, word_of
 from quantizer.cli.reproduction import ONLY_CHECKED, WITHOUT_EFFECT, words_of
 from quantizer.results.folder import open_results
 
@@ -320,8 +320,15 @@ def test_an_option_is_shown_unless_it_is_known_to_change_nothing(mode: str) -> N
     for option in fields(Options):
         if option.name not in RUN or option.name == "quant_mode":
             continue
-        is_flag = option.default is False
-        value: Any = ("value",) if option.default == () else "value"
-        given = Options(**{"quant_mode": mode, option.name: True if is_flag else value})
-        shown = f"--{word_of(option.name)}" in words_of(given)
+        value: Any = "value"
+        name = option.name
+        if option.default is False:
+            value = True
+        elif option.default == ():
+            value = ("value",)
+        elif name == TARGET_OPTIONS:
+            name = "onnx_profile"
+            value = {name: "value"}
+        given = Options(**{"quant_mode": mode, option.name: value})
+        shown = f"--{word_of(name)}" in words_of(given)
         assert shown == (option.name not in WITHOUT_EFFECT | ONLY_CHECKED[mode]), option.name

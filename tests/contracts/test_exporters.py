@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from support.deployments import FILES, Written
@@ -14,7 +15,7 @@ from support.extended import extended_except
 from support.onnx_files import quick_files  # noqa: F401 - a fixture
 from support.toys import built
 
-from quantizer.cli.options import Options
+from quantizer.cli.main import cli
 from quantizer.errors import UsageError
 from quantizer.export import (
     EXPORTERS,
@@ -24,9 +25,8 @@ from quantizer.export import (
     require_extras,
     require_operators,
 )
-from quantizer.export.choices import checked_choices, require_choices
 from quantizer.export.exporter import Exporter
-from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.targets import CHECKED_TARGETS, checked_choices, require_choices
 from quantizer.graph.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_files")
@@ -161,13 +161,14 @@ def test_suffixes_are_distinct_and_modules_exist() -> None:
 
 def test_options_are_declared_once() -> None:
     """The command line takes help, values and default from the row."""
-    options = {field.name: field for field in fields(Options)}
+    options = {parameter.name: parameter for parameter in cli.params}
     for target, row in EXPORTERS.items():
         for option in row.options:
             assert option.target == target
-            settings = options[option.name].metadata["settings"]
-            assert settings["help"] == option.help
-            assert (options[option.name].default or "") == option.default
+            shown = options[option.name]
+            assert isinstance(shown, click.Option)
+            assert shown.help == option.help
+            assert shown.get_default(click.Context(cli)) == (option.default or None)
 
 
 def test_an_unknown_option_or_value_is_refused() -> None:

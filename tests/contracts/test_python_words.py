@@ -15,19 +15,20 @@ from quantizer.api.python_words import ARGUMENTS, in_python
 from quantizer.api.result import Result
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.errors import UsageError
-from quantizer.export.choices import CHOICES
 from quantizer.export.run_words import in_words_of_checkpoint, in_words_of_run
+from quantizer.export.targets import CHOICES
 from quantizer.option_words import Sentence
 
 FUNCTIONS: list[Callable[..., Any]] = [quantizer.calibrate, quantizer.load, quantizer.quantize]
 CLASSES = [quantizer.Config, quantizer.ModelQuantizer, Report, Result]
 OF_THE_SHELL = {
-    # Commands and options of the shell in files and tables that the shell writes
+    # Commands and options of the shell in files and tables that the shell writes, as are all
+    # plugin.py
     "api/python_words.py",
-    "config/forms/tuned.py",
+    "config/forms/level_edits.py",
     "config/run_config.py",
     "evaluation/checkup.py",
-    "evaluation/ladder/steps.py",
+    "evaluation/search/steps.py",
     "export/targets.py",
     "option_words.py",
 }
@@ -38,6 +39,8 @@ def texts() -> Iterator[str]:
     for path in MODULES:
         place = path.relative_to(PACKAGE)
         if place.parts[0] in ("cli", "report") or place.as_posix() in OF_THE_SHELL:
+            continue
+        if path.name == "plugin.py":
             continue
         nodes = source(path).nodes
         # Docstrings are not shown, and parts of a text are shown with it

@@ -124,8 +124,11 @@ def test_an_unknown_target_is_a_usage_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], check: Callable[..., int]
 ) -> None:
     assert check(tmp_path / "none", "--deploy", "tflite") == 2
-    known = "known are onnx, openvino, encodings, pt2, executorch, litert, pt2_float, "
+    known = f"known are {', '.join(EXPORTERS)}"
     assert known in capsys.readouterr().err
+    assert check(tmp_path / "none", "--deploy", "unheard-of") == 2
+    remedy = "install the package whose plug-in adds unheard-of"
+    assert f"{known}; {remedy}" in capsys.readouterr().err
 
 
 def test_a_linked_folder_is_refused(
@@ -217,7 +220,9 @@ def test_a_file_that_fails_its_verification_is_exit_1_and_leaves_none_of_an_earl
     def refused(*_: object) -> None:
         raise VerificationError("Net.safetensors is not written: 8.80% are equal")
 
-    monkeypatch.setattr("quantizer.export.safetensors.SafetensorsExporter.verify", refused)
+    monkeypatch.setattr(
+        "quantizer.export.safetensors.exporter.SafetensorsExporter.verify", refused
+    )
     capsys.readouterr()
     assert check(copy, "--deploy", "safetensors") == 1
     assert "Net.safetensors is not written: 8.80% are equal" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.errors import ModelError, QuantizerError
-from quantizer.export.torch_export import program
+from quantizer.export.programs import program
 from quantizer.graph.batch_axes import fixed_batch
 from quantizer.numerics.metrics import sqnr_db
 

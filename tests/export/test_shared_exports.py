@@ -19,7 +19,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.export import EXPORTERS, export
 from quantizer.export.deployment import Deployment
-from quantizer.export.torch_export import program
+from quantizer.export.programs import program
 from quantizer.graph.trace import trace
 
 for package in EXPORTERS["onnx"].needs:

@@ -26,9 +26,9 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError, VerificationError
 from quantizer.export import export
 from quantizer.export.agreement import verify
-from quantizer.export.choices import CHOICES
 from quantizer.export.deployment import Deployment, tensor_leaves
-from quantizer.export.torch_export.qdq import CODE_TYPES, Activation
+from quantizer.export.programs.qdq import CODE_TYPES, Activation
+from quantizer.export.targets import CHOICES
 from quantizer.graph.trace import trace
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.rounding import ROUND_MODES

@@ -86,7 +86,7 @@ def share_exports(patched: pytest.MonkeyPatch) -> None:
     """Export networks that differ only in their values once."""
     from torch.export import decomp_utils, exported_program
 
-    from quantizer.export.torch_export import program
+    from quantizer.export.programs import program
 
     patched.setattr(program, "_with_open_sizes", SharedExports(program._with_open_sizes))
     # torch walks through all its operators for each set of decompositions

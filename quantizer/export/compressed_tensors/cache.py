@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.limits import scale_difference
-from quantizer.export.compressed_tensors.schemes import Reason
-from quantizer.export.exporter import Refusal
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.attention import CachedValue, Part, cached_values
 from quantizer.graph.ir import Graph, Node

@@ -6,7 +6,8 @@ Source: the package compressed-tensors, 0.15 to 0.20; the layers that vLLM build
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.schemes import FP4_FORMATS, Reason
+from quantizer.export.compressed_tensors.schemes import FP4_FORMATS
+from quantizer.export.exporter import Reason
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.observers import code_range_of
 

@@ -19,16 +19,13 @@ from quantizer.export.compressed_tensors.checkpoint import (
     complete_checkpoint,
     float_remarks,
 )
-from quantizer.export.compressed_tensors.placement import (
-    INSERTION_REASON,
-    CodePlacement,
-    place_codes,
-)
+from quantizer.export.compressed_tensors.placement import CodePlacement, place_codes
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.exporter import Refusal
 from quantizer.export.hugging_face_folder import model_config, source_folder
 from quantizer.export.model_tensors import state_of
+from quantizer.export.stored_weights import INSERTION_REASON
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import as_planned, key_in_module, module_graph, parameters_of
 from quantizer.nn.inplace import InPlace

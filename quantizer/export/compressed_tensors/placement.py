@@ -3,7 +3,7 @@
 Only the specs are read, so that this is known before calibration.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quantizer.config.model import CAST_ONLY
@@ -12,11 +12,10 @@ from quantizer.export.compressed_tensors.cache import cache_refusals, cached_key
 from quantizer.export.compressed_tensors.experts import are_stored_as_one
 from quantizer.export.compressed_tensors.fusing import fused_refusals
 from quantizer.export.compressed_tensors.limits import input_refusal, layer_weight_refusal
-from quantizer.export.compressed_tensors.schemes import Reason, is_symmetric
-from quantizer.export.exporter import Refusal
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.model_tensors import family_of
+from quantizer.export.stored_weights import insertion_refusals, is_symmetric, value_refusal
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.names import is_operator_name
 from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.plan.model import Key, TensorSpecs
 
@@ -30,19 +29,10 @@ _EXPERT_INPUT = (
     "is of experts, whose inputs readers leave in float",
     "leave it float, or use <--deploy pt2>",
 )
-INSERTION_REASON = (
-    "was inserted by an algorithm, and the model of the checkpoint has no such operator",
-    "let the algorithm fold it into a layer (no online rotations), or use <--deploy pt2>",
-)
 _EXCLUDE = "use <--deploy pt2>, or exclude it"
 _NO_LAYER = "finds no linear layer with a quantized weight"
 _NO_LAYER_HELP = "quantize weights, or use <--deploy safetensors>"
 _OTHER_CLASS_HELP = "use <--deploy onnx, pt2 or safetensors>"
-_COMPUTED = (
-    "is computed from other tensors of the model, which has no place for a rounded one",
-    _EXCLUDE,
-)
-_SHARING_HELP = "quantize both alike, or neither: kind:head and kind:embedding name them"
 
 
 @dataclass(frozen=True)
@@ -241,27 +231,3 @@ def is_linear_class(node: Node) -> bool:
     name of a subclass, as of FalconLinear.
     """
     return bool(node.classes) and node.classes[0].endswith(_LINEAR_NAME)
-
-
-def value_refusal(graph: Graph, specs: TensorSpecs, layer: str, role: str) -> Reason | None:
-    """Return why a rounded weight cannot be stored as values: the model computes it from other
-    tensors, or another layer quantizes it otherwise.
-    """
-    path = graph.by_name[layer].params.get("weight", "")
-    # A weight that is computed has the name of the operator that computes it
-    if role == "weights" and is_operator_name(path):
-        return _COMPUTED
-    for node in graph.nodes:
-        if path not in node.params.values() or node.name == layer:
-            continue
-        if specs.get((node.name, role)) != specs[layer, role]:
-            why = f"is the weight of {node.name}, too, and is quantized differently there"
-            return why, _SHARING_HELP
-    return None
-
-
-def insertion_refusals(graph: Graph) -> Iterator[Refusal]:
-    """Yield a refusal for each operator that an algorithm has put before a layer."""
-    for node in graph.nodes:
-        if node.target.startswith("rescale."):
-            yield Refusal(*INSERTION_REASON, node.name)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack, pack_bits
 from quantizer.numerics.two_level import global_scale_of, pack_scales
@@ -33,9 +34,6 @@ _SCALE_DTYPES = {
 _LARGEST_GROUP = 128
 """The largest group that engines have kernels for. A larger one is a channel if it is a row."""
 _INPUT_STRATEGIES = {"per_tensor": "tensor", "per_token": "token", "per_group": "group"}
-
-Reason = tuple[str, str]
-"""Why something is refused, and what to change."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +111,6 @@ def engine_words(weight: QuantizationSpec, inputs: QuantizationSpec | None) -> t
         words.append((spec.dtype, spec.bit_width, is_symmetric(spec), spec.is_dynamic))
         words.append((spec.qscheme, spec.group_size, spec.scale_type))
     return tuple(words)
-
-
-def is_symmetric(spec: QuantizationSpec) -> bool:
-    """Return whether zero is the code in the middle, so that no zero point is stored."""
-    return spec.dtype != "int" or (spec.signed and spec.symmetric)
 
 
 def _weight_scheme(spec: QuantizationSpec, scale: Tensor) -> dict[str, Any]:
@@ -240,15 +233,6 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     padded = pad(stream, (0, -stream.shape[-1] % _WORD_BYTES))
     # Flattened first: with one row, any stride counts as contiguous, but `view` needs stride 1.
     return padded.reshape(-1).view(torch.int32).view(len(codes), -1)
-
-
-def scales_by_row(values: Tensor, codes: Tensor) -> Tensor:
-    """Return scales or zero points as [outputs, groups]; one of a tensor is repeated."""
-    if values.dim():
-        groups = values.reshape(len(codes), -1)
-    else:
-        groups = values.expand(len(codes), 1)
-    return groups.contiguous()
 
 
 def as_unsigned(codes: Tensor, spec: QuantizationSpec) -> Tensor:

@@ -23,8 +23,8 @@ from quantizer.export.compressed_tensors.schemes import (
     MXFP8_FORMAT,
     NVFP4_FORMAT,
     PACKED_FORMAT,
-    is_symmetric,
 )
+from quantizer.export.stored_weights import is_symmetric
 from quantizer.export.transformers_verify import (
     READER_HELP,
     ExpectedCall,

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from quantizer.config.wording import first_names
 from quantizer.export.agreement import EngineCheck, Verification
+from quantizer.export.arithmetic.operands import quantized_apart
 from quantizer.export.deployment import Deployment
 from quantizer.export.encodings.aimet import aimet_check
 from quantizer.export.encodings.document import encodings_document
@@ -25,7 +26,6 @@ from quantizer.export.onnx.exporter import graph_refusals
 from quantizer.export.onnx.files import stored_model
 from quantizer.export.onnx.marks import Lowering
 from quantizer.export.onnx.passes.product_names import name_products
-from quantizer.export.onnx.specs import quantized_apart
 from quantizer.export.onnx.translation import translate_network
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs

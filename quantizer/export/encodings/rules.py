@@ -7,9 +7,8 @@ from onnx import ModelProto
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.errors import UsageError
-from quantizer.export.compressed_tensors.schemes import Reason
 from quantizer.export.encodings.document import ENCODINGS_VERSIONS, WITH_AXES, TensorEncoding
-from quantizer.export.exporter import Refusal
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.rounding import NEAREST
 from quantizer.plan.model import TensorSpecs

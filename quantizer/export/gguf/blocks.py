@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.schemes import Reason, is_symmetric, scales_by_row
+from quantizer.export.exporter import Reason
 from quantizer.export.gguf.super_blocks import packed_levels, packed_super_blocks
+from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import pack_bits
 from quantizer.numerics.granularity import from_rows, to_rows

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from quantizer.config.model import CAST_ONLY
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.export.compressed_tensors.placement import insertion_refusals, value_refusal
-from quantizer.export.compressed_tensors.schemes import Reason
-from quantizer.export.exporter import Refusal
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.gguf.blocks import block_refusal
+from quantizer.export.stored_weights import insertion_refusals, value_refusal
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import TensorSpecs
 

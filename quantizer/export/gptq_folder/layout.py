@@ -12,15 +12,10 @@ from torch import Tensor
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.export.compressed_tensors.placement import place_codes
-from quantizer.export.compressed_tensors.schemes import (
-    Reason,
-    as_unsigned,
-    is_symmetric,
-    pack_words,
-    scales_by_row,
-)
-from quantizer.export.exporter import Refusal
+from quantizer.export.compressed_tensors.schemes import as_unsigned, pack_words
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.model_tensors import cannot_store
+from quantizer.export.stored_weights import is_symmetric, scales_by_row
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key, TensorSpecs

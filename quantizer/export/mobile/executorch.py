@@ -32,7 +32,7 @@ from quantizer.export.mobile.rewrites import (
     slice_parts,
     write_softplus,
 )
-from quantizer.export.torch_export.coded import ProgramForm
+from quantizer.export.programs.coded import ProgramForm
 from quantizer.option_words import Sentence
 
 ORIGIN_METHOD = "quantizer"

@@ -19,6 +19,8 @@ from quantizer.config.roles import is_parameter
 from quantizer.errors import VerificationError, first_line
 from quantizer.export.acceptance import Outputs, verified_calls
 from quantizer.export.agreement import Verification
+from quantizer.export.arithmetic.biases import BiasForm, with_runtime_biases
+from quantizer.export.arithmetic.operands import quantized_apart
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.kernels import Kernels
@@ -26,10 +28,7 @@ from quantizer.export.lone_layers import lone_programs
 from quantizer.export.mobile.constants import fold_constants
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
 from quantizer.export.mobile.sizes import multiply_adds
-from quantizer.export.onnx.biases import with_runtime_biases
-from quantizer.export.onnx.conventions import BiasForm
-from quantizer.export.onnx.specs import quantized_apart
-from quantizer.export.torch_export.coded import ProgramForm, coded_program
+from quantizer.export.programs.coded import ProgramForm, coded_program
 from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, samples_in
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import quiet

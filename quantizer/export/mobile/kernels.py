@@ -12,9 +12,9 @@ import torch
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
+from quantizer.export.arithmetic.operands import layer_input_spec, output_spec
 from quantizer.export.exporter import Refusal
 from quantizer.export.kernels import Kernels
-from quantizer.export.onnx.specs import layer_input_spec, output_spec
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import Layout

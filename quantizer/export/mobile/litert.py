@@ -37,7 +37,7 @@ from quantizer.export.mobile.litert_rewrites import (
 from quantizer.export.mobile.rewrites import average_images, fold_padding, infer_batches
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
-from quantizer.export.torch_export.coded import ProgramForm
+from quantizer.export.programs.coded import ProgramForm
 from quantizer.graph.batch_axes import axes_of_graph
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import TensorSpecs

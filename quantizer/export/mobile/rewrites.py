@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from quantizer.export.torch_export.qdq import DEQUANTIZE, QUANTIZE
+from quantizer.export.programs.qdq import DEQUANTIZE, QUANTIZE
 
 _RESHAPE = torch.ops.aten.reshape.default
 _RESHAPES = (torch.ops.aten.flatten.using_ints, torch.ops.aten.view.default, _RESHAPE)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.compressed_tensors.schemes import Reason
+from quantizer.export.exporter import Reason
 from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.conventions import EXACT, Conventions
 from quantizer.export.onnx.tensors import EIGHT_BITS, activation_type

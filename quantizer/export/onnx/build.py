@@ -11,22 +11,24 @@ from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.export import refuse
+from quantizer.export.arithmetic.biases import (
+    BiasForm,
+    overflowing,
+    sum_biases,
+    sum_steps,
+    with_runtime_biases,
+)
+from quantizer.export.arithmetic.operands import quantized_apart
 from quantizer.export.deployment import Deployment
 from quantizer.export.float32 import in_float32
-from quantizer.export.onnx.biases import overflowing, sum_biases, sum_steps, with_runtime_biases
+from quantizer.export.onnx.adapted_weights import adapt_weights, signed_weights, weight_storage
 from quantizer.export.onnx.cleaning import clean_proto
-from quantizer.export.onnx.conventions import EXACT, BiasForm, Conventions
+from quantizer.export.onnx.conventions import EXACT, Conventions
 from quantizer.export.onnx.int8_weights import WeightStorage
 from quantizer.export.onnx.limits import profile_remarks, wide_bias_refusals
 from quantizer.export.onnx.marks import Lowering, Quantizations
 from quantizer.export.onnx.passes import lower_marks
 from quantizer.export.onnx.profile import quantized_linearly, rounded_half_even
-from quantizer.export.onnx.specs import (
-    adapt_weights,
-    quantized_apart,
-    signed_weights,
-    weight_storage,
-)
 from quantizer.export.onnx.speed import float_model
 from quantizer.export.onnx.tensors import MIN_OPSET, activation_type, weight_type
 from quantizer.export.onnx.translation import translate_network

@@ -6,22 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from quantizer.config.model import QuantizationSpec
+from quantizer.export.arithmetic.biases import BiasForm
 from quantizer.numerics.rounding import NEAREST
-
-
-class BiasForm(Enum):
-    """How a file holds biases.
-
-    KERNELS: int32 beside the convolutions that ONNX Runtime computes in integers, else floats.
-    FLOAT: floats only.
-    INTEGERS: as KERNELS, and beside linear layers, too, as on phones.
-    PRODUCTS: int32 beside every quantized weight, at the input's scale times the weight's.
-    """
-
-    KERNELS = "kernels"
-    FLOAT = "float"
-    INTEGERS = "integers"
-    PRODUCTS = "products"
 
 
 class LinearForm(Enum):

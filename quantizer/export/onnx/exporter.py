@@ -15,11 +15,11 @@ from onnx import ModelProto, TensorProto
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
+from quantizer.export.arithmetic.biases import with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.layer_choice import DEPLOY_FILE, LayerChoice, network_digest, read_choice
 from quantizer.export.onnx.activations import activation_refusal
-from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.build import OPSETS, build_onnx, operator_set
 from quantizer.export.onnx.complex_numbers import complex_refusals
 from quantizer.export.onnx.conventions import CONVENTIONS, Conventions

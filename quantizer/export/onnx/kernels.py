@@ -10,10 +10,10 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
+from quantizer.export.arithmetic.operands import is_narrow, layer_input_spec, output_spec
 from quantizer.export.kernels import Kernels, Product, numbered
 from quantizer.export.onnx.marks import INSIDE, MULTIPLYING, NUMBERED, PRODUCTS
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
-from quantizer.export.onnx.specs import is_narrow, layer_input_spec, output_spec
 from quantizer.graph.ir import Graph
 from quantizer.option_words import Sentence
 from quantizer.plan.groups import layout

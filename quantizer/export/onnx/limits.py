@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
-from quantizer.export.compressed_tensors.schemes import Reason
-from quantizer.export.exporter import Refusal
+from quantizer.export.arithmetic.operands import is_multiplied, layer_input_spec
+from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.onnx.conventions import Conventions, Limits
-from quantizer.export.onnx.specs import is_multiplied, layer_input_spec
 from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import TensorSpecs

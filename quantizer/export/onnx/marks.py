@@ -8,9 +8,9 @@ import onnx_ir as ir
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
-from quantizer.export.onnx.biases import SumBias
+from quantizer.export.arithmetic.biases import SumBias
+from quantizer.export.arithmetic.operands import is_multiplied, layer_input_spec
 from quantizer.export.onnx.conventions import EXACT, Conventions
-from quantizer.export.onnx.specs import is_multiplied, layer_input_spec
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key

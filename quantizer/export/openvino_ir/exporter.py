@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import is_parameter
 from quantizer.export.agreement import Verification
+from quantizer.export.arithmetic.biases import with_runtime_biases
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporter import Exporter, Refusal
-from quantizer.export.onnx.biases import with_runtime_biases
 from quantizer.export.onnx.build import BuiltOnnx, build_onnx
 from quantizer.export.onnx.exporter import OnnxExporter
 from quantizer.export.openvino_ir.session import IrSession, ir_session

@@ -16,7 +16,7 @@ from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporter import Exporter
 from quantizer.export.origin import ORIGIN_FILE
-from quantizer.export.torch_export.program import load_program, program_bytes
+from quantizer.export.programs.program import load_program, program_bytes
 from quantizer.storage.files import write_bytes
 
 

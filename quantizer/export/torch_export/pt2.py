@@ -4,9 +4,9 @@
 
 from torch.export import ExportedProgram
 
+from quantizer.export.arithmetic.biases import MAX_SUM_BIAS, overflowing
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx.biases import MAX_SUM_BIAS, overflowing
-from quantizer.export.torch_export.coded import ProgramForm, coded_program
+from quantizer.export.programs.coded import ProgramForm, coded_program
 from quantizer.export.torch_export.exporter import ProgramExporter
 
 

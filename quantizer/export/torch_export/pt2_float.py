@@ -1,12 +1,10 @@
 """Writes the .float.pt2 target: a `torch.export` program of float operators only."""
 
-import dataclasses
-
 from torch.export import ExportedProgram
 
 from quantizer.export.deployment import Deployment
+from quantizer.export.programs.program import float_program
 from quantizer.export.torch_export.exporter import ProgramExporter
-from quantizer.export.torch_export.program import export_program
 
 
 class Pt2FloatExporter(ProgramExporter):
@@ -20,12 +18,4 @@ class Pt2FloatExporter(ProgramExporter):
 
     def program(self, deployment: Deployment) -> ExportedProgram:
         """Return the quantized network as it is."""
-        graph = deployment.graph.replaced(rebuild=None)
-        network = dataclasses.replace(deployment, graph=graph).network()
-        return export_program(
-            network,
-            graph,
-            *deployment.blank,
-            names=deployment.parameter_names,
-            output_names=deployment.output_names,
-        )
+        return float_program(deployment)

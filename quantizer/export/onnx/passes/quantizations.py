@@ -5,12 +5,14 @@ import math
 import onnx_ir as ir
 
 from quantizer.config.roles import is_parameter, parameter_name
+from quantizer.export.arithmetic.operands import is_multiplied
 from quantizer.export.onnx.activations import (
     UNBOUNDED,
     ActivationForm,
     quantize_activation,
     takes_bounds,
 )
+from quantizer.export.onnx.adapted_weights import PACKED_BLOCK_SIZES
 from quantizer.export.onnx.builder import NodeBuilder, array_of, remove_node, replace_node
 from quantizer.export.onnx.dynamic import (
     QuantizedRows,
@@ -23,7 +25,6 @@ from quantizer.export.onnx.marks import MULTIPLYING, Lowering, is_mark, marks_of
 from quantizer.export.onnx.passes.linear import TRANSPOSED_KEY
 from quantizer.export.onnx.passes.moves import MOVE_OPERATORS
 from quantizer.export.onnx.profile import packed_product
-from quantizer.export.onnx.specs import PACKED_BLOCK_SIZES, is_multiplied
 from quantizer.export.onnx.weights import quantize_weights
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, linear
 
-from quantizer.export.torch_export.qdq import Activation, CodeType
+from quantizer.export.programs.qdq import Activation, CodeType
 from quantizer.nn.quantized_tensor import QuantizedTensor
 
 _OPERATORS = torch.ops.quantized_decomposed

@@ -4,6 +4,7 @@ The program keeps no trace of where it was made, and of the code that it was mad
 """
 
 import contextlib
+import dataclasses
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError, first_line
+from quantizer.export.deployment import Deployment
 from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.ir import Call, Graph
 from quantizer.graph.lengths import Length, excludes_single_batches
@@ -82,6 +84,19 @@ def export_program(
             _equal_number_types(node)
     _name_outputs(program, output_names)
     return program
+
+
+def float_program(deployment: Deployment) -> ExportedProgram:
+    """Return the quantized network as it is."""
+    graph = deployment.graph.replaced(rebuild=None)
+    network = dataclasses.replace(deployment, graph=graph).network()
+    return export_program(
+        network,
+        graph,
+        *deployment.blank,
+        names=deployment.parameter_names,
+        output_names=deployment.output_names,
+    )
 
 
 def _equal_number_types(node: Node) -> None:

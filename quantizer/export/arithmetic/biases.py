@@ -5,14 +5,19 @@ They are int32, in steps of the input's scale times the weight's scale.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import QuantizationSpec
-from quantizer.export.onnx.conventions import BiasForm
-from quantizer.export.onnx.specs import input_key, is_multiplied, is_narrow, output_spec
+from quantizer.export.arithmetic.operands import (
+    input_key,
+    is_multiplied,
+    is_narrow,
+    output_spec,
+)
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.parameters import move_module
 from quantizer.nn.network import Network
@@ -25,6 +30,21 @@ MAX_SUM_BIAS = 1 << 30
 # Below it, products of scales lose bits, and then become zero. They belong to inputs that are
 # next to nothing.
 _TINY = torch.finfo(torch.float32).tiny
+
+
+class BiasForm(Enum):
+    """How a file holds biases.
+
+    KERNELS: int32 beside the convolutions that ONNX Runtime computes in integers, else floats.
+    FLOAT: floats only.
+    INTEGERS: as KERNELS, and beside linear layers, too, as on phones.
+    PRODUCTS: int32 beside every quantized weight, at the input's scale times the weight's.
+    """
+
+    KERNELS = "kernels"
+    FLOAT = "float"
+    INTEGERS = "integers"
+    PRODUCTS = "products"
 
 
 @dataclass(frozen=True)

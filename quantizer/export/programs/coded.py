@@ -12,10 +12,10 @@ from torch.export import ExportedProgram
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import base_role, is_parameter, parameter_name
+from quantizer.export.arithmetic.operands import input_key
 from quantizer.export.deployment import Deployment
-from quantizer.export.onnx.specs import input_key
-from quantizer.export.torch_export.program import export_program
-from quantizer.export.torch_export.qdq import (
+from quantizer.export.programs.program import export_program
+from quantizer.export.programs.qdq import (
     CODE_TYPES,
     DEQUANTIZE,
     Activation,
@@ -23,7 +23,7 @@ from quantizer.export.torch_export.qdq import (
     has_operators,
     is_channelwise,
 )
-from quantizer.export.torch_export.wide_activation import WideActivation
+from quantizer.export.programs.wide_activation import WideActivation
 from quantizer.graph.ir import Graph, Node
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network

@@ -1,0 +1,15 @@
+"""What writing folders of GPTQ adds."""
+
+from quantizer.plugins import ExportTarget, Plugin
+
+_TARGET = ExportTarget(
+    "quantizer.export.gptq_folder.exporter:GptqExporter",
+    "-gptq",
+    "transformers with dequantized weights",
+    ("transformers",),
+    "llm",
+    for_transformers=True,
+    holds_whole_model=True,
+)
+
+PLUGIN = Plugin("gptq_folder", rank=8, needs=("compressed_tensors",), targets={"gptq": _TARGET})

@@ -1,0 +1,15 @@
+"""What writing codes, scales and floats into one .safetensors file adds."""
+
+from quantizer.plugins import ExportTarget, Plugin
+
+_TARGET = ExportTarget(
+    "quantizer.export.safetensors.exporter:SafetensorsExporter",
+    ".safetensors",
+    "quantizer",
+    by_tensor=True,
+    holds_negative_scales=True,
+    offered_for="weights",
+    holds_modules=True,
+)
+
+PLUGIN = Plugin("safetensors", rank=6, targets={"safetensors": _TARGET})

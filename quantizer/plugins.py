@@ -1,0 +1,341 @@
+"""Declares what a plug-in adds, and finds the plug-ins. Imports no torch.
+
+A plug-in is a package with a file `plugin.py`, which has one value `PLUGIN`. Its folder can be
+removed: no other package names it. Packages of others are found by the entry point group
+`quantizer.plugins`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from quantizer.errors import first_line
+from quantizer.option_words import Option, Sentence, marked
+
+_ENTRY_POINTS = ["quantizer.plugins"]
+"""The groups of entry points by which packages of others are found."""
+HIGHER = "higher"
+LOWER = "lower"
+_PACKAGE = Path(__file__).parent
+_TRANSPOSED_LINEAR = "Conv1D"
+"""The linear layers of GPT-2, whose weights are transposed."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TargetOption:
+    """An option of a target, on the command line and in Python.
+
+    `values` are what it may be, the default first. With `is_file` any path is a value, too, and
+    with `is_text` any text, which `metavar` stands for. `alone` are values with which no other
+    target is written. `goes_with` is an option and those of its values with which this option
+    has an effect.
+    """
+
+    name: str
+    target: str
+    help: str
+    values: tuple[str, ...]
+    is_file: bool = False
+    is_text: bool = False
+    metavar: str = "NAME,..."
+    alone: tuple[str, ...] = ()
+    goes_with: tuple[str, tuple[str, ...]] | None = None
+
+    @property
+    def default(self) -> str:
+        """Return the value that holds if none is given."""
+        return self.values[0]
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """One kind of file or folder, written by the class `exporter` ("module:name").
+
+    Attributes:
+        reader: what reads the file back to verify it, for sentences.
+        needs: packages, which the extra `extra` installs.
+        for_transformers: whether it takes models of transformers only.
+        plainly: how `reader` runs the file besides its default settings.
+        by_tensor: whether it needs only one weight in memory at a time.
+        plans_alone: whether a plan can be checked without these packages.
+        int8_share: the metric of the share of multiplications in int8; empty if there is none.
+            That of multiply-adds has the same name with `_multiply_adds`.
+        holds_negative_scales: whether the scale of a weight may be negative.
+        holds_whole_model: whether its folder has all tensors of a model, also those that no
+            data reach.
+        offered_for: what errors of other targets offer it for: "weights" of any network, a
+            "network", or a "program" with any operators; empty if they do not.
+        holds_modules: whether `--to` can write it for modules without a trace.
+        modules_exporter: the function ("module:name") that writes the file of modules; empty
+            if their state is stored.
+    """
+
+    exporter: str
+    suffix: str
+    reader: str
+    needs: tuple[str, ...] = ()
+    extra: str = ""
+    for_transformers: bool = False
+    by_tensor: bool = False
+    plainly: str = "without optimizations"
+    plans_alone: bool = False
+    int8_share: str = ""
+    holds_negative_scales: bool = False
+    holds_whole_model: bool = False
+    offered_for: str = ""
+    holds_modules: bool = False
+    modules_exporter: str = ""
+    options: tuple[TargetOption, ...] = ()
+
+    @property
+    def int8_metrics(self) -> tuple[str, ...]:
+        """Return the metrics of the shares in int8: of multiplications, and of multiply-adds.
+
+        >>> ExportTarget("a:B", ".a", "A", int8_share="a_int8_share").int8_metrics
+        ('a_int8_share', 'a_int8_multiply_adds')
+        """
+        if not self.int8_share:
+            return ()
+        return self.int8_share, self.int8_share.replace("_share", "_multiply_adds")
+
+
+@dataclass(frozen=True)
+class CheckedTarget:
+    """What a value of `--for` stands for: a target of `--deploy` with values of its options."""
+
+    target: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> Sentence:
+        """Return the options of test mode that write it.
+
+        >>> print(CheckedTarget("onnx", {"onnx_profile": "npu"}).words)
+        --deploy onnx --onnx_profile npu
+        """
+        choices = [Option(name, (value,)) for name, value in self.choices.items()]
+        return Sentence(marked(Option("deploy", (self.target,)), *choices))
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What one value of `--to` stands for.
+
+    Attributes:
+        made: what is written, for sentences.
+        preset: the config to start from.
+        without_data: the preset if there is no calibration data; None if data is needed.
+        target: of `--deploy`, for a network.
+        transformers_target: the same for a model of transformers; None if it is `target` too.
+        gain: the advice after a run without data; empty if data would change nothing.
+        choices: values of the target's options, by name.
+        wider: the destination with more bits, if `--max_mb` can choose the widths of weights;
+            otherwise empty.
+        stands_for: "network" or "language model" if it is where these go by default.
+    """
+
+    made: str
+    preset: str
+    target: str
+    without_data: str | None = None
+    transformers_target: str | None = None
+    gain: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    wider: str = ""
+    stands_for: str = ""
+
+    def target_of(self, model: Any) -> str:
+        """Return the target of `--deploy` for a model."""
+        is_of_transformers = callable(getattr(model, "save_pretrained", None))
+        if not is_of_transformers or self.transformers_target is None:
+            return self.target
+        classes = {type(module).__name__ for module in model.modules()}
+        if _TRANSPOSED_LINEAR in classes:
+            _logger.warning(
+                "%s has layers of the class %s, for which %s has no place: the target %s "
+                "is written instead",
+                type(model).__name__,
+                _TRANSPOSED_LINEAR,
+                self.transformers_target,
+                self.target,
+            )
+            return self.target
+        return self.transformers_target
+
+    def improvement(self, *, has_data: bool) -> str:
+        """Return what would lose less than this run; empty if that is not known."""
+        return "" if has_data else self.gain
+
+
+@dataclass(frozen=True)
+class MetricWords:
+    """What a metric is.
+
+    Attributes:
+        unit: the unit or the range of its values.
+        better: "higher" or "lower", or how the direction is decided.
+        meaning: a phrase.
+        short: the same for the page, where a formula or an explanation is left out; empty if
+            `meaning` is short.
+    """
+
+    unit: str
+    better: str
+    meaning: str
+    short: str = ""
+
+
+def int8_share_metrics(target: str, engine: str, more: str = "") -> dict[str, MetricWords]:
+    """Return the metrics of the multiplications that an engine does in int8.
+
+    Args:
+        target: the target whose file it runs.
+        engine: its name.
+        more: the end of the first sentence.
+    """
+    share = (
+        f"with `--deploy {target}`: the share of multiplications that {engine} does in int8"
+        f"{more}"
+    )
+    multiply_adds = (
+        "the share of the multiply-adds of these multiplications that are in int8, for the "
+        "first batch"
+    )
+    return {
+        f"{target}_int8_share": MetricWords("0 to 1", HIGHER, share),
+        f"{target}_int8_multiply_adds": MetricWords("0 to 1", HIGHER, multiply_adds),
+    }
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What a plug-in adds.
+
+    Attributes:
+        name: of the plug-in.
+        rank: its place in lists; those of other packages come last.
+        needs: names of plug-ins without which it cannot work. Without them it is not there.
+        targets: the targets of `--deploy`, by name.
+        profiles: further values of `--for`, by name.
+        destinations: the values of `--to`, by name.
+        about_destinations: a sentence on them for `--help`.
+        strategies: the preset of each value of `init --strategy`.
+        metrics: what it measures, by name.
+    """
+
+    name: str
+    rank: int = 1000
+    needs: tuple[str, ...] = ()
+    targets: Mapping[str, ExportTarget] = field(default_factory=dict)
+    profiles: Mapping[str, CheckedTarget] = field(default_factory=dict)
+    destinations: Mapping[str, Destination] = field(default_factory=dict)
+    about_destinations: str = ""
+    strategies: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, MetricWords] = field(default_factory=dict)
+
+    @property
+    def words(self) -> frozenset[str]:
+        """Return the words that no other plug-in may have: names, and those of `--help`."""
+        options: list[str] = []
+        for target in self.targets.values():
+            options += [option.name for option in target.options]
+        kinds = (self.targets, self.profiles, self.destinations, self.strategies, self.metrics)
+        return frozenset([self.name, *options, *itertools.chain(*kinds)])
+
+
+@functools.cache
+def plugins() -> tuple[Plugin, ...]:
+    """Return the plug-ins that can be used, in the order of their ranks."""
+    usable = dict(_plugins_by_name())
+    # Leaving one out may leave another without what it needs
+    for _ in _plugins_by_name():
+        for name, plugin in list(usable.items()):
+            if not usable.keys() >= set(plugin.needs):
+                del usable[name]
+    return tuple(sorted(usable.values(), key=lambda plugin: (plugin.rank, plugin.name)))
+
+
+def leave_out_foreign() -> None:
+    """Find no plug-ins of other packages: a check of a file runs no code of theirs.
+
+    It has an effect only before `plugins` is called.
+    """
+    _ENTRY_POINTS.clear()
+
+
+def remedy_for_absent(word: str) -> str:
+    """Return what to do if a word that a plug-in would add is not there.
+
+    Args:
+        word: such as the name of a target.
+    """
+    usable = {plugin.name for plugin in plugins()}
+    for plugin in _plugins_by_name().values():
+        if plugin.name not in usable and word in plugin.words:
+            missing = ", ".join(name for name in plugin.needs if name not in usable)
+            return (
+                f"{word} is of the plug-in {plugin.name}, which needs the plug-in {missing}: "
+                "install that, too"
+            )
+    return f"install the package whose plug-in adds {word}, if there is one"
+
+
+@functools.cache
+def _plugins_by_name() -> dict[str, Plugin]:
+    """Return all plug-ins, also those that miss others."""
+    by_name: dict[str, Plugin] = {}
+    taken: set[str] = set()
+    for plugin in (*_built_in_plugins(), *_foreign_plugins()):
+        twice = sorted(taken & plugin.words)
+        if twice:
+            _logger.warning(
+                "the plug-in %s is left out: %s is of another plug-in already",
+                plugin.name,
+                ", ".join(twice),
+            )
+            continue
+        by_name[plugin.name] = plugin
+        taken |= plugin.words
+    return by_name
+
+
+def _built_in_plugins() -> Iterator[Plugin]:
+    """Yield the plug-ins in folders of this package."""
+    for path in sorted(_PACKAGE.glob("*/*/plugin.py")):
+        room, name = path.parts[-3:-1]
+        module = importlib.import_module(f"{_PACKAGE.name}.{room}.{name}.plugin")
+        yield module.PLUGIN
+
+
+def _foreign_plugins() -> Iterator[Plugin]:
+    """Yield the plug-ins of other packages. One that cannot be imported is a warning."""
+    entries: list[EntryPoint] = []
+    for group in _ENTRY_POINTS:
+        entries += entry_points(group=group)
+    for entry in entries:
+        try:
+            plugin = entry.load()
+        except Exception as error:  # noqa: BLE001 - code of others may raise anything
+            _logger.warning(
+                "the plug-in %s is left out, as %s cannot be imported: %s: %s",
+                entry.name,
+                entry.value,
+                type(error).__name__,
+                first_line(error),
+            )
+            continue
+        if not isinstance(plugin, Plugin):
+            _logger.warning(
+                "the plug-in %s is left out: %s is not a Plugin", entry.name, entry.value
+            )
+            continue
+        yield plugin

@@ -1,0 +1,176 @@
+"""The folder of a plug-in can be removed, and so can all of them: the rest works."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.ledger import MODULES, PACKAGE, source
+
+from quantizer.export.targets import EXPORTERS
+from quantizer.plugins import plugins
+
+ROOT = PACKAGE.parent
+FOLDERS = {path.parent.name: path.parent for path in sorted(PACKAGE.glob("*/*/plugin.py"))}
+TARGETS = {plugin.name: list(plugin.targets) for plugin in plugins()}
+_IN_ONE_PROCESS = """
+import json, sys
+from quantizer.cli.main import run_command
+from quantizer.export.destinations import DESTINATIONS
+from quantizer.export.targets import EXPORTERS
+
+codes = [run_command(words) for words in json.loads(sys.argv[1])]
+torch = "torch" in sys.modules
+words = {"targets": list(EXPORTERS), "destinations": list(DESTINATIONS)}
+print(json.dumps({"codes": codes, "torch": torch, **words}))
+"""
+
+
+def without(folder: Path, names: list[str]) -> Path:
+    """Copy the package with its files, without some plug-ins."""
+    removed = {FOLDERS[name] for name in names}
+
+    def ignored(place: str, entries: list[str]) -> list[str]:
+        return [
+            entry
+            for entry in entries
+            if entry == "__pycache__" or Path(place, entry) in removed
+        ]
+
+    shutil.copytree(PACKAGE, folder / "quantizer", ignore=ignored)
+    for name in ("schemas", "configs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "400"}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+
+def run_mode(place: Path, mode: str, *more: str) -> subprocess.CompletedProcess[str]:
+    options = ("--config_file", "configs/cpu_int8.json", "--model", "examples/digits.py")
+    return run(
+        place, "-m", "quantizer", "--quant_mode", mode, *options, "--subset_len", "64", *more
+    )
+
+
+def dependents(name: str) -> set[str]:
+    """Return a plug-in and those that need it."""
+    names = {name}
+    for _ in plugins():
+        names |= {plugin.name for plugin in plugins() if names & set(plugin.needs)}
+    return names
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
+    name: str, tmp_path: Path
+) -> None:
+    place = without(tmp_path, [name])
+    lost = dependents(name)
+    asked = [
+        ["--quant_mode", "test", "--deploy", word] for gone in lost for word in TARGETS[gone]
+    ]
+    commands = [["--help"], ["init", "--help"], *asked]
+    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["codes"] == [0, 0, *[2] * len(asked)]
+    kept = [word for word in EXPORTERS if not any(word in TARGETS[gone] for gone in lost)]
+    assert facts["targets"] == kept
+    named = [plugin.destinations for plugin in plugins() if plugin.name not in lost]
+    assert facts["destinations"] == [word for words in named for word in words]
+    assert not facts["torch"]
+    assert done.stderr.count("is not one of its values") == len(asked)
+    for gone in lost - {name}:
+        assert f"is of the plug-in {gone}, which needs the plug-in" in done.stderr
+
+
+@pytest.mark.slow
+def test_without_any_plugin_the_core_works_and_one_alone_writes_its_files(
+    tmp_path: Path,
+) -> None:
+    """The two that come back need no package but torch."""
+    place = without(tmp_path, list(FOLDERS))
+    done = run_mode(place, "calib")
+    assert done.returncode == 0, done.stderr
+    done = run_mode(place, "test")
+    assert done.returncode == 0, done.stderr
+    asked = [["--quant_mode", "test", "--deploy", "gguf"], ["run", "examples/digits.py"]]
+    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(asked))
+    assert json.loads(done.stdout.splitlines()[-1])["codes"] == [2, 2]
+    assert "there is none; install the package whose plug-in adds gguf" in done.stderr
+    assert "no plug-in is there that writes a network" in done.stderr
+    for name in ("safetensors", "torch_export"):
+        shutil.copytree(FOLDERS[name], place / FOLDERS[name].relative_to(ROOT))
+    done = run_mode(place, "test", "--deploy", "safetensors", "--deploy", "pt2")
+    assert done.returncode == 0, done.stderr
+    written = {path.name for path in (place / "quantize_result" / "export").iterdir()}
+    assert written >= {"ResNet.safetensors", "ResNet.pt2"}
+
+
+def folder_of(path: Path) -> str:
+    """Return the plug-in that a module is in; empty for the core."""
+    for name, folder in FOLDERS.items():
+        if path.is_relative_to(folder):
+            return name
+    return ""
+
+
+def test_the_core_imports_no_plugin_and_a_plugin_those_that_it_needs() -> None:
+    needs = {plugin.name: set(plugin.needs) for plugin in plugins()}
+    packages = {
+        ".".join(folder.relative_to(ROOT).parts): name for name, folder in FOLDERS.items()
+    }
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, packages))})\b")
+    faults: list[str] = []
+    for path in MODULES:
+        here = folder_of(path)
+        allowed = {here} | needs.get(here, set())
+        named: set[str] = set()
+        for node in source(path).nodes:
+            if isinstance(node, ast.ImportFrom):
+                named.add(f"{node.module}.")
+                named |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named.add(node.value)
+        for text in sorted(named):
+            for package in pattern.findall(text):
+                if packages[package] not in allowed:
+                    faults.append(f"{path.relative_to(PACKAGE)} names {package}")
+    assert not faults
+
+
+def test_no_sentence_of_the_core_names_the_word_of_a_plugin() -> None:
+    """Remedies take the words from the declarations; docstrings may have examples."""
+    words: set[str] = set()
+    for plugin in plugins():
+        words |= {*plugin.targets, *plugin.profiles, *plugin.destinations}
+    pattern = re.compile(rf"--(?:deploy|for|to) (?:{'|'.join(map(re.escape, words))})\b")
+    faults: list[str] = []
+    for path in MODULES:
+        if folder_of(path):
+            continue
+        nodes = source(path).nodes
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if node in docstrings or not isinstance(node, ast.Constant):
+                continue
+            if isinstance(node.value, str) and pattern.search(node.value):
+                faults.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.value!r}")
+    assert not faults
