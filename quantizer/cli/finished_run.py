@@ -11,7 +11,7 @@ from quantizer.cli.reproduction import data_options
 from quantizer.cli.session import OpenedRun
 from quantizer.cli.tuned_run import TunedRun
 from quantizer.export.agreement import Verification
-from quantizer.graph.modules import Untraced
+from quantizer.graph.untraced import Untraced
 from quantizer.plan.model import Plan
 from quantizer.report.verdict import VerdictFacts
 

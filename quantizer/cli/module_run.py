@@ -48,8 +48,9 @@ from quantizer.export.agreement import Verification
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS
-from quantizer.graph.modules import Untraced, uncovered_modules
+from quantizer.graph.modules import uncovered_modules
 from quantizer.graph.parameters import replace_parameters
+from quantizer.graph.untraced import Untraced
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report import tables

@@ -64,8 +64,9 @@ from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SIZED, require_sized
 from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
-from quantizer.graph.modules import module_graph, untraced_part
+from quantizer.graph.modules import module_graph
 from quantizer.graph.output_parts import output_parts
+from quantizer.graph.untraced import untraced_part
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints

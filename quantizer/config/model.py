@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from quantizer.config.algorithm_settings import (
@@ -127,12 +126,12 @@ class QuantizationSpec:
         """Return the spec that has these fields, and defaults for the others."""
         return cls(**{name: sourced.value for name, sourced in fields.items()})
 
-    @cached_property
+    @property
     def has_signed_codes(self) -> bool:
         """Return whether codes are on both sides of zero; asymmetric ones begin at 0."""
         return self.signed and self.symmetric
 
-    @cached_property
+    @property
     def quant_min(self) -> int:
         """Return the smallest code: -2^(b-1) (+1 if narrow) for signed symmetric integers, else
         0.
@@ -141,7 +140,7 @@ class QuantizationSpec:
             return -(1 << (self.bit_width - 1)) + int(self.narrow_range)
         return 0
 
-    @cached_property
+    @property
     def quant_max(self) -> int:
         """Return the largest code: 2^(b-1)-1 for signed symmetric integers, else 2^b-1."""
         return (1 << (self.bit_width - int(self.has_signed_codes))) - 1

@@ -15,8 +15,8 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.attention import cached_values
-from quantizer.graph.modules import Untraced
 from quantizer.graph.names import path_names
+from quantizer.graph.untraced import Untraced
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES

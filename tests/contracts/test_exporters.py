@@ -168,7 +168,7 @@ def test_options_are_declared_once() -> None:
             shown = options[option.name]
             assert isinstance(shown, click.Option)
             assert shown.help == option.help
-            assert shown.get_default(click.Context(cli)) == (option.default or None)
+            assert shown.to_info_dict()["default"] == (option.default or None)
 
 
 def test_an_unknown_option_or_value_is_refused() -> None:
