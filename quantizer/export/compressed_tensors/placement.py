@@ -19,7 +19,6 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.plan.model import Key, TensorSpecs
 
-LINEAR_CLASS = "torch.nn.Linear"
 _LINEAR_NAME = "Linear"
 _BETWEEN_OPERATORS = (
     "is quantized between operators, and checkpoints have no place for that",
