@@ -53,16 +53,16 @@ class _Samples:
         largest = float(ordered[0])
         # Some methods clip what is far
         end = min(chosen.end, largest)
-        rest = float(ordered[few])
-        if not 0 < _STRETCH * rest < end:
+        usual_end = float(ordered[few])
+        if not 0 < _STRETCH * usual_end < end:
             return None
-        far = magnitudes > _STRETCH * rest
+        far = magnitudes > _STRETCH * usual_end
         names = []
         for index in far.nonzero().flatten().tolist():
             names.append(self.names[index])
         verb = "stretches" if len(names) == 1 else "stretch"
         text = f"{counted(len(names), 'sample')} of {count} {verb} the range of {chosen.name} "
-        text += f"from {rest:.3g} to {end:.3g}, {end / rest:.3g} times as far: "
+        text += f"from {usual_end:.3g} to {end:.3g}, {end / usual_end:.3g} times as far: "
         text += first_names(names, _MAX_NAMED)
         return f"{text} (leave out what is not in real inputs: all others lose resolution)"
 

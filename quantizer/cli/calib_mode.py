@@ -98,8 +98,10 @@ def run_calib(
             state = calibrated(request, must_resume=options.resume)
         if checkpoints:
             header = request.header(state)
-            found = (state.calibration, state.solution)
-            write_results(folder, original, *found, config=request.config, run=header)
+            calibrated_parts = (state.calibration, state.solution)
+            write_results(
+                folder, original, *calibrated_parts, config=request.config, run=header
+            )
             results = open_written(folder, REPORT_INPUTS)
             write_report(results, commands=remember(results, "calib", words_of(options)))
             if not has_next_step:

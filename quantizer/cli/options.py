@@ -398,12 +398,12 @@ def _given_of_targets(values: dict[str, Any]) -> dict[str, Any]:
     """Take the options of targets out of the values of all options. Return those that have not
     their defaults.
     """
-    given: dict[str, Any] = {}
+    of_targets: dict[str, Any] = {}
     for name in CHOICES:
         value = values.pop(name)
         if value != _default_of_target(name):
-            given[name] = value
-    return given
+            of_targets[name] = value
+    return of_targets
 
 
 def _with_target_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,10 +45,10 @@ def report_place(
             return
         if place.resolve() != folder.resolve():
             _require_no_results(place)
-            held = stack.enter_context(locked(place))
+            owned = stack.enter_context(locked(place))
         else:
             try:
-                held = stack.enter_context(locked_as_opened(opened.files))
+                owned = stack.enter_context(locked_as_opened(opened.files))
             except ReadOnlyError as error:
                 if options.deploy:
                     remedy = "add --report_dir DIR: exports are written there too"
@@ -57,9 +57,9 @@ def report_place(
                 _logger.warning(text, error.message)
                 yield None, {}
                 return
-        held.require_ours(*_FILES)
+        owned.require_ours(*_FILES)
         for target in options.deploy:
-            held.require_folder(FOLDER)
+            owned.require_folder(FOLDER)
             name = f"{opened.header['model']}{EXPORTERS[target].suffix}"
             # Only --deploy needs it
             from quantizer.export.publishing import require_place

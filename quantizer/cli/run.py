@@ -207,8 +207,8 @@ def _run(options: RunOptions, gates: Sequence[Gate]) -> FinishedRun:
         require_sized(options.max_mb, name, target, has_config=has_file, has_data=has_data)
         require_extras([target])
         choices = choices_for(name, options.target_choices)
-        given = {**options.target_options, **destination.choices}
-        options = replace(options, target_options=given)
+        target_options = {**options.target_options, **destination.choices}
+        options = replace(options, target_options=target_options)
         require_choices(options.target_choices, [target])
         _require_checkable(gates, replace(options, deploy=(target,)), opened)
         try:

@@ -160,8 +160,10 @@ class ChannelExtents:
             expected = x.index_select(axis, index).float()
             actual = y.index_select(axis, index).float()
             axes = other_axes(x, axis)
-            difference = expected - actual
-            squares = difference.square().sum(axes)
+            squares = (expected - actual).square()
+            if axes:
+                # torch takes no axes for all of them
+                squares = squares.sum(axes)
             error[channels] = squares.double().cpu()
             narrow = Moments.of(expected, axes)
             moments.mean[channels] = narrow.mean

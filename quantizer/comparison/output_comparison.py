@@ -347,8 +347,8 @@ class ComparedNetworks:
         """Return where the samples of each output are."""
         rows = []
         for number, output in enumerate(self._comparison.outputs):
-            found = self._samples.rows(number, outputs[number], output.sample_axis, batch)
-            rows.append(found)
+            sample_rows = self._samples.rows(number, outputs[number], output.sample_axis, batch)
+            rows.append(sample_rows)
         return rows
 
 

@@ -276,3 +276,10 @@ def test_padding_is_no_part_of_a_sample() -> None:
         ratios += of_samples([(x[sample, tokens][None], y[sample, tokens][None])], 0, 1)
     assert row["sqnr_db_worst"] == pytest.approx(min(ratios), abs=1e-3)
     assert row["samples"]["count"] == 4
+
+
+def test_channels_of_an_output_with_one_axis_have_an_error_each() -> None:
+    """torch takes no axes for all of them, which would give every channel the sum."""
+    extents = ChannelExtents.of(Tensor([100.0, 5.0, 7.0]), Tensor([101.0, 5.0, 7.5]), 0)
+    assert extents is not None
+    assert extents.error.tolist() == [1.0, 0.0, 0.25]

@@ -222,8 +222,8 @@ def _measured(
     calibration = observing.create_observers(part)
     watching = observing.watchers(calibration)
     network = Network(graph)
-    kept = [*_few(batches, readers)]
-    for number, batch in enumerate(kept):
+    first_batches = [*_few(batches, readers)]
+    for number, batch in enumerate(first_batches):
         with prefix_batch_errors(number, batch), torch.no_grad():
             network.start(batch.args, batch.kwargs).advance(stop, watching)
             find_ranges(calibration.calibrated.values())
@@ -233,7 +233,7 @@ def _measured(
         bits = min(tensor.spec.bit_width for tensor in tensors.values())
         zeros = torch.zeros(row.group.channels)
         measured.append(_Channels(row, bits, zeros, zeros))
-    for batch in kept:
+    for batch in first_batches:
         with torch.no_grad():
             _add_batch(measured, (network, quantized), batch, stop)
     return measured

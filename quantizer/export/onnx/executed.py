@@ -105,22 +105,22 @@ class ExecutedGraph:
             executed.shapes[name] = array.shape
         session.run(None, feed)
         path = Path(session.end_profiling())
-        made: dict[str, list[Shape]] = {}
+        results: dict[str, list[Shape]] = {}
         for event in json.loads(path.read_text("utf-8")):
             name = event["name"]
             if not name.endswith(_KERNEL):
                 continue
             name = name.removesuffix(_KERNEL)
             executed.runs[name] += 1
-            made[name] = []
+            results[name] = []
             for typed in event["args"].get("output_type_shape", ()):
-                made[name] += typed.values()
+                results[name] += typed.values()
         for graph in _graphs(model.graph):
             for tensor in graph.initializer:
                 executed.shapes[tensor.name] = tensor.dims
             for node in graph.node:
                 outputs = [name for name in node.output if name]
-                shapes = made.get(node.name, [])
+                shapes = results.get(node.name, [])
                 if len(outputs) == len(shapes):
                     executed.shapes.update(zip(outputs, shapes, strict=True))
         return executed
