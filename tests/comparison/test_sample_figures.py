@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import quantizer
+from quantizer.comparison.extents import ChannelExtents
 from quantizer.errors import GateError, UsageError
 
 INT8 = {"dtype": "int8", "qscheme": "per_tensor"}
