@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from engines.results import Row
 from engines.table import Engine
-from quantizer.export import EXPORTERS, size_on_disk
+from quantizer.export.exporting import size_on_disk
 from quantizer.export.speed import Speed
+from quantizer.export.targets import EXPORTERS
 
 CONSUMERS = Path(__file__).with_name("consumers")
 TIMEOUT_SECONDS = 900

@@ -23,8 +23,8 @@ import quantizer
 from engines.network_table import MAKE, Subject
 from engines.table import Engine
 from quantizer.api.result import Result, result_for_file
-from quantizer.export import as_run
 from quantizer.export.agreement import Verification
+from quantizer.export.exporting import as_run
 from quantizer.export.targets import EXPORTERS, checked_choices
 from quantizer.graph.trace import quiet
 

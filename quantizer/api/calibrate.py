@@ -24,7 +24,7 @@ from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
-from quantizer.export.made_programs import exportable
+from quantizer.export.exporting import exportable
 from quantizer.graph.ir import Graph
 from quantizer.nn.layer import check_float
 from quantizer.plan.resolve import resolve_plan

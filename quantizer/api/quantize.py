@@ -30,26 +30,23 @@ from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused
 from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
-from quantizer.export import (
-    EXPORTERS,
-    FOLDER,
-    checked_target,
-    planned_refusals,
-    refuse,
-    require_extras,
-    require_model,
-    require_operators,
-)
 from quantizer.export.destinations import (
     DESTINATIONS,
     choices_for,
     default_destination,
     preset_for,
 )
+from quantizer.export.exporting import (
+    planned_refusals,
+    refuse,
+    require_extras,
+    require_model,
+    require_operators,
+)
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SizedRun, config_within, require_sized
 from quantizer.export.summary import export_summary
-from quantizer.export.targets import checked_choices
+from quantizer.export.targets import EXPORTERS, FOLDER, checked_choices, checked_target
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph

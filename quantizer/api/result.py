@@ -21,20 +21,19 @@ from quantizer.calibration.events import Events
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.evaluation.scores import score
-from quantizer.export import (
-    EXPORTERS,
-    checked_target,
-    export,
-    exporter_of,
-    require_expressible,
-    require_extras,
-)
 from quantizer.export.agreement import Verification
 from quantizer.export.choosing import chosen_layers
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import export, exporter_of, require_expressible, require_extras
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.publishing import require_place
-from quantizer.export.targets import CHECKED_TARGETS, checked_choices, layer_choosing_option
+from quantizer.export.targets import (
+    CHECKED_TARGETS,
+    EXPORTERS,
+    checked_choices,
+    checked_target,
+    layer_choosing_option,
+)
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import weight_bytes

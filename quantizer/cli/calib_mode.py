@@ -25,7 +25,6 @@ from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import UntraceableError
-from quantizer.export import checked_target, planned_refusals, refuse
 from quantizer.graph.ir import Graph
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
@@ -175,12 +174,14 @@ def _confirm(
     if options.inspect:
         show_layers(options, plan.graph, plan.tensors, plan.floats)
     for target in options.for_:
-        checked = checked_target(target, options.target_choices)
-        refuse(checked.words, planned_refusals(checked, plan, request.config.algorithms))
         # Only runs for a target need them
         from quantizer.cli.render import say_note
+        from quantizer.export.exporting import planned_refusals, refuse
+        from quantizer.export.targets import checked_target
         from quantizer.export.without_codes import plan_remarks
 
+        checked = checked_target(target, options.target_choices)
+        refuse(checked.words, planned_refusals(checked, plan, request.config.algorithms))
         for remark in plan_remarks(checked, plan):
             say_note(f"note: {remark}")
     if request.needs_data(plan) and request.batches.stands_in:

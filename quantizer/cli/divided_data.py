@@ -12,7 +12,8 @@ from quantizer.cli.session import OpenedRun
 from quantizer.config.load import load_preset
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
-from quantizer.export import checked_target, require_operators
+from quantizer.export.exporting import require_operators
+from quantizer.export.targets import checked_target
 from quantizer.sources.batches import Fingerprint
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel

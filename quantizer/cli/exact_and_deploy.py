@@ -17,8 +17,9 @@ from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import table_view
 from quantizer.config.json_types import JsonObject
 from quantizer.errors import OutOfMemoryError, ResultError, UsageError
-from quantizer.export import EXPORTERS, FOLDER, checked_target, export, require_expressible
+from quantizer.export.exporting import export, require_expressible
 from quantizer.export.summary import export_summary
+from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.ir import Graph
 from quantizer.report.view import TableView
 from quantizer.results.folder import QuantInfo

@@ -24,7 +24,6 @@ from quantizer.cli.options import RAISING, Options
 from quantizer.cli.outcome import Outcome
 from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
-from quantizer.export import require_extras
 from quantizer.export.targets import require_choices
 from quantizer.seeding import seed_everything
 from quantizer.storage import process_memory
@@ -62,8 +61,12 @@ def run_mode(options: Options) -> int:
     """Run one mode and return exit code 0; errors are raised."""
     gates = [parse_gate(text) for text in options.gate]
     _require_mode(options)
-    require_extras(options.deploy)
-    require_extras(options.for_, to_plan=True)
+    if options.deploy or options.for_:
+        # Only runs for a target need it
+        from quantizer.export.exporting import require_extras
+
+        require_extras(options.deploy)
+        require_extras(options.for_, to_plan=True)
     seed_everything(options.seed)
     run_one = _function_of(options.quant_mode)
     # With --json only the result is printed to stdout. Output of the user's code goes to

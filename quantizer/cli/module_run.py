@@ -43,11 +43,11 @@ from quantizer.errors import (
     VerificationError,
 )
 from quantizer.evaluation.module_scores import ModulePair
-from quantizer.export import FOLDER, checked_target, export_modules, planned_refusals, refuse
 from quantizer.export.agreement import Verification
+from quantizer.export.exporting import export_modules, planned_refusals, refuse
 from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
-from quantizer.export.targets import EXPORTERS
+from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.modules import uncovered_modules
 from quantizer.graph.parameters import replace_parameters
 from quantizer.graph.untraced import Untraced

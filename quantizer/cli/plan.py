@@ -15,8 +15,8 @@ from quantizer.cli.traced_model import TracedModel, named_structures, traced_mod
 from quantizer.config.model import Algorithm, Config
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
-from quantizer.export import planned_refusals, require_extras
 from quantizer.export.exporter import Refusal
+from quantizer.export.exporting import planned_refusals, require_extras
 from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.export.without_codes import plan_remarks, planned_values
 from quantizer.graph.output_parts import output_parts

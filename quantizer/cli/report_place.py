@@ -11,7 +11,7 @@ from quantizer.cli.options import Options
 from quantizer.cli.start_folder import from_start
 from quantizer.distributed import Ranks
 from quantizer.errors import ResultError
-from quantizer.export import EXPORTERS, FOLDER, exporter_of
+from quantizer.export.targets import EXPORTERS, FOLDER
 from quantizer.results.folder import INFO_FILE, REPORT_FILE, RUN_FILE, OpenedResults
 from quantizer.results.result_set import (
     ReadOnlyError,
@@ -61,7 +61,8 @@ def report_place(
         for target in options.deploy:
             owned.require_folder(FOLDER)
             name = f"{opened.header['model']}{EXPORTERS[target].suffix}"
-            # Only --deploy needs it
+            # Only --deploy needs them
+            from quantizer.export.exporting import exporter_of
             from quantizer.export.publishing import require_place
 
             require_place(exporter_of(target), place / FOLDER / name)

@@ -52,7 +52,6 @@ from quantizer.config.resources import presets
 from quantizer.config.run_config import MadeFor, restored_if_refused
 from quantizer.errors import UntraceableError, UsageError
 from quantizer.evaluation.measurable import not_measured_by_targets
-from quantizer.export import require_extras, require_model
 from quantizer.export.destinations import (
     DESTINATIONS,
     about_destinations,
@@ -60,6 +59,7 @@ from quantizer.export.destinations import (
     default_destination,
     preset_for,
 )
+from quantizer.export.exporting import require_extras, require_model
 from quantizer.export.run_words import in_words_of_run
 from quantizer.export.sized_widths import SIZED, require_sized
 from quantizer.export.targets import EXPORTERS, require_choices

@@ -25,7 +25,8 @@ from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.evaluation.scores import measure, score
 from quantizer.evaluation.search.trial import Figures, Trial
-from quantizer.export import as_run, checked_target, planned_refusals, refuse
+from quantizer.export.exporting import as_run, planned_refusals, refuse
+from quantizer.export.targets import checked_target
 from quantizer.graph.ir import Graph
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes

@@ -29,7 +29,6 @@ from quantizer.config.load import default_config, load_config
 from quantizer.config.model import Config
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
-from quantizer.export.made_programs import exportable
 from quantizer.graph.ir import Graph
 from quantizer.graph.parameters import move_module, with_views
 from quantizer.graph.passes import run_passes
@@ -330,7 +329,12 @@ def trace_model(
     with process_memory.importing("torch._dynamo"), timed("tracing the model"):
         sizes = dynamic_sizes(options.dynamic)
         traced = partial(trace_module, loaded.module, first, compared=compared, sizes=sizes)
-        graph = exportable(traced(), first, options.for_, partial(traced, fixed=True))
+        graph = traced()
+        if options.for_:
+            # Only runs for a target need it
+            from quantizer.export.exporting import exportable
+
+            graph = exportable(graph, first, options.for_, partial(traced, fixed=True))
     _logger.debug("%s has %s", graph.model, counted(len(graph.nodes), "layer"))
     return with_views(graph)
 

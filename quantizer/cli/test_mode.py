@@ -45,11 +45,7 @@ from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.followed_data import same_in_each_pass
 from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.evaluation.scores import Scores, score
-from quantizer.export import FOLDER, as_run
-from quantizer.export.choosing import chosen_layers
-from quantizer.export.deployment import Deployment
-from quantizer.export.layer_choice import LayerChoice
-from quantizer.export.targets import layer_choosing_option
+from quantizer.export.targets import FOLDER, layer_choosing_option
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
@@ -166,8 +162,12 @@ class _TestRun:
         layer_choice = self._layer_choice(calibrated)
         if layer_choice is not None:
             calibrated = calibrated.with_solution(layer_choice.solution)
-        run_as = as_run(options.deploy, graph, calibrated.solution, options.target_choices)
-        calibrated = calibrated.with_solution(run_as)
+        if options.deploy:
+            # As in `run_test`
+            from quantizer.export.exporting import as_run
+
+            run_as = as_run(options.deploy, graph, calibrated.solution, options.target_choices)
+            calibrated = calibrated.with_solution(run_as)
         scores = self._scores(calibrated)
         if not self.ranks.is_first:
             return Outcome(scores.metrics, {})
@@ -186,6 +186,7 @@ class _TestRun:
             return self._with_late_figures(outcome)
         # As in `run_test`
         from quantizer.cli.exact_and_deploy import deploy
+        from quantizer.export.deployment import Deployment
 
         deployment = Deployment.of(
             calibrated,
@@ -214,6 +215,7 @@ class _TestRun:
         if not self.ranks.is_alone:
             raise UsageError(f"{choosing} works in one process", help="run it without torchrun")
         # Few runs choose layers
+        from quantizer.export.choosing import chosen_layers
 
         return chosen_layers(
             calibrated,

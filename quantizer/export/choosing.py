@@ -5,10 +5,11 @@ from pathlib import Path
 
 from torch import nn
 
-from quantizer.export import EXPORTERS, exporter_of
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import exporter_of
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.library_failures import refused_by_libraries
+from quantizer.export.targets import EXPORTERS
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch
 

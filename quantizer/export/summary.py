@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from quantizer.export import EXPORTERS, size_on_disk
 from quantizer.export.agreement import Verification
+from quantizer.export.exporting import size_on_disk
 from quantizer.export.kernels import Kernels
 from quantizer.export.speed import Speed
+from quantizer.export.targets import EXPORTERS
 
 
 def export_summary(target: str, path: Path, verified: Verification) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from quantizer.errors import UsageError
 from quantizer.option_words import Option, marked
 from quantizer.plugins import CheckedTarget, ExportTarget, TargetOption, plugins
 
+FOLDER = "export"
+"""Of the files, in a result folder."""
 EXPORTERS: dict[str, ExportTarget] = {}
 """By their names."""
 CHOICES: dict[str, TargetOption] = {}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from quantizer.config.wording import first_names
-from quantizer.export import exporter_of, planned_refusals
+from quantizer.export.exporting import exporter_of, planned_refusals
 from quantizer.export.targets import checked_target
 from quantizer.graph.names import is_operator_name
 from quantizer.plan.model import Plan

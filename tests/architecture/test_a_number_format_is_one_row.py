@@ -17,9 +17,9 @@ from support.toys import built, leaves_equal, traced
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.module_attach import attach_solution
 from quantizer.calibration.solution import quantized_network
-from quantizer.export import export
 from quantizer.export import saved_modules as storage
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import export
 from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network

@@ -12,7 +12,7 @@ from support.llamas import llama, saved
 from support.runs import ROOT
 
 from quantizer.cli.main import run_command
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 NET = """
 import torch

@@ -17,16 +17,15 @@ from support.toys import built
 
 from quantizer.cli.main import cli
 from quantizer.errors import UsageError
-from quantizer.export import (
-    EXPORTERS,
-    checked_target,
-    export,
-    exporter_of,
-    require_extras,
-    require_operators,
-)
 from quantizer.export.exporter import Exporter
-from quantizer.export.targets import CHECKED_TARGETS, checked_choices, require_choices
+from quantizer.export.exporting import export, exporter_of, require_extras, require_operators
+from quantizer.export.targets import (
+    CHECKED_TARGETS,
+    EXPORTERS,
+    checked_choices,
+    checked_target,
+    require_choices,
+)
 from quantizer.graph.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_files")

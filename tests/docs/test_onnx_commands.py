@@ -12,7 +12,7 @@ import pytest
 from support.documented import Commands
 from support.runs import ROOT
 
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 MODEL = re.findall(
     r"```python\n(# my_model\.py.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL

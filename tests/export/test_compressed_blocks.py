@@ -29,8 +29,8 @@ from quantizer import (
 from quantizer.api.config import read_config
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
-from quantizer.export import EXPORTERS
 from quantizer.export.compressed_tensors.placement import place_codes
+from quantizer.export.targets import EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 from quantizer.plan.resolve import resolve_plan

@@ -18,9 +18,9 @@ from torch.nn.utils.parametrizations import weight_norm
 import quantizer
 from quantizer.api.result import Result
 from quantizer.errors import QuantizerError, UsageError, VerificationError
-from quantizer.export import EXPORTERS
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import CompressedCheckpoint
+from quantizer.export.targets import EXPORTERS
 from quantizer.storage.folder_list import LIST_FILE
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.export import EXPORTERS, export
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import export
 from quantizer.export.safetensors import load
+from quantizer.export.targets import EXPORTERS
 from quantizer.graph.trace import trace
 from quantizer.storage.files import read_tensors
 

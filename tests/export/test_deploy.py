@@ -13,7 +13,7 @@ from support.runs import calibrate
 from support.runs import check as check_model
 
 from quantizer.errors import UsageError, VerificationError
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 MODEL = """
 import torch

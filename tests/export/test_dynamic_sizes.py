@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import quantizer
 from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import DataError, UsageError
-from quantizer.export import CHECKED_TARGETS, planned_refusals
 from quantizer.export.acceptance import least_db
+from quantizer.export.exporting import planned_refusals
+from quantizer.export.targets import CHECKED_TARGETS
 
 CPU = str(ROOT / "configs" / "cpu_int8.json")
 SIZES = ((16, 16), (24, 32), (12, 16))

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError, VerificationError
-from quantizer.export import export, exporter_of
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment
 from quantizer.export.encodings import exporter as encodings_exporter
 from quantizer.export.encodings.evaluation import evaluated_model
+from quantizer.export.exporting import export, exporter_of
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import quantizer
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ import quantizer
 from quantizer import ModelQuantizer
 from quantizer.config.diagnostics import ConfigError
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,9 @@ from quantizer.calibration.solution import quantized_network
 from quantizer.cli.init import _STRATEGIES
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError, UsageError, VerificationError
-from quantizer.export import EXPORTERS, as_run
 from quantizer.export.agreement import Verification
+from quantizer.export.exporting import as_run
+from quantizer.export.targets import EXPORTERS
 
 for package in EXPORTERS["gguf"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")

@@ -12,7 +12,7 @@ from support.llamas import SIZES, saved, tokens
 from support.runs import ROOT
 
 import quantizer
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 from quantizer.sources.models import load_model
 
 for package in EXPORTERS["gguf"].needs:

@@ -14,7 +14,7 @@ from support.runs import ROOT
 from torch import Tensor, nn
 
 import quantizer
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 for package in EXPORTERS["gguf"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")

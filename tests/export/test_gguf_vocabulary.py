@@ -18,7 +18,7 @@ from support.runs import ROOT
 import quantizer
 from quantizer.cli.main import run_command
 from quantizer.errors import DataError
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 for package in (*EXPORTERS["gguf"].needs, "tokenizers"):
     pytest.importorskip(package, reason="needs quantizer-torch[llm]")

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from quantizer.calibration import observing
 from quantizer.config.model import Config
 from quantizer.errors import UsageError
-from quantizer.export import EXPORTERS, export, require_expressible
 from quantizer.export.deployment import Deployment
-from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.exporting import export, require_expressible
+from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace

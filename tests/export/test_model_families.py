@@ -16,7 +16,7 @@ from support.llamas import llama, tokens
 
 import quantizer
 from quantizer.errors import UsageError, VerificationError
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from quantizer import (
     QuantizationSpec,
 )
 from quantizer.config.model import QuantizationSpec as Spec
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.metrics import sqnr_db
 

@@ -25,8 +25,8 @@ import quantizer
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import QuantizerError, UsageError, VerificationError
-from quantizer.export import export
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import export
 from quantizer.export.onnx.files import stored_model
 from quantizer.graph.trace import trace
 from quantizer.nn.quantized_tensor import QuantizedTensor

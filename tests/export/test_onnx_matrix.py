@@ -24,8 +24,8 @@ pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.export import as_run, export
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import as_run, export
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network

@@ -27,8 +27,9 @@ import quantizer
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import VerificationError
-from quantizer.export import acceptance, export
+from quantizer.export import acceptance
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import export
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace

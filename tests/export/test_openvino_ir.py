@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.errors import VerificationError
-from quantizer.export import export
+from quantizer.export.exporting import export
 from quantizer.export.onnx.build import BuiltOnnx
 from quantizer.export.openvino_ir import exporter as ir_exporter
 from quantizer.export.openvino_ir import verify as ir_verify

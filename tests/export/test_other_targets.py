@@ -17,9 +17,9 @@ from torch import nn
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import ResultError
-from quantizer.export import export
 from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.exporting import export
 from quantizer.export.safetensors import load
 from quantizer.graph.trace import trace
 from quantizer.numerics.rounding import ROUND_MODES

@@ -22,8 +22,8 @@ from quantizer.calibration.solution import Solution
 from quantizer.cli.main import run_command
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
-from quantizer.export import exporter_of, require_expressible
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import exporter_of, require_expressible
 from quantizer.export.mobile.exporter import MobileExporter, MobileProgram
 from quantizer.export.mobile.litert_rewrites import (
     cut_padding,

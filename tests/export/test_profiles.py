@@ -28,8 +28,8 @@ from support.profile_rules import File, npu_faults, tensorrt_faults
 import quantizer
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError
-from quantizer.export import exporter_of
 from quantizer.export.agreement import Verification
+from quantizer.export.exporting import exporter_of
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 

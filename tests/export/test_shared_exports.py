@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.export import EXPORTERS, export
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import export
 from quantizer.export.programs import program
+from quantizer.export.targets import EXPORTERS
 from quantizer.graph.trace import trace
 
 for package in EXPORTERS["onnx"].needs:

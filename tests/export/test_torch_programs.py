@@ -24,9 +24,9 @@ import quantizer
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import UsageError, VerificationError
-from quantizer.export import export
 from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.exporting import export
 from quantizer.export.programs.qdq import CODE_TYPES, Activation
 from quantizer.export.targets import CHOICES
 from quantizer.graph.trace import trace

@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.resources import load_resource
-from quantizer.export import EXPORTERS, planned_refusals
-from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.exporting import planned_refusals
+from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
-from quantizer.export import EXPORTERS, export
 from quantizer.export.agreement import Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
+from quantizer.export.exporting import export
+from quantizer.export.targets import EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.export import EXPORTERS
+from quantizer.export.targets import EXPORTERS
 
 VOCABULARY = 64
 SIZES = {

@@ -19,7 +19,8 @@ from engines.families.schemes import SCHEMES, Scheme
 from engines.preparation import network_as_run
 from quantizer.api.result import Result
 from quantizer.errors import QuantizerError
-from quantizer.export import EXPORTERS, checked_target, exporter_of, require_expressible
+from quantizer.export.exporting import exporter_of, require_expressible
+from quantizer.export.targets import EXPORTERS, checked_target
 
 DEQUANTIZED = "dequantized"
 """The name of an empty file beside a checkpoint that transformers loads with

@@ -9,7 +9,6 @@ from quantizer.calibration.module_attach import role_in_module
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import parameter_role
 from quantizer.errors import ModelError, UsageError
-from quantizer.export import refuse, require_extras
 from quantizer.export.agreement import Verification
 from quantizer.export.compressed_tensors.checkpoint import (
     TARGET_NAME,
@@ -23,6 +22,7 @@ from quantizer.export.compressed_tensors.placement import CodePlacement, place_c
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import tensor_leaves
 from quantizer.export.exporter import Refusal
+from quantizer.export.exporting import refuse, require_extras
 from quantizer.export.hugging_face_folder import model_config, source_folder
 from quantizer.export.model_tensors import state_of
 from quantizer.export.stored_weights import INSERTION_REASON

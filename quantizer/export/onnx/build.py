@@ -10,7 +10,6 @@ from onnx import ModelProto
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role, is_parameter
-from quantizer.export import refuse
 from quantizer.export.arithmetic.biases import (
     BiasForm,
     overflowing,
@@ -20,6 +19,7 @@ from quantizer.export.arithmetic.biases import (
 )
 from quantizer.export.arithmetic.operands import quantized_apart
 from quantizer.export.deployment import Deployment
+from quantizer.export.exporting import refuse
 from quantizer.export.float32 import in_float32
 from quantizer.export.onnx.adapted_weights import adapt_weights, signed_weights, weight_storage
 from quantizer.export.onnx.cleaning import clean_proto

@@ -1,9 +1,10 @@
-"""Writes a quantized network for other runtimes. Imports no torch by itself."""
+"""Checks what a target can hold, and writes its files. Imports no torch by itself."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -12,12 +13,9 @@ from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
 from quantizer.config.model import Settings
 from quantizer.config.wording import first_names
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
-from quantizer.export.exporter import Exporter as Exporter
-from quantizer.export.exporter import Refusal as Refusal
+from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.library_failures import refused_by_libraries
-from quantizer.export.targets import CHECKED_TARGETS, offered
-from quantizer.export.targets import EXPORTERS as EXPORTERS
-from quantizer.export.targets import checked_target as checked_target
+from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target, offered
 from quantizer.option_words import marked_text
 from quantizer.plugins import CheckedTarget
 from quantizer.storage.folder_list import LIST_FILE
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from quantizer.plugins import CheckedTarget
     from quantizer.sources.batches import Batch
 
-FOLDER = "export"
+_logger = logging.getLogger(__name__)
 _LEAVE_OUT = f"leave the algorithm or the module out, or use {offered('weights')}"
 _IS_RANDOM = "draws random numbers, so no run of a file can be compared with test mode"
 _FIX_NUMBERS = (
@@ -130,8 +128,6 @@ def planned_refusals(
     Args:
         algorithms: those that will round the weights.
     """
-    # Only a run for a target needs it
-
     opset = plan.settings.onnx_opset_version
     with refused_by_libraries(checked.target, plan.graph):
         refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
@@ -158,9 +154,7 @@ def require_operators(checked: CheckedTarget, graph: Graph) -> None:
     Raises:
         UsageError: why it cannot.
     """
-    # Only a run for a target needs it
-
-    # It needs torch
+    # They need torch
     from quantizer.graph.passes import run_passes
 
     exporter = EXPORTERS[checked.target]
@@ -275,9 +269,7 @@ def export(
         VerificationError: the file does not compute what test mode does.
         ResultError: the file cannot be written.
     """
-    # Only a run for a target needs it
-
-    # It needs torch
+    # They need torch
     from quantizer.export.publishing import new_files
     from quantizer.plan.remarks import size_remarks
 
@@ -317,3 +309,62 @@ def size_on_disk(target: str, path: Path) -> int:
     if path.is_dir():
         files = [file for file in path.iterdir() if file.name != LIST_FILE]
     return sum(file.stat().st_size for file in files if file.exists())
+
+
+def exportable(
+    graph: Graph, batch: Batch, targets: Iterable[str], trace_fixed: Callable[[], Graph]
+) -> Graph:
+    """Return the graph of a model, or one with a fixed batch if torch.export needs that.
+
+    All targets share one program. A network whose weights stay in files has none: to make it
+    takes all of them into memory.
+
+    Args:
+        graph: as traced.
+        batch: that it was traced on.
+        targets: of files.
+        trace_fixed: traces the model with the number of samples of the batch.
+
+    Raises:
+        ModelError: torch.export refuses the network.
+    """
+    rows = [EXPORTERS[CHECKED_TARGETS[target].target] for target in targets]
+    has_operators = any(not (row.by_tensor or row.for_transformers) for row in rows)
+    if graph.is_deferred or not has_operators:
+        return graph
+    # It needs torch
+    from quantizer.graph.batch_axes import has_open_batch
+
+    try:
+        _make_program(graph, batch)
+        return graph
+    except ModelError as error:
+        if not has_open_batch(graph):
+            raise
+        reason = error.message
+    _logger.warning(
+        "%s; its batch size is fixed at %d, and only such batches can run", reason, batch.size
+    )
+    fixed = trace_fixed()
+    _make_program(fixed, batch)
+    return fixed
+
+
+def _make_program(graph: Graph, batch: Batch) -> None:
+    """Make the program of a network in float.
+
+    Raises:
+        ModelError: torch.export refuses it.
+    """
+    # They need torch
+    import torch
+
+    from quantizer.calibration.solution import Solution
+    from quantizer.export.deployment import Deployment
+    from quantizer.export.programs.program import float_program
+    from quantizer.export.value_names import in_traced_order
+
+    graph = graph.on(torch.device("cpu"))
+    batch = batch.to("cpu")
+    args, kwargs = in_traced_order(graph, batch.args, batch.kwargs)
+    float_program(Deployment(graph, Solution({}), args, kwargs))
