@@ -6,29 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quantizer.comparison.extents import ChannelExtents
 from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowCounts
-from quantizer.comparison.row_matching import (
-    MatchedRows,
-    PartPlaces,
-    SeenOutput,
-    count_unmatched,
-    match_rows,
-)
 from quantizer.comparison.sample_noise import together
 from quantizer.comparison.sample_rows import SampleFinder, SampleRows
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
-from quantizer.graph.label_replay import Seen
+from quantizer.graph.label_replay import Seen, SeenOutput
 from quantizer.graph.output_parts import Output, OutputPart, output_parts, parts_named_as
 from quantizer.nn.execution import Execution, Watchers
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
+
+if TYPE_CHECKING:
+    from quantizer.comparison.row_matching import MatchedRows, PartPlaces
 
 _MAX_SHAPES = 8
 """Shapes of outputs for which the places of parts are cached."""
@@ -192,13 +188,16 @@ class OutputComparison:
         split = self._split(output, reference)
         matched = None
         if output.order is not None:
+            # Only networks that sort need them
+            from quantizer.comparison.row_matching import count_unmatched, match_rows
+
             matched = match_rows(output.order, reference, quantized)
-        if matched is not None:
-            figures.order = matched.counts
-        else:
-            require_same_shape("the output", x, y)
-            if output.order is not None:
+            if matched is not None:
+                figures.order = matched.counts
+            else:
                 figures.order = count_unmatched(output.order, reference.seen)
+        if matched is None:
+            require_same_shape("the output", x, y)
         if split is not None and split.is_unwritten:
             figures.whole.channels = None
         if split is None:
@@ -259,6 +258,9 @@ class OutputComparison:
             labels = output.labels.of(seen, shape)
         except ValueError:
             return None
+        # Only outputs of several parts need it
+        from quantizer.comparison.row_matching import PartPlaces
+
         split = PartPlaces(labels, len(output.parts))
         if key is not None:
             if len(self._splits) >= _MAX_SHAPES:

@@ -14,26 +14,8 @@ from torch import Tensor
 
 from quantizer.comparison.output_figures import RowCounts
 from quantizer.comparison.sample_rows import SampleRows
-from quantizer.graph.label_replay import Seen
-from quantizer.graph.row_order import RowOrder, matched_rows, places_of_rows
-
-
-@dataclass(frozen=True)
-class SeenOutput:
-    """The value of an output in one run, and the shapes and values recorded in that run."""
-
-    value: Tensor
-    seen: Seen
-
-    def of_tokens(self, included: Tensor) -> SeenOutput:
-        """Return it without padding: one sample that has all tokens, so that axes keep their
-        numbers.
-
-        Args:
-            included: bool [samples, positions], the first axes of the value.
-        """
-        mask = included.to(self.value.device)
-        return SeenOutput(self.value[mask].unsqueeze(0), self.seen)
+from quantizer.graph.label_replay import Seen, SeenOutput
+from quantizer.graph.row_order import RowOrder, places_of_rows
 
 
 @dataclass(frozen=True)
@@ -106,6 +88,30 @@ def match_rows(
     exchanged = rows - int(is_shared.sum())
     counts = RowCounts(rows, int(is_moved.sum()), exchanged)
     return MatchedRows(places, is_there, counts)
+
+
+def matched_rows(reference: Tensor, other: Tensor, axis: int) -> Tensor:
+    """Return for each row of `reference` the number of the row of `other` that came from the
+    same place; -1 if there is none.
+
+    Args:
+        reference: the place of each row before it was ordered, as `RowOrder.places` returns it.
+        other: the places in another network.
+        axis: along which the rows are.
+
+    >>> matched_rows(torch.tensor([[5, 2, 9]]), torch.tensor([[2, 5, 7]]), 1)
+    tensor([[ 1,  0, -1]])
+    """
+    rows = reference.movedim(axis, -1)
+    others = other.movedim(axis, -1)
+    order = others.argsort(dim=-1, stable=True)
+    sorted_others = others.gather(-1, order)
+    places = torch.searchsorted(sorted_others.contiguous(), rows.contiguous())
+    places = places.clamp_max(others.shape[-1] - 1)
+    is_there = sorted_others.gather(-1, places) == rows
+    numbers = torch.arange(other.numel()).view(other.shape).movedim(axis, -1)
+    matches = numbers.gather(-1, order.gather(-1, places))
+    return torch.where(is_there, matches, -1).movedim(-1, axis)
 
 
 @dataclass(frozen=True)

@@ -201,8 +201,6 @@ def _with_cause(
     part: PartFigures, output: Output, compared: NetworkComparison, networks: Networks
 ) -> OutputWarning:
     """Return the warning about a part that has lost, with the tensor that causes the loss."""
-    # Only losses that have a cause need it
-
     loss = loss_of(part, compared.outputs)
     # Only such parts are passed.
     assert loss is not None

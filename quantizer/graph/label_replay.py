@@ -5,6 +5,8 @@ Values that only steer a move (sizes, indices, masks) are taken from a real run.
 one, the sizes follow from the graph.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -84,6 +86,24 @@ class Seen:
 
     shapes: Mapping[str, torch.Size]
     values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SeenOutput:
+    """The value of an output in one run, and the shapes and values recorded in that run."""
+
+    value: Tensor
+    seen: Seen
+
+    def of_tokens(self, included: Tensor) -> SeenOutput:
+        """Return it without padding: one sample that has all tokens, so that axes keep their
+        numbers.
+
+        Args:
+            included: bool [samples, positions], the first axes of the value.
+        """
+        mask = included.to(self.value.device)
+        return SeenOutput(self.value[mask].unsqueeze(0), self.seen)
 
 
 Spread = Callable[[Node, Tensor, torch.Size], Tensor]

@@ -370,27 +370,3 @@ def _leading(indices: Iterable[object]) -> int:
             break
         count += 1
     return count
-
-
-def matched_rows(reference: Tensor, other: Tensor, axis: int) -> Tensor:
-    """Return for each row of `reference` the number of the row of `other` that came from the
-    same place; -1 if there is none.
-
-    Args:
-        reference: the place of each row before it was ordered, as `RowOrder.places` returns it.
-        other: the places in another network.
-        axis: along which the rows are.
-
-    >>> matched_rows(torch.tensor([[5, 2, 9]]), torch.tensor([[2, 5, 7]]), 1)
-    tensor([[ 1,  0, -1]])
-    """
-    rows = reference.movedim(axis, -1)
-    others = other.movedim(axis, -1)
-    order = others.argsort(dim=-1, stable=True)
-    sorted_others = others.gather(-1, order)
-    places = torch.searchsorted(sorted_others.contiguous(), rows.contiguous())
-    places = places.clamp_max(others.shape[-1] - 1)
-    is_there = sorted_others.gather(-1, places) == rows
-    numbers = torch.arange(other.numel()).view(other.shape).movedim(axis, -1)
-    matches = numbers.gather(-1, order.gather(-1, places))
-    return torch.where(is_there, matches, -1).movedim(-1, axis)

@@ -38,7 +38,6 @@ from quantizer.graph.lengths import (
 from quantizer.graph.names import check_names
 from quantizer.graph.parameters import without_values
 from quantizer.graph.program_nodes import input_paths, mark_stubs
-from quantizer.graph.size_guards import GuardedTrace
 from quantizer.graph.torch_modules import (
     distributions_are_not_checked,
     masks_are_not_searched,
@@ -147,6 +146,7 @@ def _export_sizes(
     """
     # Only runs with open sizes need them
     from quantizer.graph.open_sizes import SizedTrace
+    from quantizer.graph.size_guards import GuardedTrace
 
     asked = size_axes(call, names)
     axes: list[tuple[int, ...]] = []

@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quantizer.graph.emit import FUNCTION_LAYERS
-from quantizer.nn.dpu_layers import DpuAvgPool2d, DpuHardsigmoid, DpuHardswish
 from quantizer.nn.function import Constant, DeQuantStub, Function, Input, Parameter, QuantStub
 from quantizer.nn.layer import Layer
 from quantizer.nn.load import load

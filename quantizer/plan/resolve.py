@@ -14,7 +14,6 @@ from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, joins
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.cached_values import cache_findings, planned_values
-from quantizer.plan.dpu_support import with_dpu_findings
 from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
 from quantizer.plan.join_planner import JoinPlanner
@@ -49,7 +48,8 @@ def resolve_plan(config: Config, graph: Graph, original: Graph) -> Plan:
     plan = _Resolver(config, graph, original).plan()
     if config.settings.target_device != "DPU":
         return plan
-    # It imports the rules of the DPU
+    # Only the DPU needs it
+    from quantizer.plan.dpu_support import with_dpu_findings
 
     return with_dpu_findings(plan)
 
