@@ -113,6 +113,10 @@ class UntraceableError(ModelError):
     """
 
 
+class SameForAllExamplesError(UntraceableError):
+    """Says that another example would fail, too: forward() branches on values, or exits."""
+
+
 class DataError(QuantizerError):
     """The data is unreadable, empty, of the wrong shape, or not finite."""
 

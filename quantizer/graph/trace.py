@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from quantizer.config.dynamic_sizes import AXES
 from quantizer.config.wording import listed, with_article
 from quantizer.default_device import default_device_of_user
-from quantizer.errors import ModelError
+from quantizer.errors import ModelError, SameForAllExamplesError
 from quantizer.graph.batch_axes import BatchAxes, choices_of_axes, samples_in, with_samples
 from quantizer.graph.exported_program import Converter
 from quantizer.graph.functionalize import functionalize
@@ -44,7 +44,6 @@ from quantizer.graph.torch_modules import (
     recurrent_weights_restored,
     rotations_keep_nothing,
 )
-from quantizer.graph.trace_errors import SameForAllExamplesError, explain_failure, place_of
 from quantizer.storage.process_memory import pause_garbage_collection
 
 logger = logging.getLogger(__name__)
@@ -363,9 +362,14 @@ def _export(
     except Exception as error:
         if watched is not None and watched.remark:
             logger.info("%s", watched.remark)
+        # Only models that cannot be traced need it
+        from quantizer.graph.trace_errors import explain_failure
+
         raise explain_failure(module, error) from error
     except BaseException as error:
         # forward() called sys.exit(): the process goes on, so that it ends with a sentence.
+        from quantizer.graph.trace_errors import place_of
+
         raise SameForAllExamplesError(
             f"{type(module).__name__} cannot be traced: its forward() raised "
             f"{type(error).__name__}{place_of(error)}",

@@ -7,17 +7,13 @@ import torch
 from torch import nn
 
 from quantizer.config.wording import with_article
-from quantizer.errors import ModelError, UntraceableError
+from quantizer.errors import ModelError, SameForAllExamplesError, UntraceableError
 
 _UNKNOWN_OUTPUT = re.compile(r"Found <class '(?:[\w.]+\.)?(\w+)'> in output, which is not")
 """The beginning of torch's message about an output of a class that it does not know."""
 _RECURRENT = ("torch/nn/modules/rnn.py", "torch/nn/utils/rnn.py")
 NOT_USER_CODE = ("/torch/", "/sympy/", "/quantizer/graph/", "contextlib")
 """Parts of the paths of files that are not the user's."""
-
-
-class SameForAllExamplesError(UntraceableError):
-    """Says that another example would fail, too: forward() branches on values, or exits."""
 
 
 def explain_failure(module: nn.Module, error: Exception) -> ModelError:

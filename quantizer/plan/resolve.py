@@ -2,9 +2,12 @@
 quantized. No tensor is computed.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from quantizer.config.model import CAST_ONLY, Config, QuantizationSpec, Role
 from quantizer.config.roles import base_role, is_parameter, parameter_role
@@ -13,10 +16,8 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
 from quantizer.plan import axes, checks, joins
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
-from quantizer.plan.cached_values import cache_findings, planned_values
 from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
-from quantizer.plan.join_planner import JoinPlanner
 from quantizer.plan.kept_float import FIRST_LAST, is_apart, layers_kept_float, residual
 from quantizer.plan.layout import Group, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
@@ -27,7 +28,10 @@ from quantizer.plan.merged_fields import (
     field_origins,
     merged_spec,
 )
-from quantizer.plan.model import Key, Plan, TensorPlan, output_role
+from quantizer.plan.model import JoinPlan, Key, Plan, TensorPlan, output_role
+
+if TYPE_CHECKING:
+    from quantizer.plan.cached_values import PlannedValue
 
 EXCLUDED = "excluded"
 LEFT_FLOAT = "the config leaves it float"
@@ -89,9 +93,14 @@ class _Resolver:
         self.off: dict[Key, str] = {}
         self.stated: set[Key] = set()
         self.ungrouped: dict[Key, str] = {}
-        self.cached = planned_values(self.rules, graph)
         self.findings = list(checks.unmatched_selectors(config.form, self.rules, original))
-        self.findings += cache_findings(self.rules, graph, self.cached.values())
+        self.cached: dict[Key, PlannedValue] = {}
+        if any(row.match.keys or row.match.named for row in self.rules):
+            # Only caches of keys and values need them
+            from quantizer.plan.cached_values import cache_findings, planned_values
+
+            self.cached = planned_values(self.rules, graph)
+            self.findings += cache_findings(self.rules, graph, self.cached.values())
         self.misfits: list[Misfit] = []
 
     def plan(self) -> Plan:
@@ -103,9 +112,15 @@ class _Resolver:
             self._plan_cached_values(node)
             self._plan_joined_inputs(node)
         self._plan_argument_inputs()
-        planner = JoinPlanner(self.layout, self.graph, self.tensors, stated=self.stated)
-        observed = planner.unplanned_parts()
-        self.tensors |= observed
+        join_plans: list[JoinPlan] = []
+        if self.layout.joins or self.layout.blends:
+            # Only networks with joins need it
+            from quantizer.plan.join_planner import JoinPlanner
+
+            planner = JoinPlanner(self.layout, self.graph, self.tensors, stated=self.stated)
+            observed = planner.unplanned_parts()
+            self.tensors |= observed
+            join_plans = planner.plans(observed)
         # A value that would be quantized at another layer stays float for that layer's reason
         for name, point in self.layout.served.items():
             is_planned = (name, "activation") in self.tensors
@@ -123,7 +138,7 @@ class _Resolver:
             settings=self.config.settings,
             off=self.off,
             ungrouped=self.ungrouped,
-            joins=tuple(planner.plans(observed)),
+            joins=tuple(join_plans),
         )
         return joins.decided_unseen(plan)
 

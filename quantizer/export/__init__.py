@@ -1,0 +1,1 @@
+"""Writes a quantized network for other runtimes."""
