@@ -19,8 +19,6 @@ from measure import Part, peak_mb, ratios, report
 from torch import nn
 from workloads import llama, tokens
 
-from quantizer.algorithms.adjustment import Adjustment, Task, apply_adjustment
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import (
     AlgoConfig,
@@ -35,6 +33,8 @@ from quantizer.graph.edits import with_weights
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
+from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizer.algorithms import budget
-from quantizer.algorithms.budget import Option, choose
+from quantizer.layerwise.budget import Option, choose
 
 sizes = st.integers(0, 40)
 errors = st.floats(0, 1e6, allow_nan=False)

@@ -25,11 +25,10 @@ from support.corrections import corrected
 from support.toys import built, traced
 from torch import Tensor, nn
 
-from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
-from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
-from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
+from quantizer.algorithms.finetuning.layers import SOLVERS, FinetunedLayer
+from quantizer.algorithms.finetuning.network import FinetuningResult, finetune_network
+from quantizer.algorithms.finetuning.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.calibration import finetuning
-from quantizer.calibration.finetuning import FinetuningResult, finetune_network
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.errors import DataError
@@ -37,6 +36,7 @@ from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
 from quantizer.graph.trace import trace
+from quantizer.layerwise.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.nn.network import Network
 from quantizer.numerics.granularity import to_rows
 from quantizer.numerics.rounding import NEAREST

@@ -17,8 +17,7 @@ from torch import nn
 
 from quantizer import Config, Dtype, ModelQuantizer, QuantizationConfig, QuantizationSpec
 from quantizer.cli.main import run_command
-from quantizer.config.algorithm_settings import ALGORITHMS, ALIASES
-from quantizer.config.algorithms import entry_kinds
+from quantizer.config.algorithms import ALGORITHMS, ALIASES, entry_kinds
 from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.algorithm_words import algorithm_entry
@@ -33,8 +32,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Task
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, Task
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.algorithms import AlgoConfig, algorithm, setting
 
 

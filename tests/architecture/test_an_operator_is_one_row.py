@@ -16,7 +16,8 @@ from support.configs import config, document
 from support.ledger import MODULES, shown, source
 from torch import Tensor, nn
 
-from quantizer.algorithms.residual_stream import residuals
+from quantizer.algorithms.equalization.equalization import cross_layer_equalization
+from quantizer.algorithms.rotation.residual_stream import residuals
 from quantizer.config.model import Settings
 from quantizer.graph.axis_rules import MOVED, SAME, Commutes
 from quantizer.graph.find_structure import find_structure
@@ -24,7 +25,6 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, PACKETS, register_op
 from quantizer.graph.passes import run_passes
-from quantizer.graph.passes.equalization import cross_layer_equalization
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve_plan

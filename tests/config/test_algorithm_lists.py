@@ -13,7 +13,6 @@ import pytest
 from support.configs import document
 
 from quantizer import Config, Dtype, QuantizationConfig, QuantizationSpec
-from quantizer.config.algorithm_settings import algorithm
 from quantizer.config.algorithms import (
     ALGORITHMS,
     AlgoConfig,
@@ -22,6 +21,7 @@ from quantizer.config.algorithms import (
     QronosConfig,
     RotationConfig,
     SmoothQuantConfig,
+    algorithm,
 )
 from quantizer.config.conversion.convert import convert_config
 from quantizer.config.document.document import Document, Text

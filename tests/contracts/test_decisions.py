@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from quantizer.calibration.decisions import DECISIONS
 
 import quantizer
-from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.step import STAGES, Decision
 from quantizer.calibration.steps import STEPS
 from quantizer.config.resources import load_resource

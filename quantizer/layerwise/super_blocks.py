@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from quantizer.algorithms.adjustment import Remark, Task
+from quantizer.layerwise.adjustment import Remark, Task
 
 
 def super_block_remarks(task: Task) -> Iterator[Remark]:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.activation_store import ActivationStore, half_of_what_is_free
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
+from quantizer.layerwise.activation_store import ActivationStore, half_of_what_is_free
 from quantizer.nn.execution import NO_WATCHERS, Execution, Watchers, layer_arguments
 from quantizer.nn.network import Network
 from quantizer.sources.batches import (

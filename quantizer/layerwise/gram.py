@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Task
-from quantizer.algorithms.patches import by_input, is_linear, matrix_shape, windows
 from quantizer.config.wording import first_names
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
 from quantizer.graph.structure import InputGroup
+from quantizer.layerwise.adjustment import Task
+from quantizer.layerwise.patches import by_input, is_linear, matrix_shape, windows
 from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import NonFiniteError, ObservationError

@@ -13,11 +13,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
+from quantizer.algorithms.equalization.equalization import LayerPair, find_pairs
 from quantizer.config.wording import first_names
-from quantizer.graph.edits import by_channel, channels_of, rescale_weight
+from quantizer.graph.edits import by_channel, channels_of, reads_one_by_one, rescale_weight
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.passes.equalization import LayerPair, find_pairs
+from quantizer.layerwise.adjustment import Adjustment
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.sources.batches import Batch, prefix_batch_errors
@@ -46,26 +46,18 @@ def _candidates(plan: Plan) -> list[LayerPair]:
     """
     graph = plan.graph
     # Finding pairs takes longer than this check
-    if not any(_reads_one_by_one(graph, node) for node in graph.nodes):
+    if not any(reads_one_by_one(graph, node) for node in graph.nodes):
         return []
     pairs = []
     has_small_rows = False
     for pair in find_pairs(graph):
-        if _reads_one_by_one(graph, pair.second) and _is_lossless(plan, pair):
+        if reads_one_by_one(graph, pair.second) and _is_lossless(plan, pair):
             pairs.append(pair)
             sizes = _row_sizes(graph, pair)
             is_small = sizes * 2**LOST_BITS < sizes.max()
             is_small &= sizes > 0
             has_small_rows |= bool(is_small.any())
     return pairs if has_small_rows else []
-
-
-def _reads_one_by_one(graph: Graph, node: Node) -> bool:
-    """Return whether each output channel of a layer depends on one input channel."""
-    if not node.is_multiplying:
-        return False
-    weight = by_channel(node, graph.weight(node).to("meta"))
-    return weight.shape[2] == 1
 
 
 def _is_lossless(plan: Plan, pair: LayerPair) -> bool:

@@ -22,21 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.adjustment import (
+from quantizer.algorithms.awq.settings import AWQConfig
+from quantizer.config.model import QuantizationSpec
+from quantizer.graph.edits import rescale_weight
+from quantizer.graph.ir import Node
+from quantizer.graph.structure import InputGroup
+from quantizer.layerwise.activation_store import ActivationStore
+from quantizer.layerwise.adjustment import (
     Adjustment,
     Remark,
     RoundedWeight,
     Task,
     apply_adjustment,
 )
-from quantizer.algorithms.clip_search import (
+from quantizer.layerwise.clip_search import (
     ClipSearch,
     clip_shares,
     few_clip_shares,
     has_row_scales,
 )
-from quantizer.algorithms.fold import (
+from quantizer.layerwise.fold import (
     admissible,
     factored_apart,
     fold_factors,
@@ -44,7 +49,7 @@ from quantizer.algorithms.fold import (
     shared_folds,
     without_insertions,
 )
-from quantizer.algorithms.gram import (
+from quantizer.layerwise.gram import (
     DEEPEST,
     TOO_DEEP,
     UNREACHED,
@@ -53,17 +58,12 @@ from quantizer.algorithms.gram import (
     quantized_layers,
     zero_channels,
 )
-from quantizer.algorithms.output_error import output_error
-from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, sampled_rows
-from quantizer.algorithms.sequential_runner import SequentialRunner, watching
-from quantizer.algorithms.shared_steps import steps_before_rounding
-from quantizer.algorithms.super_blocks import super_block_remarks
-from quantizer.config.algorithms import AWQConfig
-from quantizer.config.model import QuantizationSpec
-from quantizer.graph.edits import rescale_weight
-from quantizer.graph.ir import Node
-from quantizer.graph.structure import InputGroup
+from quantizer.layerwise.output_error import output_error
+from quantizer.layerwise.patches import weight_matrix
+from quantizer.layerwise.round_to_nearest import layer_qparams, nearest, sampled_rows
+from quantizer.layerwise.sequential_runner import SequentialRunner, watching
+from quantizer.layerwise.shared_steps import steps_before_rounding
+from quantizer.layerwise.super_blocks import super_block_remarks
 from quantizer.nn.network import Network
 
 _MIN_FACTOR = 1e-4

@@ -3,26 +3,22 @@ must pass through everything between the layers.
 
 Channel i is divided by s_i in the first layer of a pair and multiplied by s_i in the second,
 until both are equally wide. Here s_i = sqrt(r1_i r2_i) / r2_i, with r a channel's range in
-either layer. Then high biases move to the next layer, if most of a channel's range is never
-used: relu(x - c) is relu(x) - c where x >= c. A folded batch norm states mean and std of a
-channel. With c = max(0, mean - 3 std), x >= c holds for all but 0.13 % of normally distributed
-values.
+either layer.
+
 Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction",
 section 4.1 (2019).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import is_padded
 from quantizer.graph.edits import by_channel, rescale_weight, with_weights
 from quantizer.graph.ir import Graph, Node, PassChange
-from quantizer.graph.labels import NONE, passes_shifts
+from quantizer.graph.labels import NONE
 from quantizer.graph.structure import Folds, Source
 
 MIN_EXPONENT = 1 / 64
@@ -206,94 +202,3 @@ def _balance(first: _LayerRanges, second: _LayerRanges) -> float:
 def _largest_exponent(factors: Tensor) -> float:
     """Return the largest exponent of two, of either sign."""
     return float(factors.log2().abs().max())
-
-
-@dataclass(frozen=True, eq=False)
-class Absorption:
-    """A shift of a layer's bias that the next layer can take up.
-
-    Args:
-        pair: both layers.
-        high: what each output channel of the first is lowered by, float64 [channels], some of
-            it above 0.
-    """
-
-    pair: LayerPair
-    high: Tensor
-
-    @property
-    def high_inputs(self) -> Tensor:
-        """Return by how much each input channel of the second layer is lowered, float64
-        [channels].
-        """
-        return self.high[list(self.pair.channels)]
-
-
-def find_absorptions(graph: Graph) -> Iterator[Absorption]:
-    """Yield all shifts that are exact up to the values below them, in execution order."""
-    for pair in find_pairs(graph):
-        if pair.first.name not in graph.normal or not _passes_shift(pair):
-            continue
-        mean, std = graph.normal[pair.first.name]
-        bottom = (mean - _STDS * std).clamp(min=0)
-        top = mean + _STDS * std
-        # A shift takes no more of a channel than lowers the range of all channels together.
-        widest = (top - bottom).max()
-        high = torch.minimum(bottom, (top - widest).clamp(min=0))
-        if high.any():
-            yield Absorption(pair, high)
-
-
-def absorb_high_biases(graph: Graph, refused: Collection[str] = ()) -> Graph:
-    """Return the graph with high biases moved to the layers after them.
-
-    Args:
-        graph: after the fold of batch norms, which state the range of values.
-        refused: first layers whose biases stay, as a check on data has decided.
-    """
-    normal = dict(graph.normal)
-    biases: dict[str, Tensor] = {}
-    changes: list[PassChange] = []
-    for absorption in find_absorptions(graph):
-        first, second = absorption.pair.first, absorption.pair.second
-        if first.name in refused:
-            continue
-        high = absorption.high
-        mean, std = normal[first.name]
-        normal[first.name] = mean - high, std
-        for node in (first, second):
-            if node.name not in biases:
-                biases[node.name] = _bias(graph, node)
-        biases[first.name] = biases[first.name] - high
-        taps = by_channel(second, graph.weight(second)).sum(3, dtype=torch.float64)
-        response = taps @ absorption.high_inputs.reshape(len(taps), -1, 1)
-        biases[second.name] = biases[second.name] + response.flatten()
-        count = int(high.count_nonzero())
-        changes.append(PassChange("absorb_high_biases", (first.name, second.name), count))
-    if not changes:
-        return graph
-    rounded: dict[str, dict[str, Tensor]] = {}
-    for name, bias in biases.items():
-        dtype = graph.weight(graph.by_name[name]).dtype
-        rounded[name] = {"bias": bias.to(dtype)}
-    changed = with_weights(graph, rounded)
-    return changed.replaced(normal=normal, changes=(*graph.changes, *changes))
-
-
-def _passes_shift(pair: LayerPair) -> bool:
-    """Return whether a shift after the first layer passes through a ReLU and reaches every
-    input of the second unchanged.
-    """
-    if is_padded(pair.second.attrs) or pair.second.row.transposed:
-        return False
-    others = [node for node in pair.between if not node.row.rectifies]
-    return len(others) < len(pair.between) and all(map(passes_shifts, others))
-
-
-def _bias(graph: Graph, node: Node) -> Tensor:
-    """Return the layer's bias in float64, zeros if it has none."""
-    if "bias" in node.params:
-        return graph.tensors[node.params["bias"]].double()
-    weight = graph.weight(node)
-    count = by_channel(node, weight).shape[:2].numel()
-    return torch.zeros(count, dtype=torch.float64, device=weight.device)

@@ -15,19 +15,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gram import DEEPEST
-from quantizer.algorithms.patches import (
+from quantizer.algorithms.finetuning.rounding_problem import RoundingProblem, adaquant, adaround
+from quantizer.errors import DataError
+from quantizer.graph.ir import Graph, Node
+from quantizer.graph.parameters import set_parameter
+from quantizer.layerwise.gram import DEEPEST
+from quantizer.layerwise.patches import (
     channel_rows,
     matrix_shape,
     matrix_weight,
     patches,
     weight_matrix,
 )
-from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
-from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.errors import DataError
-from quantizer.graph.ir import Graph, Node
-from quantizer.graph.parameters import set_parameter
+from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import uncut

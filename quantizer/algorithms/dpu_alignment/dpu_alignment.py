@@ -7,9 +7,15 @@ network goes to the DPU compiler.
 Source: pytorch_nndct 3.5 (Vitis AI).
 """
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
+
+from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.calibration.solution import Solution
+from quantizer.config.model import Settings
 from quantizer.graph.axis_rules import PADDED
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.groups import layout
@@ -38,6 +44,40 @@ class Move:
         return (
             f"{self.role} of {self.layer}: position {self.before} -> {self.after}: {self.why}"
         )
+
+
+def align_to_dpu(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Move power-of-two scales to those that the DPU has shifts for."""
+    plan = state.plan
+    solution, moves = align_positions(state.solution, plan.graph, plan.settings)
+    for move in moves:
+        request.events.message(logging.INFO, f"note: {move}")
+    return replace(state, solution=solution)
+
+
+def align_positions(
+    solution: Solution, graph: Graph, settings: Settings
+) -> tuple[Solution, tuple[Move, ...]]:
+    """Return the solution with positions that the DPU has shifts for, and what was moved.
+
+    A position p stands for the scale 2^-p. Each moved tensor has a note in the solution.
+    """
+    positions, moves = align(
+        graph,
+        solution.positions,
+        change_concat_input_fix=settings.change_concat_input_fix,
+        change_pool_input_fix=settings.change_pool_input_fix,
+    )
+    tensors = dict(solution.tensors)
+    notes = dict(solution.notes)
+    for move in moves:
+        key = (move.layer, move.role)
+        tensor = solution.tensors[key]
+        scale = torch.full_like(tensor.scale, 2.0 ** -positions[key])
+        tensors[key] = replace(tensor, scale=scale)
+        note = f"position {move.before} -> {move.after}: {move.why}"
+        notes[key] = (*notes.get(key, ()), note)
+    return replace(solution, tensors=tensors, notes=notes), moves
 
 
 def align(

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment, Remark
 from quantizer.graph.edits import Insertion, channels_of, input_weights, rescale_weight
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_names import unused_names
 from quantizer.graph.structure import Fold, InputGroup
+from quantizer.layerwise.adjustment import Adjustment, Remark
 from quantizer.storage.deferred_tensor import deferred_like
 
 SCALE_OP = "input_scale"

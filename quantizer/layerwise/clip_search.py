@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.gptq.column_scales import group_size
-from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.patches import matrix_weight, weight_matrix
+from quantizer.layerwise.round_to_nearest import nearest_qparams
 from quantizer.numerics.blocks import workspace
 from quantizer.numerics.code_range import POWERS_OF_TWO, SMALLEST_SCALE
 from quantizer.numerics.codes import work_dtype_of
@@ -207,3 +206,10 @@ def _limited(scale: Tensor) -> Tensor:
     """Return scales whose magnitude is at least the smallest, so that 1 / scale is finite."""
     magnitude = scale.abs().clamp_min(SMALLEST_SCALE)
     return magnitude.copysign(scale)
+
+
+def group_size(spec: QuantizationSpec, depth: int) -> int:
+    """Return how many of a row's `depth` columns form a group: all of them without groups."""
+    if spec.qscheme != "per_group" or spec.group_size in (None, -1):
+        return depth
+    return int(spec.group_size or depth)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from quantizer.algorithms.adjustment import Adjustment, Task
+from quantizer.layerwise.adjustment import Adjustment, Task
 from quantizer.observers import Observer
 
 
@@ -39,7 +39,7 @@ def steps_before_rounding(
     """
 
     # It imports folds, which only algorithms need
-    from quantizer.algorithms.fold import parameter
+    from quantizer.layerwise.fold import parameter
 
     def observed(layer: str) -> Observer:
         observer = Observer(task.specs[layer, "weights"])

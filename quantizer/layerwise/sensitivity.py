@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.gram import GroupSums
-from quantizer.algorithms.output_error import output_error
-from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest_qparams
-from quantizer.algorithms.sequential_runner import SequentialRunner, no_batches, watching
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.parameters import set_parameter
+from quantizer.layerwise.gram import GroupSums
+from quantizer.layerwise.output_error import output_error
+from quantizer.layerwise.patches import weight_matrix
+from quantizer.layerwise.round_to_nearest import nearest_qparams
+from quantizer.layerwise.sequential_runner import SequentialRunner, no_batches, watching
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor

@@ -17,8 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Remark, Task, apply_adjustment
-from quantizer.algorithms.fold import (
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
+from quantizer.config.model import CAST_ONLY, QuantizationSpec
+from quantizer.distributed import ALONE, Ranks
+from quantizer.graph.edits import by_channel, rescale_weight
+from quantizer.graph.structure import InputGroup
+from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
+from quantizer.layerwise.fold import (
     admissible,
     fold_factors,
     input_name,
@@ -26,15 +31,10 @@ from quantizer.algorithms.fold import (
     shared_folds,
     without_insertions,
 )
-from quantizer.algorithms.gram import geometry, not_finite_input
-from quantizer.algorithms.patches import by_input, patches, position_count, weight_matrix
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams, sampled_rows
-from quantizer.algorithms.sequential_runner import no_batches
-from quantizer.config.algorithms import SmoothQuantConfig
-from quantizer.config.model import CAST_ONLY, QuantizationSpec
-from quantizer.distributed import ALONE, Ranks
-from quantizer.graph.edits import by_channel, rescale_weight
-from quantizer.graph.structure import InputGroup
+from quantizer.layerwise.gram import geometry, not_finite_input
+from quantizer.layerwise.patches import by_input, patches, position_count, weight_matrix
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams, sampled_rows
+from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.qparams import QParams, qparams_from_range

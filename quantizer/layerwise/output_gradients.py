@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.sensitivity import (
+from quantizer.errors import DataError, first_line
+from quantizer.layerwise.sensitivity import (
     AfterLayer,
     Candidate,
     OutputsOf,
     Width,
     weight_quantizers,
 )
-from quantizer.algorithms.sequential_runner import no_batches
-from quantizer.errors import DataError, first_line
+from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from quantizer.algorithms.adjustment import Adjustment
-from quantizer.algorithms.fold import fold_factors
-from quantizer.calibration.power_of_two_equalization.inputs import decide_input_levels
-from quantizer.calibration.power_of_two_equalization.layers import (
+from quantizer.algorithms.power_of_two_equalization.inputs import decide_input_levels
+from quantizer.algorithms.power_of_two_equalization.layers import (
     LARGEST_EXPONENT,
     Exponents,
     decide_levels,
@@ -24,6 +22,8 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.step import Decision
 from quantizer.graph.edits import channels_of
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.adjustment import Adjustment
+from quantizer.layerwise.fold import fold_factors
 from quantizer.plan.floating import input_values
 from quantizer.plan.readers import input_readers
 from quantizer.sources.batches import Batch
@@ -124,7 +124,6 @@ def _differences(first: Exponents, other: Exponents) -> Iterator[str]:
 POWER_OF_TWO_EQUALIZATION = Decision(
     "levels",
     "the ranges of channels",
-    when=lambda request, state: state.target.is_traced,
     decide=_decide,
     apply=_apply,
     check=_check,

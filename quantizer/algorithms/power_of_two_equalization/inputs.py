@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quantizer.algorithms.power_of_two_equalization.layers import LARGEST_EXPONENT, WIDE
 from quantizer.calibration import observing
-from quantizer.calibration.power_of_two_equalization.layers import LARGEST_EXPONENT, WIDE
 from quantizer.calibration.solution import quantized_network
 from quantizer.comparison.channel_noise import (
     MAX_LOST,

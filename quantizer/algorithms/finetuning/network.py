@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.adjustment import RoundedWeight
-from quantizer.algorithms.fast_finetune import FinetunedLayer, fast_finetune
-from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.algorithms.finetuning.layers import FinetunedLayer, fast_finetune
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import RunStage
 from quantizer.calibration.fits_model import check_weight
@@ -30,6 +27,9 @@ from quantizer.config.wording import counted
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output, output_parts
 from quantizer.graph.parameters import move_module
+from quantizer.layerwise.activation_store import ActivationStore
+from quantizer.layerwise.adjustment import RoundedWeight
+from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.execution import float_leaves
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
@@ -40,14 +40,17 @@ FEW_SAMPLES = 32
 """With fewer, finetuned weights fit the calibration data more than the model."""
 
 
-def finetune_weights(
-    request: CalibrationRequest, state: CalibrationState
-) -> tuple[Solution, bool]:
-    """Learn how to round the weights.
+def run_finetuning(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    """Learn how to round weights on the first rank, on all batches, while the others wait."""
+    solution = state.solution
+    if request.ranks.is_first:
+        solution = _finetune_weights(request, state)
+    solution = request.ranks.broadcast(solution, "fast finetuning")
+    return replace(state, solution=solution)
 
-    Returns:
-        The solution, and whether it has finetuned weights: if the output would become worse, it
-        has none.
+
+def _finetune_weights(request: CalibrationRequest, state: CalibrationState) -> Solution:
+    """Learn how to round the weights. If the output would become worse, they stay.
 
     Raises:
         DataError: a layer's outputs are not finite, or the data are not the same when they are
@@ -101,7 +104,9 @@ def finetune_weights(
     is_finetuned = bool(result.layers) and not result.undone
     level = logging.INFO if is_finetuned else logging.WARNING
     request.events.message(level, result.summary)
-    return result.solution, is_finetuned
+    if not is_finetuned:
+        return result.solution
+    return replace(result.solution, kept={**solution.kept, "fast_finetune": mode})
 
 
 def _scales_digest(solution: Solution) -> str:

@@ -16,19 +16,19 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import (
+from quantizer.algorithms.imatrix.settings import IMatrixConfig
+from quantizer.config.model import QuantizationSpec
+from quantizer.distributed import Ranks
+from quantizer.layerwise.adjustment import (
     Adjustment,
     Remark,
     RoundedWeight,
     Task,
     apply_adjustment,
 )
-from quantizer.algorithms.gram import UNREACHED, not_finite_input
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest
-from quantizer.algorithms.sequential_runner import no_batches
-from quantizer.config.algorithms import IMatrixConfig
-from quantizer.config.model import QuantizationSpec
-from quantizer.distributed import Ranks
+from quantizer.layerwise.gram import UNREACHED, not_finite_input
+from quantizer.layerwise.round_to_nearest import layer_qparams, nearest
+from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Network
 from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.granularity import scale_shape, to_rows
