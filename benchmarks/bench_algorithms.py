@@ -19,15 +19,11 @@ from measure import Part, peak_mb, ratios, report
 from torch import nn
 from workloads import llama, tokens
 
+from quantizer.algorithms.awq.settings import AWQConfig
+from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
 from quantizer.calibration.run_algorithms import load_run
-from quantizer.config.algorithms import (
-    AlgoConfig,
-    AWQConfig,
-    GPTAQConfig,
-    GPTQConfig,
-    QronosConfig,
-    SmoothQuantConfig,
-)
+from quantizer.config.algorithms import AlgoConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import with_weights
 from quantizer.graph.find_structure import find_structure

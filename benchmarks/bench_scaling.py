@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from workloads import Llama, images, llama, resnet18, tokens
 
+from quantizer.algorithms.gptq.settings import GPTQConfig
 from quantizer.calibration.run_algorithms import load_run
-from quantizer.config.algorithms import GPTQConfig
 from quantizer.config.model import QuantizationSpec, Settings
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.passes import run_passes

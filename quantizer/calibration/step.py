@@ -1,4 +1,4 @@
-"""What a step of a calibration is, what plug-ins add, and what a step keeps for later runs."""
+"""The steps of a calibration, and what they keep for later runs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

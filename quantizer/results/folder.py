@@ -262,12 +262,13 @@ def _require_plugins(opened: OpenedResults) -> None:
     """Refuse results that were made with a plug-in that is not there.
 
     Raises:
-        ResultError: naming it.
+        ResultError: naming all of them.
     """
-    for plugin in missing_of_results(opened.header):
+    missing = ", ".join(missing_of_results(opened.header))
+    if missing:
         raise ResultError(
-            f"{opened.folder} was calibrated with the plug-in {plugin}, which is not there",
-            help=f"{remedy(plugin)}, or calibrate again without it",
+            f"{opened.folder} was calibrated with what is not there: the plug-in {missing}",
+            help=f"{remedy(missing)}, or calibrate again without it",
         )
 
 

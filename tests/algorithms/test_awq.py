@@ -27,8 +27,9 @@ from support.rescaling import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.awq.awq import awq, least_step
+from quantizer.algorithms.awq.settings import AWQConfig
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
 from quantizer.algorithms.smoothquant.smoothquant import smoothquant
-from quantizer.config.algorithms import AWQConfig, SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment

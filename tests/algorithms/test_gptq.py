@@ -36,7 +36,7 @@ from support.roundings import (
 from torch import Tensor, nn
 
 from quantizer.algorithms.gptq.algorithms import gptq
-from quantizer.config.algorithms import GPTQConfig
+from quantizer.algorithms.gptq.settings import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.layerwise.adjustment import Adjustment

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantizer.algorithms.rotation.residual_stream import residuals
 from quantizer.algorithms.rotation.rotation import rotation
-from quantizer.config.algorithms import RotationConfig
+from quantizer.algorithms.rotation.settings import RotationConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph

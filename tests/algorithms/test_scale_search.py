@@ -18,7 +18,7 @@ from support.roundings import (
 from torch import Tensor
 
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
-from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec, SymmetricScale
 from quantizer.layerwise.adjustment import Adjustment
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams

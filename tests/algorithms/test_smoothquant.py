@@ -24,12 +24,12 @@ from support.rescaling import (
 )
 from torch import Tensor, nn
 
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
 from quantizer.algorithms.smoothquant.smoothquant import (
     ChannelRanges,
     smoothing_loss,
     smoothquant,
 )
-from quantizer.config.algorithms import SmoothQuantConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
 from quantizer.graph.structure import Fold, InputGroup

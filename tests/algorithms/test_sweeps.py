@@ -10,7 +10,12 @@ from support.roundings import CHANNELS, decaying, solved
 from torch import Tensor
 
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
-from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.algorithms.gptq.settings import (
+    ColumnRounding,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+)
 from quantizer.config.model import QuantizationSpec
 from quantizer.layerwise.adjustment import RoundedWeight, Run
 from quantizer.layerwise.round_to_nearest import nearest

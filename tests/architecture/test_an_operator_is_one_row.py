@@ -47,8 +47,8 @@ NAMED = {
     "plan/dpu_limits.py": "what the DPU has",
     "plan/dpu_support.py": "what the DPU has",
     "report/dpu_tables.py": "what the DPU approximates",
-    "algorithms/dpu_alignment.py": "what the DPU's shifters can take",
-    "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
+    "algorithms/dpu_alignment/dpu_alignment.py": "what the DPU's shifters can take",
+    "algorithms/rotation/residual_stream.py": "finds norms that are written out by what they are made "
     "of",
     "evaluation/exact_layers.py": "computes these operators in integers",
     "export/mobile/executorch.py": "where torch has the weight in these operators",

@@ -13,16 +13,11 @@ import pytest
 from support.configs import document
 
 from quantizer import Config, Dtype, QuantizationConfig, QuantizationSpec
-from quantizer.config.algorithms import (
-    ALGORITHMS,
-    AlgoConfig,
-    AWQConfig,
-    GPTQConfig,
-    QronosConfig,
-    RotationConfig,
-    SmoothQuantConfig,
-    algorithm,
-)
+from quantizer.algorithms.awq.settings import AWQConfig
+from quantizer.algorithms.gptq.settings import GPTQConfig, QronosConfig
+from quantizer.algorithms.rotation.settings import RotationConfig
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
+from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, algorithm
 from quantizer.config.conversion.convert import convert_config
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document

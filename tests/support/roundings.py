@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.gptq.algorithms import gptq
-from quantizer.config.algorithms import GPTQConfig
+from quantizer.algorithms.gptq.settings import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
