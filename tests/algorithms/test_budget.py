@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.algorithms import budget
+from quantizer.layerwise import budget
 from quantizer.layerwise.budget import Option, choose
 
 sizes = st.integers(0, 40)

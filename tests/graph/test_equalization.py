@@ -21,9 +21,9 @@ from support.toys import shake
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quantizer.algorithms.absorption.absorption import absorb_high_biases
 from quantizer.algorithms.equalization.equalization import (
     MIN_EXPONENT,
-    absorb_high_biases,
     cross_layer_equalization,
     find_pairs,
 )

@@ -8,11 +8,9 @@ from functools import cached_property
 
 import torch
 
-from quantizer.algorithms.bias_correction.bias_correction import (
-    ChannelMean,
-    correct_layer_biases,
-)
+from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
 from quantizer.calibration import observing
+from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import Config
