@@ -19,22 +19,18 @@ from measure import Part, peak_mb, ratios, report
 from torch import nn
 from workloads import llama, tokens
 
-from quantizer.algorithms.adjustment import Adjustment, Task, apply_adjustment
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
+from quantizer.algorithms.awq.settings import AWQConfig
+from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
 from quantizer.calibration.run_algorithms import load_run
-from quantizer.config.algorithms import (
-    AlgoConfig,
-    AWQConfig,
-    GPTAQConfig,
-    GPTQConfig,
-    QronosConfig,
-    SmoothQuantConfig,
-)
+from quantizer.config.algorithms import AlgoConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import with_weights
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
+from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 

@@ -31,11 +31,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from quantizer.algorithms.gram import Gram
 from quantizer.config.model import Settings
 from quantizer.graph.parameters import move_module
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
+from quantizer.layerwise.gram import Gram
 from quantizer.sources.batches import Batch
 
 Figures = dict[str, Any]

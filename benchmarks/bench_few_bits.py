@@ -55,12 +55,17 @@ LICENCE_CHARACTERS = 2_000
 FLOAT = ["lm_head", "model.embed_tokens"]
 INTEGERS = {4: Dtype.int4, 3: Dtype.int3, 2: Dtype.int2}
 GROUP_SIZE = 64
-SEARCHED = {"damp_percent": 0.2, "scale_search": True, "sweeps": 4, "guidance": 0.5}
+SEARCHED: dict[str, Any] = {
+    "damp_percent": 0.2,
+    "scale_search": True,
+    "sweeps": 4,
+    "guidance": 0.5,
+}
 ALGORITHMS = {
     "rtn": None,
     "gptq": GPTQConfig(),
     "qronos": QronosConfig(),
-    "gptaq, searched": GPTAQConfig(alpha=0.5, **SEARCHED),  # type: ignore[arg-type]
+    "gptaq, searched": GPTAQConfig(alpha=0.5, **SEARCHED),
 }
 AUTOROUND = "autoround"
 METHODS = [*ALGORITHMS, AUTOROUND]

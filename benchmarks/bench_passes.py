@@ -17,14 +17,14 @@ import torch
 from measure import peak_mb, ratios, report
 from workloads import images, resnet18
 
-from quantizer.algorithms.bias_correction import correct_layer_biases
-from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
+from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan

@@ -27,7 +27,7 @@ from engine_table import with_engines
 from family_table import with_families
 from tested_table import with_table
 
-from quantizer.config.algorithm_schema import form_schema
+from quantizer.config.algorithm_schema import generated_schema
 from quantizer.config.conversion.convert import convert_config
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.layered import FIELDS
@@ -68,7 +68,10 @@ first are about all.
 
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    schemas = {HIERARCHICAL: text_of(form_schema("hierarchical")), LAYERED: layered_schema()}
+    schemas = {
+        HIERARCHICAL: text_of(generated_schema("hierarchical")),
+        LAYERED: layered_schema(),
+    }
     schemas[SPEC] = spec_schema()
     pages = {HIERARCHICAL_PAGE: hierarchical_page()}
     pages[DESTINATIONS_PAGE] = destinations_page()
@@ -167,7 +170,7 @@ def layered_schema() -> str:
     """The layered schema with the errors of the spec schema, for editors; a schema knows no
     warnings.
     """
-    schema = {**form_schema("layered")}
+    schema = {**generated_schema("layered")}
     spec = json.loads(SPEC.read_text("utf-8"))
     every = (*spec["then"]["allOf"], *spec["allOf"])
     rules = [

@@ -14,7 +14,7 @@ from typing import Any
 import quantizer
 from quantizer.api.comparison import Comparison, Report
 from quantizer.api.result import Result
-from quantizer.config.algorithm_settings import AlgoConfig, settings_of
+from quantizer.config.algorithms import AlgoConfig, settings_of
 from quantizer.config.forms.form import block_of
 from quantizer.config.pages import key_names
 from quantizer.export.agreement import Verification

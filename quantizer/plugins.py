@@ -11,11 +11,15 @@ import functools
 import importlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from quantizer.errors import first_line
 from quantizer.option_words import Option, Sentence, marked
@@ -217,6 +221,74 @@ def int8_share_metrics(target: str, engine: str, more: str = "") -> dict[str, Me
 
 
 @dataclass(frozen=True)
+class ListedAlgorithm:
+    """An algorithm that configs may list.
+
+    Attributes:
+        settings: the class of its settings ("module:Class"), which imports no torch.
+        aliases: other spellings of its name.
+        switch: the global setting that turns it on, if it is a pass. The layered form has that
+            setting instead.
+    """
+
+    settings: str
+    aliases: tuple[str, ...] = ()
+    switch: str = ""
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """A rewrite of the graph before planning.
+
+    Attributes:
+        function: "module:function", from a graph to a graph.
+        setting: the setting that switches it on, None if it always runs.
+        device: the device that needs it, None if all do.
+        changes: its effect on the float function. "nothing"; "tails" changes only values that
+            batch norms have hardly seen; the config asks for "on purpose". "device" computes as
+            the device does. Test mode compares layers with a float network without the passes
+            of a device.
+        tolerance: the largest difference of outputs, as a share of the largest output, of a
+            pass that changes nothing or tails.
+        summary: a sentence on its `Graph.changes`, with their count and the largest amount.
+        decision: the name under which results keep what was decided for it on data. The
+            function takes that, too.
+        decide: "module:function" of a graph before this pass and batches, which decides it.
+    """
+
+    function: str
+    setting: str | None = None
+    device: str | None = None
+    changes: Literal["nothing", "tails", "on purpose", "device"] = "nothing"
+    tolerance: float = 1e-5
+    summary: str = ""
+    decision: str = ""
+    decide: str = ""
+
+
+@dataclass(frozen=True)
+class CalibrationStep:
+    """A step of the calibration; see `quantizer.calibration.step`.
+
+    Attributes:
+        stage: where it runs.
+        run: "module:name" of a function from a request and a state to a state, or of a
+            `Decision`. It is imported when it runs.
+        when: returns, for a request and a state, whether it runs. It imports no torch.
+        keeps: the name under which results keep what it has done or decided; empty if nothing.
+        setting: the setting that it serves.
+        why_data: why the results cannot be made from statistics alone; empty if they can.
+    """
+
+    stage: str
+    run: str
+    when: Callable[[Any, Any], bool]
+    keeps: str = ""
+    setting: str = ""
+    why_data: str = ""
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds.
 
@@ -230,6 +302,9 @@ class Plugin:
         about_destinations: a sentence on them for `--help`.
         strategies: the preset of each value of `init --strategy`.
         metrics: what it measures, by name.
+        algorithms: what configs may list, by name.
+        passes: of the graph, by name.
+        steps: of the calibration.
     """
 
     name: str
@@ -241,6 +316,9 @@ class Plugin:
     about_destinations: str = ""
     strategies: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricWords] = field(default_factory=dict)
+    algorithms: Mapping[str, ListedAlgorithm] = field(default_factory=dict)
+    passes: Mapping[str, GraphPass] = field(default_factory=dict)
+    steps: tuple[CalibrationStep, ...] = ()
 
     @property
     def words(self) -> frozenset[str]:
@@ -249,7 +327,10 @@ class Plugin:
         for target in self.targets.values():
             options += [option.name for option in target.options]
         kinds = (self.targets, self.profiles, self.destinations, self.strategies, self.metrics)
-        return frozenset([self.name, *options, *itertools.chain(*kinds)])
+        # A target may have the name of an algorithm
+        others = [f"the algorithm {name}" for name in self.algorithms]
+        others += [f"the pass {name}" for name in self.passes]
+        return frozenset([f"the name {self.name}", *others, *options, *itertools.chain(*kinds)])
 
 
 @functools.cache
@@ -262,6 +343,25 @@ def plugins() -> tuple[Plugin, ...]:
             if not usable.keys() >= set(plugin.needs):
                 del usable[name]
     return tuple(sorted(usable.values(), key=lambda plugin: (plugin.rank, plugin.name)))
+
+
+def plugin_steps() -> list[CalibrationStep]:
+    """Return the steps that plug-ins add to calibrations."""
+    steps: list[CalibrationStep] = []
+    for plugin in plugins():
+        steps += plugin.steps
+    return steps
+
+
+def loaded(place: str) -> Any:
+    """Return what a "module:name" stands for."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def absent(name: str) -> bool:
+    """Return whether a plug-in is not there, or misses another one."""
+    return all(plugin.name != name for plugin in plugins())
 
 
 def leave_out_foreign() -> None:
@@ -309,11 +409,16 @@ def _plugins_by_name() -> dict[str, Plugin]:
 
 
 def _built_in_plugins() -> Iterator[Plugin]:
-    """Yield the plug-ins in folders of this package."""
+    """Yield the plug-ins in folders of this package, without importing their packages."""
     for path in sorted(_PACKAGE.glob("*/*/plugin.py")):
         room, name = path.parts[-3:-1]
-        module = importlib.import_module(f"{_PACKAGE.name}.{room}.{name}.plugin")
-        yield module.PLUGIN
+        full_name = f"{_PACKAGE.name}.{room}.{name}.plugin"
+        if full_name not in sys.modules:
+            spec = cast(ModuleSpec, spec_from_file_location(full_name, path))
+            module = module_from_spec(spec)
+            sys.modules[full_name] = module
+            cast(Loader, spec.loader).exec_module(module)
+        yield sys.modules[full_name].PLUGIN
 
 
 def _foreign_plugins() -> Iterator[Plugin]:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quantizer.api.python_words import called_from_python
-from quantizer.config.algorithm_settings import AlgoConfig, PreQuantOptConfig
-from quantizer.config.algorithms import entry_kinds
+from quantizer.config.algorithms import AlgoConfig, PreQuantOptConfig, entry_kinds
 from quantizer.config.document.document import Document
 from quantizer.config.forms.aliases import canonical
 from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration.solution import Solution, writes_inplace
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.typed_fields import fits
 from quantizer.graph.edits import Insertion, channels_of, with_insertions
 from quantizer.graph.ir import Graph, Node
+from quantizer.layerwise.adjustment import Adjustment
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.codes import storage_dtype
 from quantizer.numerics.formats import has_minimum

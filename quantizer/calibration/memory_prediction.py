@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from quantizer.algorithms.activation_store import half_of_what_is_free
 from quantizer.config.model import Algorithm, Config
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
+from quantizer.layerwise.activation_store import half_of_what_is_free
 from quantizer.option_words import Sentence
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.plan.size import alive_bytes, value_bytes, working_bytes
@@ -275,7 +275,7 @@ def _algorithm_bytes(
     stores, and the matrices and weights of a group of layers with one input.
     """
     # Only configs with such an algorithm need it
-    from quantizer.algorithms.gram import DEEPEST
+    from quantizer.layerwise.gram import DEEPEST
 
     groups: dict[str, list[Node]] = {}
     for name in layers:

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, apply_adjustment
 from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node
@@ -20,6 +19,7 @@ from quantizer.graph.modules import is_called, key_in_module, parameters_of
 from quantizer.graph.passes import load_pass
 from quantizer.graph.passes.linear_layers import TRANSPOSED
 from quantizer.graph.structure import Structure
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, apply_adjustment
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
 from quantizer.plan.model import Key, Plan

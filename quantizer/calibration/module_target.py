@@ -9,10 +9,10 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
-from quantizer.algorithms.adjustment import Adjustment, RoundedWeight
 from quantizer.calibration.module_algorithms import TracedModules, write_rounded
 from quantizer.calibration.module_attach import attach_solution
 from quantizer.calibration.module_outputs import placed_outputs
@@ -26,6 +26,7 @@ from quantizer.config.wording import counted, first_names
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph, uncovered_modules
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight
 from quantizer.nn.inplace import ModuleTree, check_quantizable, rectify_output
 from quantizer.nn.layer import check_float
 from quantizer.plan.model import Plan
@@ -85,7 +86,7 @@ class ModuleTarget(Target):
         graph = module_graph(model)
         return cls(model, graph, graph, ModuleTree(model, graph))
 
-    def prepared(self, config: Config, refused: Collection[str] = ()) -> ModuleTarget:
+    def prepared(self, config: Config, kept: Mapping[str, Any] | None = None) -> ModuleTarget:
         """Return the target unchanged, if the config asks for nothing that needs a trace.
 
         Raises:
@@ -93,7 +94,7 @@ class ModuleTarget(Target):
         """
         names = {name: name for name in NEEDS_TRACE}
         if config.form == "hierarchical":
-            names |= {kind.switch: name for name, kind in SWITCHES.items()}
+            names |= {switch: name for name, switch in SWITCHES.items()}
         for setting, effect in NEEDS_TRACE.items():
             if getattr(config.settings, setting):
                 name = names[setting]

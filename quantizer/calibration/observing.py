@@ -9,19 +9,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from quantizer.algorithms.bias_correction import ChannelMean, channel_axis
-from quantizer.algorithms.sequential_runner import no_batches
-from quantizer.algorithms.shared_steps import shared_steps
+from quantizer.calibration.channel_mean import ChannelMean, channel_axis
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.watches import Watch, require_finite, watch_channels, watch_useful
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError, QuantizerError, ResultError
+from quantizer.layerwise.sequential_runner import no_batches
+from quantizer.layerwise.shared_steps import shared_steps
 from quantizer.nn.execution import Watchers
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
@@ -31,9 +31,6 @@ from quantizer.plan.readers import useful_magnitude
 from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ the number of ranks does not change the results.
 import time
 from collections.abc import Iterable
 
-from quantizer.algorithms.bias_correction import ChannelMean
+from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.observing import Calibration, Observable, watchers
 from quantizer.distributed import Ranks, merge_in_batch_order
 from quantizer.nn.execution import Watchers

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import Events, LoggedEvents, Snapshot
 from quantizer.calibration.observing import Calibration
@@ -20,6 +19,7 @@ from quantizer.config.model import Config
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.adjustment import Adjustment
 from quantizer.plan.model import JoinDecision, Plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
@@ -56,7 +56,6 @@ class CalibrationState:
         kept: the decisions on the first batches that changed the network, by name.
         inputs: the largest values of each sample.
         solution: scales, zero points, codes and corrections.
-        is_finetuned: whether fast finetuning has changed the solution.
     """
 
     target: Target
@@ -67,7 +66,6 @@ class CalibrationState:
     kept: Mapping[str, Any] = field(default_factory=dict)
     inputs: InputMagnitudes = field(default_factory=InputMagnitudes)
     solution: Solution = _NOT_YET
-    is_finetuned: bool = False
 
 
 Confirm = Callable[["CalibrationRequest", CalibrationState], CalibrationState | None]
@@ -133,13 +131,14 @@ class CalibrationRequest:
         return self.batches.fingerprint if self.needs_data(plan) else None
 
     def header(self, state: CalibrationState) -> dict[str, Any]:
-        """Return what results record of the run: model, seed, data, and finetuning."""
+        """Return what results record of the run, besides what the steps have kept."""
         return {
             **self.model_digests,
             "seed": self.seed,
             "data": self.data_of(state.plan),
             "stamp": self.data_stamp(state.plan),
-            "fast_finetune": self.fast_finetune if state.is_finetuned else None,
+            # The step keeps the mode under this name if it has changed weights
+            "fast_finetune": None,
             "dpu_accuracy": self.dpu_accuracy,
         }
 

@@ -3,7 +3,6 @@
 Each algorithm is a function that its settings name.
 """
 
-import importlib
 import logging
 import statistics
 from collections import defaultdict
@@ -15,14 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import (
-    Adjustment,
-    Remark,
-    RoundedWeight,
-    Run,
-    Task,
-    apply_adjustment,
-)
 from quantizer.calibration import fingerprint
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.fits_model import check_adjustment
@@ -46,9 +37,18 @@ from quantizer.graph.edits import Insertion
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.structure import Structure
+from quantizer.layerwise.adjustment import (
+    Adjustment,
+    Remark,
+    RoundedWeight,
+    Run,
+    Task,
+    apply_adjustment,
+)
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import NonFiniteError
+from quantizer.plugins import loaded
 from quantizer.sources.batches import Batch
 
 _TOLERANCE = 1e-3
@@ -229,8 +229,7 @@ def _agreed(request: CalibrationRequest, adjustment: Adjustment) -> Adjustment:
 
 def load_run(name: str) -> Run:
     """Return the function of an algorithm, which its settings name."""
-    module, _, function = ALGORITHMS[name].run.partition(":")
-    run: Run = getattr(importlib.import_module(module), function)
+    run: Run = loaded(ALGORITHMS[name].run)
     return run
 
 

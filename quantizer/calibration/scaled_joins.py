@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration import observing
 from quantizer.calibration.observing import DISTRIBUTION, Calibration
 from quantizer.config.roles import is_parameter
 from quantizer.graph.edits import Insertion, rescale_weight
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_names import unused_names
+from quantizer.layerwise.adjustment import Adjustment
 from quantizer.observers import Observer
 from quantizer.plan.layout import PART_SCALE
 from quantizer.plan.model import JoinPlan, Key, Plan

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import RoundedWeight
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.edits import Insertion, with_weights
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.adjustment import RoundedWeight
 from quantizer.nn.load import attach_quantizer
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor

@@ -1,12 +1,14 @@
-"""What a step of a calibration is, and what a step keeps for later runs."""
+"""The steps of a calibration, and what they keep for later runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.graph.ir import Graph
+from quantizer.plugins import CalibrationStep, loaded, plugin_steps
 
 Stage = Literal["plan", "decide", "adjust", "observe", "scale", "correct", "finish"]
 """Where a step runs: the steps of a stage follow those of the stages before it.
@@ -24,7 +26,7 @@ def _always(request: CalibrationRequest, state: CalibrationState) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a calibration.
+    """One step of a calibration, of the core or as a plug-in declares it.
 
     Args:
         stage: where it runs.
@@ -48,7 +50,6 @@ class Decision:
     Args:
         name: what it is kept under.
         about: what ranks wait for, in errors.
-        when: returns whether the network may need a decision.
         decide: returns the decision. It reads the first batches.
         apply: returns the state with the network that was decided on.
         check: raises `ResultError` if a stored decision does not fit the graph after passes.
@@ -59,18 +60,14 @@ class Decision:
 
     name: str
     about: str
-    when: Condition
     decide: Callable[[CalibrationRequest, CalibrationState], Any]
     apply: Callable[[CalibrationRequest, CalibrationState, Any], CalibrationState]
     check: Callable[[Any, Graph, Path | str], None]
     differences: Callable[[Any, Any], Iterator[str]]
 
-    @property
-    def step(self) -> Step:
-        """Return the step that decides and applies."""
-        return Step("decide", self._run, self.when)
-
-    def _run(self, request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
+    def __call__(
+        self, request: CalibrationRequest, state: CalibrationState
+    ) -> CalibrationState:
         """Decide on the first rank for all, or take the decision of an earlier calibration."""
         decision: Any = {}
         if request.kept is not None:
@@ -82,3 +79,37 @@ class Decision:
             return state
         state = replace(state, kept={**state.kept, self.name: decision})
         return self.apply(request, state, decision)
+
+
+def in_order(core: Iterable[Step]) -> list[Step]:
+    """Return all steps in the order in which they run. In a stage, those of the core come
+    first, and then those of plug-ins by rank.
+    """
+    steps = list(core)
+    for row in plugin_steps():
+        stage = cast(Stage, row.stage)
+        steps.append(Step(stage, partial(_run, row), row.when))
+    return sorted(steps, key=lambda step: STAGES.index(step.stage))
+
+
+def _run(
+    row: CalibrationStep, request: CalibrationRequest, state: CalibrationState
+) -> CalibrationState:
+    """Run a step of a plug-in, which is imported now."""
+    after: CalibrationState = loaded(row.run)(request, state)
+    return after
+
+
+def decisions_of(*kept: Mapping[str, Any]) -> dict[str, Decision]:
+    """Return the decisions that calibrations have kept, by name, in their order.
+
+    Args:
+        kept: what each has kept, by name.
+    """
+    decisions = {}
+    for row in plugin_steps():
+        if any(row.keeps in names for names in kept):
+            decision = loaded(row.run)
+            if isinstance(decision, Decision):
+                decisions[row.keeps] = decision
+    return decisions

@@ -10,34 +10,20 @@ import logging
 import operator
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from quantizer.algorithms import bias_correction
-from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.calibration import observing
-from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.events import RunStage, Snapshot
 from quantizer.calibration.joins import decide_joins
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.snapshots import checked_statistics, other_run, reporting_damage
-from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.calibration.step import STAGES, Step
+from quantizer.calibration.step import Step, in_order
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.config.diagnostics import ConfigError, with_place
-from quantizer.config.model import Settings
-from quantizer.config.wording import counted
-from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import move_module
 from quantizer.option_words import Sentence, marked_text
 from quantizer.sources.batches import Batch
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
-
-if TYPE_CHECKING:
-    from quantizer.algorithms.dpu_alignment import Move
 
 _CHECKPOINT = "the checkpoint of calibration"
 
@@ -224,91 +210,6 @@ def name_far_samples(request: CalibrationRequest, state: CalibrationState) -> Ca
     return state
 
 
-def align_to_dpu(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Move power-of-two scales to those that the DPU has shifts for."""
-    plan = state.plan
-    solution, moves = align_positions(state.solution, plan.graph, plan.settings)
-    for move in moves:
-        request.events.message(logging.INFO, f"note: {move}")
-    return replace(state, solution=solution)
-
-
-def align_positions(
-    solution: Solution, graph: Graph, settings: Settings
-) -> tuple[Solution, tuple[Move, ...]]:
-    """Return the solution with positions that the DPU has shifts for, and what was moved.
-
-    A position p stands for the scale 2^-p. Each moved tensor has a note in the solution.
-
-    Source: `quantizer.algorithms.dpu_alignment`.
-    """
-    # Only the DPU needs it
-    from quantizer.algorithms.dpu_alignment import align
-
-    positions, moves = align(
-        graph,
-        solution.positions,
-        change_concat_input_fix=settings.change_concat_input_fix,
-        change_pool_input_fix=settings.change_pool_input_fix,
-    )
-    tensors = dict(solution.tensors)
-    notes = dict(solution.notes)
-    for move in moves:
-        key = (move.layer, move.role)
-        tensor = solution.tensors[key]
-        scale = torch.full_like(tensor.scale, 2.0 ** -positions[key])
-        tensors[key] = replace(tensor, scale=scale)
-        note = f"position {move.before} -> {move.after}: {move.why}"
-        notes[key] = (*notes.get(key, ()), note)
-    return replace(solution, tensors=tensors, notes=notes), moves
-
-
-def run_bias_correction(
-    request: CalibrationRequest, state: CalibrationState
-) -> CalibrationState:
-    """Correct biases so that each quantized layer has the mean output of the float layer.
-
-    Raises:
-        DataError: a correction is not finite, or the data are not the same when they are read
-            again.
-    """
-    data = request.read_again("bias correction", "set include_bias_corr to false")
-    graph = state.plan.graph
-    network = quantized_network(graph, state.solution)
-    network = move_module(network, graph.device)
-    store = ActivationStore(request.memory)
-    runner = SequentialRunner(network, data, store, request.ranks)
-    count = len(graph.nodes)
-    with RunStage(request.events, "bias correction", count, "layers") as stage:
-        corrections = bias_correction.correct_layer_biases(
-            runner,
-            state.calibration.means,
-            as_codes=state.plan.settings.target_device == "DPU",
-            after_layer=stage.advance,
-        )
-    sizes = {}
-    for layer, correction in corrections.items():
-        sizes[layer] = float(correction.abs().max())
-    largest = max(sizes, key=sizes.__getitem__)
-    layers = counted(len(corrections), "layer")
-    text = f"biases of {layers} corrected, by at most {sizes[largest]:.3g} in {largest}"
-    request.events.message(logging.INFO, text)
-    solution = replace(state.solution, corrections=corrections)
-    return replace(state, solution=solution)
-
-
-def run_finetuning(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
-    """Learn how to round weights on the first rank, on all batches, while the others wait."""
-    finetuned = (state.solution, state.is_finetuned)
-    if request.ranks.is_first:
-        # Only runs with --fast_finetune need it
-        from quantizer.calibration.finetuning import finetune_weights
-
-        finetuned = finetune_weights(request, state)
-    solution, is_finetuned = request.ranks.broadcast(finetuned, "fast finetuning")
-    return replace(state, solution=solution, is_finetuned=is_finetuned)
-
-
 def finish(request: CalibrationRequest, state: CalibrationState) -> CalibrationState:
     """Quantize the parameters to codes, which are stored, run and exported. In place, quantize
     the modules.
@@ -317,21 +218,13 @@ def finish(request: CalibrationRequest, state: CalibrationState) -> CalibrationS
     return replace(state, solution=solution)
 
 
-def _is_for_dpu(request: CalibrationRequest, state: CalibrationState) -> bool:
-    return state.plan.settings.target_device == "DPU"
-
-
-def _corrects_biases(request: CalibrationRequest, state: CalibrationState) -> bool:
-    return bool(state.calibration.means)
-
-
 def _observes_data(request: CalibrationRequest, state: CalibrationState) -> bool:
     if request.statistics:
         return False
     return state.plan.needs_data or bool(request.fast_finetune)
 
 
-_UNORDERED = (
+_CORE = (
     Step("plan", prepare_graph),
     Step("plan", plan_tensors),
     Step("adjust", run_algorithms, when=lambda request, state: bool(request.config.algorithms)),
@@ -340,14 +233,9 @@ _UNORDERED = (
     Step("observe", observe, when=_observes_data),
     Step("scale", find_scales),
     Step("scale", name_far_samples, when=lambda request, state: request.ranks.is_first),
-    Step("scale", align_to_dpu, when=_is_for_dpu),
-    Step("correct", run_finetuning, when=lambda request, state: bool(request.fast_finetune)),
-    Step("correct", run_bias_correction, when=_corrects_biases),
     Step("finish", finish),
-    *(decision.step for decision in DECISIONS),
 )
-STEPS = sorted(_UNORDERED, key=lambda step: STAGES.index(step.stage))
-"""All steps in the order in which they run. Those of one stage keep the order of the table."""
+STEPS = in_order(_CORE)
 
 
 def run_calibration(request: CalibrationRequest) -> CalibrationState:

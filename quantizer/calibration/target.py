@@ -5,17 +5,17 @@ in place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from quantizer.algorithms.adjustment import Adjustment, apply_adjustment
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution, encode_parameters
 from quantizer.config.model import Algorithm, Config
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
+from quantizer.layerwise.adjustment import Adjustment, apply_adjustment
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan, TensorSpecs
@@ -55,12 +55,12 @@ class Target(Protocol):
     original: Graph
     is_traced: bool
 
-    def prepared(self, config: Config, refused: Collection[str] = ()) -> Target:
+    def prepared(self, config: Config, kept: Mapping[str, Any] | None = None) -> Target:
         """Return the target with its graph in the form that is planned.
 
         Args:
             config: says which passes run.
-            refused: layers whose high biases must stay in them. `check_high_biases` finds them.
+            kept: what was decided on data about passes, by name.
 
         Raises:
             UsageError: the config asks for what this kind of target cannot do.
@@ -117,8 +117,8 @@ class TracedTarget(Target):
         """Return the graph as it is now."""
         return self.original if self.changed is None else self.changed
 
-    def prepared(self, config: Config, refused: Collection[str] = ()) -> TracedTarget:
-        changed = run_passes(self.original, config.settings, refused=refused)
+    def prepared(self, config: Config, kept: Mapping[str, Any] | None = None) -> TracedTarget:
+        changed = run_passes(self.original, config.settings, kept=kept)
         return replace(self, changed=changed)
 
     def plan(self, config: Config) -> Plan:

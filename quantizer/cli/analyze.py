@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from quantizer.calibration import absorption
 from quantizer.cli import session
 from quantizer.cli.analyze_tensors import cheapest_floats, measured_tensors
 from quantizer.cli.grouped_command import refuse_typed
@@ -28,7 +27,7 @@ from quantizer.evaluation.analyze import Analysis, Width, WidthChoice, width_bit
 from quantizer.evaluation.width_choice import LARGEST_SIZE, Budget, sized_config
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
-from quantizer.graph.passes import run_passes
+from quantizer.graph.passes import decided_on_data, run_passes
 from quantizer.printable import json_text
 from quantizer.report import sensitivity
 from quantizer.report.files import REPORT_INPUTS, write_report
@@ -283,8 +282,8 @@ def _subject(options: AnalyzeOptions, reported: QuantInfo | None) -> Subject:
         original = session.recall_graph(options, loaded, batches, reported)
         check_model(reported, original)
         if not read.config.algorithms:
-            refused = absorption.refused_layers(reported.solution.kept)
-            graph = run_passes(original, read.config.settings, refused=refused)
+            kept = reported.solution.kept
+            graph = run_passes(original, read.config.settings, kept=kept)
             plan = session.resolved_plan(read, original, quiet=True, graph=graph)
             check_plan(reported, read.config, plan)
     return Subject(options, read, loaded, batches, original)
@@ -318,11 +317,8 @@ def _analyze_widths(
     """Measure all widths, and with a budget choose the best."""
     read = subject.read
     # The graph must be the one that calibration would quantize
-    record = absorption.decide_absorption(
-        subject.original, read.config.settings, subject.on_device()
-    )
-    refused = absorption.refused_layers({absorption.ABSORPTION.name: record})
-    graph = run_passes(subject.original, read.config.settings, refused=refused)
+    kept = decided_on_data(subject.original, read.config.settings, subject.on_device)
+    graph = run_passes(subject.original, read.config.settings, kept=kept)
     plan = session.resolved_plan(read, subject.original, quiet=options.json, graph=graph)
     tensors: Ablation | None = None
     if options.tensors:

@@ -8,8 +8,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quantizer.config.algorithm_settings import AlgoConfig, Setting, settings_of
-from quantizer.config.algorithms import entry_kinds
+from quantizer.config.algorithms import PLUGINS, AlgoConfig, Setting, entry_kinds, settings_of
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.json_types import JsonMapping, JsonObject
 
@@ -30,15 +29,26 @@ _OF_ITEMS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "help
 
 
 def form_schema(form: Form) -> JsonMapping:
-    """Return the schema of a form with every algorithm of the table in it; shared, so never to
-    be changed.
+    """Return the schema of a form with every algorithm in it, also those whose plug-ins are not
+    there; shared, so never to be changed.
     """
-    return _form_schema(form, tuple(entry_kinds(form)))
+    shipped = block_of(form)["definitions"]["algorithm"]["properties"]["name"]["enum"]
+    added = [name for name in entry_kinds(form) if name not in shipped]
+    return _form_schema(form, (*shipped, *added), tuple(added))
+
+
+def generated_schema(form: Form) -> JsonMapping:
+    """Return the schema of a form with every algorithm whose plug-in is there, for the file."""
+    names = tuple(entry_kinds(form))
+    return _form_schema(form, names, names)
 
 
 @cache
-def _form_schema(form: Form, names: tuple[str, ...]) -> JsonMapping:
+def _form_schema(form: Form, names: tuple[str, ...], anew: tuple[str, ...]) -> JsonMapping:
+    """Return the schema with these algorithms, of which some are not as the file has them."""
     schema = block_of(form)
+    if not anew:
+        return schema
     shipped = schema["definitions"]
     shipped_names = shipped["algorithm"]["properties"]["name"]["enum"]
     generated = {"algorithm", "scaling_layer", *shipped_names}
@@ -46,7 +56,10 @@ def _form_schema(form: Form, names: tuple[str, ...]) -> JsonMapping:
     definitions["scaling_layer"] = block_of("hierarchical", "scaling_layer")
     definitions["algorithm"] = _any_algorithm(names)
     for name in names:
-        definitions[name] = algorithm_schema(entry_kinds(form)[name])
+        definitions[name] = shipped.get(name, {})
+        if name in anew:
+            entry = algorithm_schema(entry_kinds(form)[name])
+            definitions[name] = {"plugin": PLUGINS[name], **entry}
     return {**schema, "definitions": definitions}
 
 

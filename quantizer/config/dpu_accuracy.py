@@ -9,6 +9,7 @@ Post-Training Quantization" (2020).
 
 from dataclasses import replace
 
+from quantizer.config.absent import plugin_of_results, plugin_of_setting, remedy
 from quantizer.config.model import Config
 from quantizer.errors import ResultError, UsageError
 
@@ -31,6 +32,8 @@ def with_dpu_accuracy(config: Config, level: str | None) -> Config:
         raise UsageError(
             f"dpu_accuracy={level!r} is not a level", help=f"it is {', '.join(LEVELS)}, or None"
         )
+    for switch in _SWITCHES:
+        _require_plugin(f"<--dpu_accuracy {level}>", plugin_of_setting(switch))
     settings = config.settings
     if settings.target_device != "DPU":
         raise UsageError(
@@ -71,8 +74,19 @@ def with_finetuning(
     """
     config = with_dpu_accuracy(config, level)
     mode = finetuning(level, mode)
+    if mode:
+        _require_plugin(f"<--fast_finetune {mode}>", plugin_of_results("fast_finetune"))
     _check_mode(mode, config)
     return config, mode
+
+
+def _require_plugin(option: str, plugin: str) -> None:
+    """Refuse an option whose plug-in is not there; `plugin` is its name, or empty."""
+    if plugin:
+        raise UsageError(
+            f"{option} needs the plug-in {plugin}, which is not there",
+            help=f"leave it out, or {remedy(plugin)}",
+        )
 
 
 def _check_mode(mode: str | None, config: Config) -> None:

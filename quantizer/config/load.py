@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from quantizer.config.absent import check_present, plugin_of_setting
 from quantizer.config.diagnostics import (
     ConfigError,
     Diagnostic,
@@ -18,7 +19,7 @@ from quantizer.config.diagnostics import (
     Fix,
     merged_by_cause,
 )
-from quantizer.config.document.document import Document, Text
+from quantizer.config.document.document import Document, Text, ValidDocument
 from quantizer.config.document.read import parse_document, read_text
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.layered import translate_layered
@@ -123,7 +124,8 @@ def default_config() -> Config:
     """Return the config that holds when no file is given: DPU, power-of-two scales. The file
     check does not apply to it.
 
-    It is the ready config for the DPU with equalization and without narrow ranges.
+    It is the ready config for the DPU with equalization and without narrow ranges. What needs a
+    plug-in that is not there is off.
 
     Source: Vitis AI, quantization configuration, table "Default Configurations", with `half_up`
     for activations as the restrictions of the same page ask.
@@ -133,6 +135,9 @@ def default_config() -> Config:
         if not key.startswith(("$", "/")):
             value[key] = entry
     value["include_cle"] = True
+    for key in value:
+        if plugin_of_setting(key):
+            value[key] = False
     value["overall_quantize_config"] = value["overall_quantize_config"] | {
         "narrow_range": False
     }
@@ -172,6 +177,7 @@ def _translate(document: Document) -> tuple[Config | None, _Findings]:
         from quantizer.config.rules.check_algorithms import check_algorithms
 
         findings += check_algorithms(config)
+    findings += check_present(ValidDocument(document, frozenset(invalid)))
     findings += _wrong_patterns(config.rules)
     is_usable = all(finding.severity != "error" for finding in findings)
     return config if is_usable else None, merged_by_cause(findings)

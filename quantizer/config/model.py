@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from quantizer.config.algorithm_settings import (
-    AlgoConfig,
-    AlgorithmStage,
-    read_keys,
-    settings_of,
-)
+from quantizer.config.algorithms import AlgoConfig, AlgorithmStage, read_keys, settings_of
 from quantizer.config.diagnostics import Place
 from quantizer.config.forms.form import Form
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath

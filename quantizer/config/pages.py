@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from quantizer.config.algorithm_schema import algorithm_schema
-from quantizer.config.algorithm_settings import finds_codes
-from quantizer.config.algorithms import entry_kinds
+from quantizer.config.algorithms import SWITCHES, entry_kinds, finds_codes
 from quantizer.config.document.missing_keys import paste
 from quantizer.config.document.suggestions import TYPE_WORDS, bounds
 from quantizer.config.forms.form import Form, block_of
@@ -174,7 +173,9 @@ def _algorithm_sections(name: str) -> Iterator[str]:
     settings = _settings(name)
     yield algorithm_schema(kind)["description"]
     lists = "`algo_config`" if finds_codes(kind) else "`algo_config` or `pre_quant_opt_config`"
-    layered = f"the switch `{kind.switch}`" if kind.switch else "an entry of `algorithms`"
+    layered = "an entry of `algorithms`"
+    if name in SWITCHES:
+        layered = f"the switch `{SWITCHES[name]}`"
     yield f"Where: an entry of {lists}; in the layered form, {layered}."
     if not settings:
         yield "It has no keys but its name."

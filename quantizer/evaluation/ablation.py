@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.graph.output_parts import output_parts, parts_named_as
 from quantizer.graph.parameters import set_parameter
+from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.nn.segments import finish_together

@@ -8,8 +8,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.output_gradients import PROJECTIONS, predicted_noise
-from quantizer.algorithms.sensitivity import (
+from quantizer.calibration.events import Events, RunStage
+from quantizer.comparison.output_measure import AlikeOutputs
+from quantizer.config.model import QuantizationSpec
+from quantizer.config.roles import base_role
+from quantizer.errors import GateError
+from quantizer.graph.output_parts import output_parts
+from quantizer.layerwise.output_gradients import PROJECTIONS, predicted_noise
+from quantizer.layerwise.sensitivity import (
     AfterLayer,
     Candidate,
     OutputsOf,
@@ -19,13 +25,7 @@ from quantizer.algorithms.sensitivity import (
     rounded_weights,
     with_width,
 )
-from quantizer.algorithms.sensitivity import Width as Width  # re-exported
-from quantizer.calibration.events import Events, RunStage
-from quantizer.comparison.output_measure import AlikeOutputs
-from quantizer.config.model import QuantizationSpec
-from quantizer.config.roles import base_role
-from quantizer.errors import GateError
-from quantizer.graph.output_parts import output_parts
+from quantizer.layerwise.sensitivity import Width as Width  # re-exported
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import bits_of

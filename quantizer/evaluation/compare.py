@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.algorithms.activation_store import half_of_what_is_free
-from quantizer.algorithms.sequential_runner import no_batches
 from quantizer.calibration.memory_prediction import (
     MOST_BATCHES_IN_STEP,
     MOST_BYTES_IN_STEP,
@@ -25,6 +23,8 @@ from quantizer.evaluation.network_comparison import LayerNoise, NetworkCompariso
 from quantizer.evaluation.paired_run import NetworkPair, PairedRun
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output
+from quantizer.layerwise.activation_store import half_of_what_is_free
+from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.nn.recorded_outputs import RecordedOutputs

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantizer.algorithms.budget import Option, choose
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.document.document import Document
 from quantizer.config.forms.layer_entries import with_layer_entries
@@ -17,6 +16,7 @@ from quantizer.config.roles import base_role
 from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.analyze import Analysis, GetBatches, WidthChoice, measured_noise
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.budget import Option, choose
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 

@@ -126,6 +126,14 @@ def channels_of(node: Node, weight: Tensor) -> tuple[int, int]:
     return groups * outputs, groups * inputs
 
 
+def reads_one_by_one(graph: Graph, node: Node) -> bool:
+    """Return whether each output channel of a layer depends on one input channel of several."""
+    if not node.is_multiplying:
+        return False
+    groups, _, inputs, _ = by_channel(node, graph.weight(node).to("meta")).shape
+    return inputs == 1 and groups > 1
+
+
 def is_recurrent_layer(node: Node) -> bool:
     """Return whether it is a recurrent layer that owns its weights."""
     return _RECURRENT_WEIGHT in node.params

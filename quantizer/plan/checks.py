@@ -4,7 +4,7 @@ it.
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from quantizer.config.algorithm_settings import keeps_super_blocks
+from quantizer.config.algorithms import keeps_super_blocks
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.forms.form import Form
 from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role

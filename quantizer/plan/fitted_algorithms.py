@@ -4,7 +4,7 @@ the inputs of linear layers badly, and leave out algorithms without a layer to c
 
 import copy
 
-from quantizer.config.algorithm_settings import keeps_super_blocks
+from quantizer.config.algorithms import keeps_super_blocks
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import Algorithm, QuantizationSpec

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantizer.calibration.absorption import refused_layers
-from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.faithful import compare_with_model
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.fits_model import check_insertions, check_solution
 from quantizer.calibration.solution import Solution, quantized_network
+from quantizer.calibration.step import decisions_of
 from quantizer.config.document.document import Document
 from quantizer.config.dpu_accuracy import LEVELS, with_dpu_accuracy
 from quantizer.config.forms.resolved import resolved_document
@@ -91,8 +90,9 @@ class Calibrated:
         """
         if not for_device(self.settings):
             return self.float_as_run
-        refused = refused_layers(self.solution.kept)
-        after_passes = run_passes(self.original, self.settings, device=False, refused=refused)
+        after_passes = run_passes(
+            self.original, self.settings, device=False, kept=self.solution.kept
+        )
         graph = with_insertions(after_passes, self.solution.insertions)
         return with_weights(graph, self.solution.rescaled)
 
@@ -117,8 +117,7 @@ class Calibrated:
         """Return the graph of the model after all passes. The quantized and the float graph
         share its weights, unless a pass is for a device.
         """
-        refused = refused_layers(self.solution.kept)
-        return run_passes(self.original, self.settings, refused=refused)
+        return run_passes(self.original, self.settings, kept=self.solution.kept)
 
     @cached_property
     def outputs(self) -> tuple[Output, ...]:
@@ -244,9 +243,8 @@ def reopen_calibration(
     config = read_json(info.files[RESOLVED_CONFIG_FILE])
     data = info.header.get("data")
     result = Calibrated(calibrated, info.settings, solution, config, data)
-    for decision in DECISIONS:
-        stored = solution.kept.get(decision.name, {})
-        decision.check(stored, result.graph_after_passes, info.path)
+    for name, decision in decisions_of(solution.kept).items():
+        decision.check(solution.kept[name], result.graph_after_passes, info.path)
     graph = with_insertions(result.graph_after_passes, solution.insertions)
     check_solution(solution, info.entries, graph, info.path)
     if calibrated is original:

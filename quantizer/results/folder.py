@@ -12,11 +12,13 @@ from torch import Tensor
 
 from quantizer.calibration.snapshots import checked_statistics
 from quantizer.calibration.solution import Solution
+from quantizer.config.absent import missing_of_results, remedy
 from quantizer.config.model import Settings
 from quantizer.config.typed_fields import fits
 from quantizer.errors import ResultError
 from quantizer.nn.load import INFO_FILE as INFO_FILE
 from quantizer.plan.model import JoinDecision, JoinPlan, Key
+from quantizer.plugins import plugin_steps
 from quantizer.results.result_tensors import solution_of
 from quantizer.results.validation import check_content, checked_json
 from quantizer.storage.files import read_json, read_tensors
@@ -201,12 +203,10 @@ def why_statistics_insufficient(header: Mapping[str, Any], purpose: str) -> Iter
         header: of quant_info.json.
         purpose: the verb of what the caller wants to do, such as "merge".
     """
-    if header.get("fast_finetune"):
-        yield (
-            "fast finetuning needs the values that layers read, and statistics do not hold them"
-        )
-    if header["settings"]["include_bias_corr"]:
-        yield "bias correction needs the outputs of the quantized network, whose scales change"
+    for step in plugin_steps():
+        took_effect = header.get(step.keeps) or header["settings"].get(step.setting)
+        if step.why_data and took_effect:
+            yield step.why_data
     if not header["batches"]:
         yield f"it was quantized without data, so there is nothing to {purpose}"
 
@@ -241,6 +241,7 @@ def read_info(folder: Path) -> QuantInfo:
         ResultError: it is missing, incomplete, of another format, or a file was changed.
     """
     opened = open_results(folder)
+    _require_plugins(opened)
     try:
         solution = solution_of(opened.files, opened.header, opened.entries)
         return QuantInfo(opened.files, opened.header, opened.entries, solution)
@@ -255,6 +256,20 @@ def read_info(folder: Path) -> QuantInfo:
         raise _calibrate_again(
             f"{opened.path} is damaged: {type(error).__name__}: {error}"
         ) from error
+
+
+def _require_plugins(opened: OpenedResults) -> None:
+    """Refuse results that were made with a plug-in that is not there.
+
+    Raises:
+        ResultError: naming all of them.
+    """
+    missing = ", ".join(missing_of_results(opened.header))
+    if missing:
+        raise ResultError(
+            f"{opened.folder} was calibrated with what is not there: the plug-in {missing}",
+            help=f"{remedy(missing)}, or calibrate again without it",
+        )
 
 
 def open_results(folder: Path) -> OpenedResults:

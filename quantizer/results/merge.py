@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from quantizer.calibration import fingerprint
-from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.request import StoredStatistics
+from quantizer.calibration.step import decisions_of
 from quantizer.config.model import Config
 from quantizer.errors import ResultError
 from quantizer.results.folder import QuantInfo, why_statistics_insufficient
@@ -45,10 +45,9 @@ def require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
         text = f"{info.folder} cannot be merged with {first.folder}"
         for why in _model_differences(first.header, info.header):
             raise ResultError(f"{text}: {why}", help=_ALIKE)
-        for decision in DECISIONS:
-            name = decision.name
-            kept = [folder.solution.kept.get(name, {}) for folder in (first, info)]
-            for why in decision.differences(*kept):
+        both = (first.solution.kept, info.solution.kept)
+        for name, decision in decisions_of(*both).items():
+            for why in decision.differences(*(kept.get(name, {}) for kept in both)):
                 raise ResultError(f"{text}: {why}", help=_TOGETHER)
         for why in _setting_differences(first.header, info.header):
             raise ResultError(f"{text}: {why}", help=_ALIKE)

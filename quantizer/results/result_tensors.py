@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quantizer.calibration.decisions import DECISIONS
 from quantizer.calibration.solution import Solution
 from quantizer.config.roles import parameter_name
 from quantizer.graph.edits import Insertion
@@ -20,6 +19,7 @@ from quantizer.nn.load import (
 )
 from quantizer.nn.network import Network
 from quantizer.numerics.formats import has_minimum
+from quantizer.plugins import plugin_steps
 from quantizer.storage.opened_files import OpenedFiles
 from quantizer.storage.tensor_shards import deferred_shards
 
@@ -134,16 +134,16 @@ def solution_of(
         corrections=files[CORRECTIONS],
         insertions=tuple(insertions),
         rescaled=_parameters(replaced, "rescaled", {**stored, **files[_RESCALED]}),
-        kept=kept_decisions(header),
+        kept=_kept(header),
     )
 
 
-def kept_decisions(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the decisions that a calibration kept, by name."""
+def _kept(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the steps of a calibration kept, by name."""
     kept = {}
-    for decision in DECISIONS:
-        if decision.name in header:
-            kept[decision.name] = header[decision.name]
+    for step in plugin_steps():
+        if header.get(step.keeps):
+            kept[step.keeps] = header[step.keeps]
     return kept
 
 

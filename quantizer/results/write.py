@@ -184,8 +184,8 @@ def write_results(
             "config": fingerprint.plan_digest(plan),
             "files": files,
             "joins": _joins_entries(calibration, modules, solution),
-            **header_of(network, solution),
             **run,
+            **header_of(network, solution),
         }
         write_info(new_folder, header, _tensor_entries(calibration, modules, solution))
 

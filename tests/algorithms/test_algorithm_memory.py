@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantizer.algorithms.adjustment import Adjustment
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.adjustment import Adjustment
 from quantizer.storage.deferred_tensor import Spool
 
 READS_DATA = [name for name, row in ALGORITHMS.items() if row.needs_data]

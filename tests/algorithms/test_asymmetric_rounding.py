@@ -21,15 +21,20 @@ from support.roundings import (
 )
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Run, Task, apply_adjustment
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
 from quantizer.algorithms.gptq.layers import round_layers
 from quantizer.algorithms.gptq.member import Member
+from quantizer.algorithms.gptq.settings import (
+    ColumnRounding,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+)
 from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
-from quantizer.algorithms.gram import Drift, Gram
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.adjustment import Adjustment, Run, Task, apply_adjustment
+from quantizer.layerwise.gram import Drift, Gram
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.network import Network
 from quantizer.numerics.qparams import QParams
 

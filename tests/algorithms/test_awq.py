@@ -26,15 +26,16 @@ from support.rescaling import (
 )
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Task, apply_adjustment
-from quantizer.algorithms.awq import awq, least_step
-from quantizer.algorithms.clip_search import ClipSearch, clip_shares, scale_errors
-from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.algorithms.smoothquant import smoothquant
-from quantizer.config.algorithms import AWQConfig, SmoothQuantConfig
+from quantizer.algorithms.awq.awq import awq, least_step
+from quantizer.algorithms.awq.settings import AWQConfig
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
+from quantizer.algorithms.smoothquant.smoothquant import smoothquant
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment
+from quantizer.layerwise.clip_search import ClipSearch, clip_shares, scale_errors
+from quantizer.layerwise.gram import Gram
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.numerics.qparams import QParams
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)

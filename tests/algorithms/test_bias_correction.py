@@ -23,7 +23,7 @@ from support.extended import extended
 from support.toys import built, traced
 from torch import Tensor, nn
 
-from quantizer.algorithms.bias_correction import ChannelMean
+from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.solution import quantized_network
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace

@@ -9,8 +9,8 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantizer.algorithms import budget
-from quantizer.algorithms.budget import Option, choose
+from quantizer.layerwise import budget
+from quantizer.layerwise.budget import Option, choose
 
 sizes = st.integers(0, 40)
 errors = st.floats(0, 1e6, allow_nan=False)

@@ -13,11 +13,11 @@ from support.rescaling import difference, task_of
 from torch import Tensor, nn
 
 from quantizer import Config, ModelQuantizer
-from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS, PreQuantOptConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError, ModelError
+from quantizer.layerwise.adjustment import Adjustment, Task
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 GROUPS = QuantizationSpec(bit_width=4, qscheme="per_group", ch_axis=1, group_size=8)

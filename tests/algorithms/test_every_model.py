@@ -13,10 +13,10 @@ from support.extended import extended, extended_except
 from support.rescaling import CASES, built, task_of
 from torch import nn
 
-from quantizer.algorithms.adjustment import Adjustment, Task
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.adjustment import Adjustment, Task
 
 INT4 = QuantizationSpec(bit_width=4, qscheme="per_channel", ch_axis=0)
 READS_DATA = [name for name, row in ALGORITHMS.items() if row.needs_data]

@@ -25,11 +25,10 @@ from support.corrections import corrected
 from support.toys import built, traced
 from torch import Tensor, nn
 
-from quantizer.algorithms.fast_finetune import SOLVERS, FinetunedLayer
-from quantizer.algorithms.patches import channel_rows, matrix_weight, patches, weight_matrix
-from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, adaround
-from quantizer.calibration import finetuning
-from quantizer.calibration.finetuning import FinetuningResult, finetune_network
+from quantizer.algorithms.finetuning import network as finetuned_network
+from quantizer.algorithms.finetuning.layers import SOLVERS, FinetunedLayer
+from quantizer.algorithms.finetuning.network import FinetuningResult, finetune_network
+from quantizer.algorithms.finetuning.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.cli.options import FINETUNE_MODES
 from quantizer.errors import DataError
@@ -37,6 +36,7 @@ from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
 from quantizer.graph.trace import trace
+from quantizer.layerwise.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.nn.network import Network
 from quantizer.numerics.granularity import to_rows
 from quantizer.numerics.rounding import NEAREST
@@ -212,7 +212,7 @@ def assert_on_the_codes(graph: Graph, before: Solution, made: FinetuningResult) 
     assert nodes
     assert set(made.layers) == {node.name for node in nodes}
     # What there is without the last look at the output
-    solution = finetuning.apply_finetuning(before, made.layers)
+    solution = finetuned_network.apply_finetuning(before, made.layers)
     network, plain = quantized_network(graph, solution), Solution(solution.tensors)
     nearest = quantized_network(graph, plain)
     for name, found in made.layers.items():
@@ -321,7 +321,7 @@ def test_the_same_seed_gives_the_same_and_finetuned_layers_are_not_solved_again(
 def test_an_output_that_becomes_worse_undoes_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = finetuning.fast_finetune
+    original = finetuned_network.fast_finetune
 
     def spoiled(
         reference: Any, quantized: Any, mode: str, **more: Any
@@ -332,7 +332,7 @@ def test_an_output_that_becomes_worse_undoes_everything(
         more["done"] = {last.name: FinetunedLayer(torch.zeros(shape), scale, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
-    monkeypatch.setattr(finetuning, "fast_finetune", spoiled)
+    monkeypatch.setattr(finetuned_network, "fast_finetune", spoiled)
     _, before, made = of_toy("residual", tmp_path, "adaround", document())
     assert made.undone
     assert made.solution == before
@@ -359,7 +359,7 @@ def test_a_small_output_that_becomes_worse_undoes_everything(
     joined: bool, scores: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the large one became better, and with it all outputs together."""
-    original = finetuning.fast_finetune
+    original = finetuned_network.fast_finetune
 
     def spoiled(
         reference: Any, quantized: Any, mode: str, **more: Any
@@ -373,7 +373,7 @@ def test_a_small_output_that_becomes_worse_undoes_everything(
         more["done"] = {name: FinetunedLayer(torch.zeros(2, 8), scale, 1.0, 0.5)}
         return original(reference, quantized, mode, **more)
 
-    monkeypatch.setattr(finetuning, "fast_finetune", spoiled)
+    monkeypatch.setattr(finetuned_network, "fast_finetune", spoiled)
     batches = [
         Batch(
             (torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)),), {}, None, None

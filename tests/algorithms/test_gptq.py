@@ -35,14 +35,14 @@ from support.roundings import (
 )
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment
 from quantizer.algorithms.gptq.algorithms import gptq
-from quantizer.algorithms.gram import Gram
-from quantizer.algorithms.output_error import output_error
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import GPTQConfig
+from quantizer.algorithms.gptq.settings import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.layerwise.adjustment import Adjustment
+from quantizer.layerwise.gram import Gram
+from quantizer.layerwise.output_error import output_error
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import encode
 from quantizer.numerics.qparams import QParams

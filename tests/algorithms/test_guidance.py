@@ -10,12 +10,17 @@ import torch
 from support.roundings import CHANNELS, decaying, layer_names, resumed, task_of
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Run
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
 from quantizer.algorithms.gptq.guidance import token_weights
-from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.algorithms.gptq.settings import (
+    ColumnRounding,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+)
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
+from quantizer.layerwise.adjustment import Adjustment, Run
 from quantizer.nn.network import Network
 
 RUNS: dict[str, tuple[Run, ColumnRounding]] = {

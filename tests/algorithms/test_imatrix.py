@@ -7,13 +7,14 @@ import torch
 from support.roundings import independent, linear, task_of, to_nearest
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Task
 from quantizer.algorithms.gptq.algorithms import gptq
-from quantizer.algorithms.imatrix import imatrix
-from quantizer.algorithms.round_to_nearest import nearest
-from quantizer.config.algorithms import GPTQConfig, IMatrixConfig
+from quantizer.algorithms.gptq.settings import GPTQConfig
+from quantizer.algorithms.imatrix.imatrix import imatrix
+from quantizer.algorithms.imatrix.settings import IMatrixConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, Task
+from quantizer.layerwise.round_to_nearest import nearest
 
 WIDTH = 256
 SPECS = {

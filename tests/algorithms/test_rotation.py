@@ -16,13 +16,13 @@ from support.rescaling import difference, outputs, quantized_error, task_of
 from support.structures import IDS, Mixture, Mobile, pretrained
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Task, apply_adjustment
-from quantizer.algorithms.residual_stream import residuals
-from quantizer.algorithms.rotation import rotation
-from quantizer.config.algorithms import RotationConfig
+from quantizer.algorithms.rotation.residual_stream import residuals
+from quantizer.algorithms.rotation.rotation import rotation
+from quantizer.algorithms.rotation.settings import RotationConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, Task, apply_adjustment
 from quantizer.nn.network import Network
 from quantizer.nn.rescale import InputRotation
 

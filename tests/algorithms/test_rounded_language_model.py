@@ -14,11 +14,11 @@ from support.extended import extended_except
 from support.roundings import CHANNELS, layer_names, task_of, to_nearest, weight_of
 from torch.nn import functional as F
 
-from quantizer.algorithms.adjustment import Adjustment, apply_adjustment
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.adjustment import Adjustment, apply_adjustment
 from quantizer.nn.network import Network
 
 # Frantar et al. 2022 (arXiv 2210.17323) close 64 % of the gap for OPT-125M at 4 bits, and the

@@ -17,11 +17,11 @@ from support.roundings import (
 )
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Adjustment
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.config.model import QuantizationSpec, SymmetricScale
+from quantizer.layerwise.adjustment import Adjustment
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.numerics.qparams import QParams
 
 WEIGHT = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))

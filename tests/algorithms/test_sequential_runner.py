@@ -18,10 +18,10 @@ from support.extended import extended_except
 from support.toys import TOYS, built, leaves_equal, traced
 from torch import nn
 
-from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.sequential_runner import SequentialRunner
 from quantizer.errors import DataError
 from quantizer.graph.trace import trace
+from quantizer.layerwise.activation_store import ActivationStore
+from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded

@@ -24,19 +24,23 @@ from support.rescaling import (
 )
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, Task
-from quantizer.algorithms.fold import (
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
+from quantizer.algorithms.smoothquant.smoothquant import (
+    ChannelRanges,
+    smoothing_loss,
+    smoothquant,
+)
+from quantizer.config.model import QuantizationSpec
+from quantizer.errors import DataError
+from quantizer.graph.structure import Fold, InputGroup
+from quantizer.layerwise.adjustment import Adjustment, Task
+from quantizer.layerwise.fold import (
     admissible,
     fold_factors,
     input_name,
     parameter,
     tie_factors,
 )
-from quantizer.algorithms.smoothquant import ChannelRanges, smoothing_loss, smoothquant
-from quantizer.config.algorithms import SmoothQuantConfig
-from quantizer.config.model import QuantizationSpec
-from quantizer.errors import DataError
-from quantizer.graph.structure import Fold, InputGroup
 from quantizer.nn.network import Network
 
 PER_TENSOR = QuantizationSpec()

@@ -9,11 +9,16 @@ import torch
 from support.roundings import CHANNELS, decaying, solved
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import RoundedWeight, Run
 from quantizer.algorithms.gptq.algorithms import gptaq, gptq, qronos
-from quantizer.algorithms.round_to_nearest import nearest
-from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, GPTQConfig, QronosConfig
+from quantizer.algorithms.gptq.settings import (
+    ColumnRounding,
+    GPTAQConfig,
+    GPTQConfig,
+    QronosConfig,
+)
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.adjustment import RoundedWeight, Run
+from quantizer.layerwise.round_to_nearest import nearest
 
 WEIGHT = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
 X = decaying(512, 96, seed=1)

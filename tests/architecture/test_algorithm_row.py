@@ -1,4 +1,4 @@
-"""An algorithm is one file and one row: a made-up one is registered here, and everything knows
+"""An algorithm is what a plug-in declares: a made-up one is listed here, and everything knows
 it.
 """
 
@@ -17,13 +17,13 @@ from torch import nn
 
 from quantizer import Config, Dtype, ModelQuantizer, QuantizationConfig, QuantizationSpec
 from quantizer.cli.main import run_command
-from quantizer.config.algorithm_settings import ALGORITHMS, ALIASES
-from quantizer.config.algorithms import entry_kinds
+from quantizer.config.algorithms import ALIASES, LISTED, PLUGINS, entry_kinds
 from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.load import LoadResult, check_document
 from quantizer.errors import UsageError
+from quantizer.plugins import ListedAlgorithm
 
 Capture = pytest.CaptureFixture[str]
 WEIGHT = {"weight": {"dtype": "int8"}}
@@ -31,17 +31,21 @@ ALGORITHM = """
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
-from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Task
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import AlgoConfig, algorithm, setting
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, Task
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
+from quantizer.config.algorithms import AlgoConfig, setting
+from quantizer.config.typed_fields import type_checked
 
 
-@algorithm(run="made_up_algorithm:stretch", stage="round", needs_data=False, aliases=["elongate"])
+@type_checked
 @dataclass
 class StretchConfig(AlgoConfig):
     '''Stretch: weights are rounded with scales of another size.'''
+
+    run: ClassVar[str] = "made_up_algorithm:stretch"
+    needs_data: ClassVar[bool] = False
 
     name: str = "stretch"
     factor: float = setting(2.0, "What scales are multiplied by.", minimum=1, exclusiveMaximum=8)
@@ -83,8 +87,12 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The made-up algorithm's settings, registered as long as a test runs."""
     (tmp_path / "made_up_algorithm.py").write_text(ALGORITHM)
     monkeypatch.syspath_prepend(tmp_path)
+    row = ListedAlgorithm("made_up_algorithm:StretchConfig", aliases=("elongate",))
+    monkeypatch.setitem(LISTED, "stretch", row)
+    monkeypatch.setitem(PLUGINS, "stretch", "stretch")
+    monkeypatch.setitem(ALIASES, "elongate", "stretch")
     yield importlib.import_module("made_up_algorithm").StretchConfig
-    del sys.modules["made_up_algorithm"], ALGORITHMS["stretch"], ALIASES["elongate"]
+    del sys.modules["made_up_algorithm"]
 
 
 def check(entry: dict[str, Any], form: str = "hierarchical") -> LoadResult:

@@ -16,7 +16,8 @@ from support.configs import config, document
 from support.ledger import MODULES, shown, source
 from torch import Tensor, nn
 
-from quantizer.algorithms.residual_stream import residuals
+from quantizer.algorithms.equalization.equalization import cross_layer_equalization
+from quantizer.algorithms.rotation.residual_stream import residuals
 from quantizer.config.model import Settings
 from quantizer.graph.axis_rules import MOVED, SAME, Commutes
 from quantizer.graph.find_structure import find_structure
@@ -24,7 +25,6 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, PACKETS, register_op
 from quantizer.graph.passes import run_passes
-from quantizer.graph.passes.equalization import cross_layer_equalization
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve_plan
@@ -47,8 +47,8 @@ NAMED = {
     "plan/dpu_limits.py": "what the DPU has",
     "plan/dpu_support.py": "what the DPU has",
     "report/dpu_tables.py": "what the DPU approximates",
-    "algorithms/dpu_alignment.py": "what the DPU's shifters can take",
-    "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
+    "algorithms/dpu_alignment/dpu_alignment.py": "what the DPU's shifters can take",
+    "algorithms/rotation/residual_stream.py": "finds norms that are written out by what they are made "
     "of",
     "evaluation/exact_layers.py": "computes these operators in integers",
     "export/mobile/executorch.py": "where torch has the weight in these operators",

@@ -10,20 +10,25 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ledger import MODULES, PACKAGE, source
 
+from quantizer.config.resources import load_resource
 from quantizer.export.targets import EXPORTERS
 from quantizer.plugins import plugins
 
 ROOT = PACKAGE.parent
 FOLDERS = {path.parent.name: path.parent for path in sorted(PACKAGE.glob("*/*/plugin.py"))}
+CALIBRATING = [plugin.name for plugin in plugins() if plugin.steps or plugin.algorithms]
+"""The plug-ins that calibrations may need."""
 TARGETS = {plugin.name: list(plugin.targets) for plugin in plugins()}
 _IN_ONE_PROCESS = """
 import json, sys
 from quantizer.cli.main import run_command
 from quantizer.export.destinations import DESTINATIONS
+from quantizer.config.resources import load_resource
 from quantizer.export.targets import EXPORTERS
 
 codes = [run_command(words) for words in json.loads(sys.argv[1])]
@@ -62,8 +67,10 @@ def run(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_mode(place: Path, mode: str, *more: str) -> subprocess.CompletedProcess[str]:
-    options = ("--config_file", "configs/cpu_int8.json", "--model", "examples/digits.py")
+def run_mode(
+    place: Path, mode: str, *more: str, config: str = "plain.json"
+) -> subprocess.CompletedProcess[str]:
+    options = ("--config_file", config, "--model", "examples/digits.py")
     return run(
         place, "-m", "quantizer", "--quant_mode", mode, *options, "--subset_len", "64", *more
     )
@@ -98,7 +105,72 @@ def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
     assert not facts["torch"]
     assert done.stderr.count("is not one of its values") == len(asked)
     for gone in lost - {name}:
+        if not TARGETS[gone]:
+            continue
         assert f"is of the plug-in {gone}, which needs the plug-in" in done.stderr
+
+
+def settings_of(name: str) -> list[str]:
+    """Return the settings that a plug-in serves."""
+    entries = load_resource("schemas", "layered.schema.json")["properties"].items()
+    return [key for key, entry in entries if entry.get("plugin") == name]
+
+
+def plain_config(**settings: bool) -> dict[str, Any]:
+    """Return the config of the example without what needs a plug-in."""
+    config = dict(load_resource("configs", "cpu_int8.json"))
+    del config["$schema"]
+    return {**config, "include_bias_corr": False, **settings}
+
+
+@pytest.mark.parametrize("name", CALIBRATING)
+def test_a_config_that_asks_for_an_absent_plugin_is_refused(name: str, tmp_path: Path) -> None:
+    place = without(tmp_path, [name])
+    asked: list[dict[str, Any]] = []
+    for plugin in plugins():
+        if plugin.name == name:
+            weight = {"weight": {"dtype": "int8"}}
+            for entry in plugin.algorithms:
+                asked.append({"global_quant_config": weight, "algo_config": {"name": entry}})
+    for key in settings_of(name):
+        asked.append(plain_config(**{key: True}))
+    commands: list[list[str]] = []
+    for number, config in enumerate([plain_config(), *asked]):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(config))
+        commands.append(["validate", str(path)])
+    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["codes"] == [0, *[1] * len(asked)], done.stdout
+    said = done.stdout + done.stderr
+    assert said.count(f"needs the plug-in {name}, which is not there") == len(asked)
+
+
+@pytest.mark.slow
+def test_results_of_an_absent_plugin_are_refused_and_the_default_needs_none(
+    tmp_path: Path,
+) -> None:
+    place = without(tmp_path, [])
+    words = ("-m", "quantizer", "--model", "examples/digits.py", "--quant_mode")
+    short = ("--subset_len", "64")
+    done = run(place, *words, "calib", *short)
+    assert done.returncode == 0, done.stderr
+    for name in CALIBRATING:
+        shutil.rmtree(place / FOLDERS[name].relative_to(ROOT))
+    done = run(place, *words, "test", *short)
+    assert done.returncode == 5
+    missing = next(line for line in done.stderr.splitlines() if "is not there" in line)
+    assert "equalization" in missing and "bias_correction" in missing
+    done = run_mode(place, "calib", config="configs/cpu_int8.json")
+    assert done.returncode == 2
+    assert "include_bias_corr needs the plug-in bias_correction" in done.stderr
+    done = run(place, *words, "calib", *short, "--fast_finetune", "adaround")
+    assert done.returncode == 2
+    assert "needs the plug-in finetuning, which is not there" in done.stderr
+    for mode in ("calib", "test"):
+        done = run(place, *words, mode, *short)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
@@ -107,6 +179,7 @@ def test_without_any_plugin_the_core_works_and_one_alone_writes_its_files(
 ) -> None:
     """The two that come back need no package but torch."""
     place = without(tmp_path, list(FOLDERS))
+    (place / "plain.json").write_text(json.dumps(plain_config()))
     done = run_mode(place, "calib")
     assert done.returncode == 0, done.stderr
     done = run_mode(place, "test")

@@ -46,9 +46,9 @@ def _python_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 GIVE_TO_THE_CPU = {
-    "algorithms/bias_correction.py:_correct",
-    "algorithms/bias_correction.py:observe",
-    "algorithms/fast_finetune.py:solve",
+    "algorithms/bias_correction/bias_correction.py:_correct",
+    "calibration/channel_mean.py:observe",
+    "algorithms/finetuning/layers.py:solve",
     "algorithms/gptq/block_rounder.py:_index",
     "algorithms/gptq/rows.py:by_first",
     "comparison/channel_noise.py:column_energy",
@@ -57,7 +57,7 @@ GIVE_TO_THE_CPU = {
     "comparison/extents.py:of",
     "comparison/noise.py:of",
     "comparison/output_comparison.py:see",
-    "graph/passes/equalization.py:__init__",
+    "algorithms/equalization/equalization.py:__init__",
     "nn/quantized_tensor.py:with_qparams",
     "nn/quantized_tensor.py:encoded",
     "numerics/histogram.py:of",
@@ -247,7 +247,7 @@ def test_weights_in_files_are_rounded_as_those_in_memory(
         DeferredTensor, "prefetch", lambda tensor: ahead.append(tensor) or prefetch(tensor)
     )
     monkeypatch.setattr("quantizer.storage.safetensors_file.read_tensor", counted)
-    monkeypatch.setattr("quantizer.algorithms.sequential_runner._JOINED_IDS_OF_A_DEVICE", 1)
+    monkeypatch.setattr("quantizer.layerwise.sequential_runner._JOINED_IDS_OF_A_DEVICE", 1)
     (tmp_path / "config.json").write_text(json.dumps(HIERARCHICAL["gptq"]))
     made = tmp_path / "net.py"
     made.write_text(

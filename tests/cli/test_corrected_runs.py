@@ -19,8 +19,8 @@ from support.configs import document
 from support.generated import imported
 from support.runs import calibrate, check
 
-from quantizer.algorithms import bias_correction
-from quantizer.algorithms.bias_correction import ChannelMean
+from quantizer.algorithms.bias_correction import bias_correction
+from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.storage.opened_files import json_digest
 
 Toy = Callable[..., str]

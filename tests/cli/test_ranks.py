@@ -22,8 +22,8 @@ from support.configs import document, layer
 from support.extended import extended, extended_except
 from support.forked import run_ranks
 
+from quantizer.algorithms.power_of_two_equalization import decision
 from quantizer.calibration.events import RunStage
-from quantizer.calibration.power_of_two_equalization import decision
 from quantizer.cli.main import run_command
 from quantizer.observers import Observer
 from quantizer.results.checkpoint import Checkpoints

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.toys import TOYS, built, traced
 
+from quantizer.algorithms.dpu_alignment.dpu_alignment import align_positions
 from quantizer.calibration import observing
-from quantizer.calibration.steps import align_positions
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.evaluation.exact import compare_exact

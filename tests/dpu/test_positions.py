@@ -17,7 +17,7 @@ from support.dpu_networks import NETWORKS, Applied, Joined
 from torch import nn
 from torch.nn import functional as F
 
-from quantizer.algorithms.dpu_alignment import align
+from quantizer.algorithms.dpu_alignment.dpu_alignment import align
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.trace import trace
 from quantizer.plan.model import Key

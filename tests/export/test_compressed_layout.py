@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.deployments import fitted
 
-from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.schemes import CompressedLayer
+from quantizer.layerwise.round_to_nearest import nearest_qparams
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.export.targets import EXPORTERS
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.block_search import searched_scales
 from quantizer.numerics.granularity import scale_shape, to_rows

@@ -21,18 +21,18 @@ from support.toys import shake
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quantizer.algorithms.absorption.absorption import absorb_high_biases
+from quantizer.algorithms.equalization.equalization import (
+    MIN_EXPONENT,
+    cross_layer_equalization,
+    find_pairs,
+)
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
-from quantizer.graph.passes.equalization import (
-    MIN_EXPONENT,
-    absorb_high_biases,
-    cross_layer_equalization,
-    find_pairs,
-)
 from quantizer.graph.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan

@@ -12,9 +12,9 @@ import torch
 from support.structures import PIXELS, Mixture, Mobile, changed_by_folding, modules_of, prepared
 from torch import Tensor, nn
 
+from quantizer.algorithms.equalization.equalization import find_pairs
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.passes.equalization import find_pairs
 from quantizer.graph.structure import InputGroup
 
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import bits_of, encode, pack

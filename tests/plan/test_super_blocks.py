@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
+from quantizer.config.algorithms import ALGORITHMS, finds_codes
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.resources import load_resource

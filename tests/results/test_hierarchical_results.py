@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from support.hierarchies import Fields, hierarchy
 from support.toys import built, traced
 
-from quantizer.algorithms.bias_correction import correct_layer_biases
-from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
+from quantizer.algorithms.finetuning.network import finetune_network
 from quantizer.calibration import fingerprint, observing
-from quantizer.calibration.finetuning import finetune_network
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Config
@@ -27,6 +26,7 @@ from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
+from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

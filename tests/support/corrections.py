@@ -8,15 +8,16 @@ from functools import cached_property
 
 import torch
 
-from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.bias_correction import ChannelMean, correct_layer_biases
-from quantizer.algorithms.sequential_runner import SequentialRunner
+from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
 from quantizer.calibration import observing
+from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
+from quantizer.layerwise.activation_store import ActivationStore
+from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quantizer.algorithms.dpu_alignment.dpu_alignment import align_positions
 from quantizer.calibration import observing
 from quantizer.calibration.joins import join_decisions
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution
-from quantizer.calibration.steps import align_positions
 from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph

@@ -7,8 +7,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from quantizer.config.algorithm_settings import settings_of
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import ALGORITHMS, settings_of
 from support.configs import SETTINGS
 
 Drawn = dict[str, Any]

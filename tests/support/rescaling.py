@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from quantizer.algorithms.adjustment import Adjustment, Task, apply_adjustment
-from quantizer.algorithms.round_to_nearest import nearest_qparams
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment
+from quantizer.layerwise.round_to_nearest import nearest_qparams
 from quantizer.nn.network import Network
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.observers import Observer

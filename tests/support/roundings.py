@@ -11,14 +11,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Adjustment, RoundedWeight, Run, Task
 from quantizer.algorithms.gptq.algorithms import gptq
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.config.algorithms import GPTQConfig
+from quantizer.algorithms.gptq.settings import GPTQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
+from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, Run, Task
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.sources.batches import Batch
 
 CHANNELS = QuantizationSpec(bit_width=3, qscheme="per_channel", ch_axis=0)

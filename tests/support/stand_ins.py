@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from quantizer.algorithms.adjustment import (
+from quantizer.config.algorithms import AlgoConfig
+from quantizer.graph.edits import Insertion
+from quantizer.layerwise.adjustment import (
     Adjustment,
     Remark,
     RoundedWeight,
     Task,
     apply_adjustment,
 )
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.algorithms.sequential_runner import SequentialRunner
-from quantizer.config.algorithms import AlgoConfig
-from quantizer.graph.edits import Insertion
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
+from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.network import Network
 
 SOLVED: list[str] = []

@@ -15,14 +15,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantizer.algorithms.activation_store import ActivationStore
-from quantizer.algorithms.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.algorithms.gptq.experts import round_experts
 from quantizer.algorithms.gptq.guidance import TokenWeights, token_weights, unguided_remarks
 from quantizer.algorithms.gptq.layers import RoundedLayers, round_layers
 from quantizer.algorithms.gptq.member import Member
+from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosConfig
 from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
-from quantizer.algorithms.gram import (
+from quantizer.distributed import Ranks
+from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import set_parameter
+from quantizer.graph.structure import InputGroup
+from quantizer.layerwise.activation_store import ActivationStore
+from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
+from quantizer.layerwise.gram import (
     DEEPEST,
     TOO_DEEP,
     UNREACHED,
@@ -33,15 +38,10 @@ from quantizer.algorithms.gram import (
     not_finite_input,
     quantized_layers,
 )
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
-from quantizer.algorithms.sequential_runner import SequentialRunner, watching
-from quantizer.algorithms.shared_steps import steps_before_rounding
-from quantizer.algorithms.super_blocks import super_block_remarks
-from quantizer.config.algorithms import GPTAQConfig, GPTQConfig, QronosConfig
-from quantizer.distributed import Ranks
-from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import set_parameter
-from quantizer.graph.structure import InputGroup
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
+from quantizer.layerwise.sequential_runner import SequentialRunner, watching
+from quantizer.layerwise.shared_steps import steps_before_rounding
+from quantizer.layerwise.super_blocks import super_block_remarks
 from quantizer.nn import ExpertLinear
 from quantizer.nn.network import Network
 from quantizer.observers import ObservationError

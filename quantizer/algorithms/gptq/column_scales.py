@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.algorithms.gptq.block_rounder import ColumnScales
-from quantizer.algorithms.patches import is_linear, matrix_shape, weight_matrix
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.clip_search import group_size
+from quantizer.layerwise.patches import is_linear, matrix_shape, weight_matrix
 from quantizer.numerics.granularity import from_rows, to_rows
 from quantizer.numerics.qparams import QParams
 from quantizer.observers import kernel_of
@@ -52,13 +53,6 @@ def scale_index(spec: QuantizationSpec, depth: int, device: torch.device) -> Ten
     """Return the number of the scale that each column has in its row, int64 [depth]."""
     columns_per_scale = group_size(spec, depth) // spec.scales_per_group
     return torch.arange(depth, device=device) // columns_per_scale
-
-
-def group_size(spec: QuantizationSpec, depth: int) -> int:
-    """Return how many of a row's `depth` columns form a group: all of them without groups."""
-    if spec.qscheme != "per_group" or spec.group_size in (None, -1):
-        return depth
-    return int(spec.group_size or depth)
 
 
 def _by_row(layer: nn.Module, values: Tensor) -> Tensor:

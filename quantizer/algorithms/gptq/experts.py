@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Remark, RoundedWeight
 from quantizer.algorithms.gptq.layers import NOT_STABLE, RoundedLayers, is_stable, round_layers
 from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.target import GptqTarget, Products
-from quantizer.algorithms.gram import UNREACHED
-from quantizer.algorithms.output_error import output_error
-from quantizer.algorithms.patches import weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.adjustment import Remark, RoundedWeight
+from quantizer.layerwise.gram import UNREACHED
+from quantizer.layerwise.output_error import output_error
+from quantizer.layerwise.patches import weight_matrix
+from quantizer.layerwise.round_to_nearest import layer_qparams
 from quantizer.nn import ExpertLinear
 from quantizer.numerics.qparams import QParams
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantizer.algorithms.adjustment import Remark, Task
-from quantizer.algorithms.gram import quantized_layers
-from quantizer.algorithms.output_gradients import NO_GRADIENT, random_signs
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, first_line
 from quantizer.graph.language_parts import language_head
+from quantizer.layerwise.adjustment import Remark, Task
+from quantizer.layerwise.gram import quantized_layers
+from quantizer.layerwise.output_gradients import NO_GRADIENT, random_signs
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch, prefix_batch_errors
 

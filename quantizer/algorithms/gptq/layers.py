@@ -14,18 +14,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.adjustment import Remark, RoundedWeight
-from quantizer.algorithms.clip_search import ClipSearch, clip_shares
 from quantizer.algorithms.gptq.block_rounder import ColumnScales
-from quantizer.algorithms.gptq.column_scales import column_scales, group_size, scale_index
+from quantizer.algorithms.gptq.column_scales import column_scales, scale_index
 from quantizer.algorithms.gptq.member import Member
 from quantizer.algorithms.gptq.rows import OpenGroups, round_columns
 from quantizer.algorithms.gptq.sweeps import Refinement, may_refit_scales
 from quantizer.algorithms.gptq.target import GptqTarget, Hessian, Products
-from quantizer.algorithms.gram import zero_channels
-from quantizer.algorithms.output_error import estimated_error, output_error
-from quantizer.algorithms.round_to_nearest import nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.adjustment import Remark, RoundedWeight
+from quantizer.layerwise.clip_search import ClipSearch, clip_shares, group_size
+from quantizer.layerwise.gram import zero_channels
+from quantizer.layerwise.output_error import estimated_error, output_error
+from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.numerics.qparams import QParams, uncut
 from quantizer.numerics.two_level import nearest_group_scale
 from quantizer.observers import code_range_of, kernel_of

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from quantizer.algorithms.patches import matrix_weight, weight_matrix
-from quantizer.algorithms.round_to_nearest import layer_qparams, nearest, nearest_qparams
 from quantizer.config.model import QuantizationSpec
+from quantizer.layerwise.patches import matrix_weight, weight_matrix
+from quantizer.layerwise.round_to_nearest import layer_qparams, nearest, nearest_qparams
 from quantizer.numerics.qparams import QParams
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantizer.algorithms.clip_search import has_row_scales
 from quantizer.algorithms.gptq.block_rounder import ColumnScales
 from quantizer.algorithms.gptq.member import Member
+from quantizer.layerwise.clip_search import has_row_scales
 from quantizer.numerics.qparams import QParams
 
 _COLUMNS_AT_ONCE = 64

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quantizer.algorithms.gptq.rows import Factor, factorize
-from quantizer.algorithms.output_error import leading
-from quantizer.config.algorithms import ColumnRounding, GPTAQConfig, QronosConfig
+from quantizer.algorithms.gptq.settings import ColumnRounding, GPTAQConfig, QronosConfig
+from quantizer.layerwise.output_error import leading
 
 POWER_ITERATIONS = 30
 

@@ -43,7 +43,7 @@ from quantizer.config.model import (
 from quantizer.config.roles import KEY_OF
 
 _KEEP = "keep the layered form, or change it"
-_PASSES = {kind.switch: name for name, kind in SWITCHES.items()}
+_PASSES = {switch: name for name, switch in SWITCHES.items()}
 """Switches that the form lists among its algorithms."""
 
 _WORDS = {name: word for word, name in FIELDS.items()}

@@ -201,7 +201,7 @@ def _examples(
     """
     if key == "name":
         first = _ALGORITHMS[str(path[0])]
-        for name in dict.fromkeys((first, *ALGORITHMS)):
+        for name in sorted(ALGORITHMS, key=lambda name: name != first):
             yield {key: name}, False
     elif key == "dtype":
         wider = _wider_dtypes(value, path)

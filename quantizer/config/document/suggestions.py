@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from quantizer.config.algorithm_settings import settings_of
-from quantizer.config.algorithms import SWITCHES, entry_kinds
+from quantizer.config.algorithms import SWITCHES, entry_kinds, settings_of
 from quantizer.config.diagnostics import Edit, Fix
 from quantizer.config.document.document import Document, pointer_to, value_at
 from quantizer.config.forms.form import HIERARCHICAL_KEYS, Form, block_of, form_of
@@ -108,8 +107,8 @@ def _help_for_switch(switch: str, form: Form) -> str:
     """Return how a switch of the layered form is written in a form."""
     if form == "layered":
         return f'it is the switch "{switch}"'
-    for name, kind in SWITCHES.items():
-        if kind.switch == switch:
+    for name, setting in SWITCHES.items():
+        if setting == switch:
             return f'write "{name}", the switch {switch} of the layered form'
     return f'it is the switch "{switch}" of the layered form'
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
-from quantizer.config.algorithm_settings import AlgoConfig, read_keys, settings_of
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, read_keys, settings_of
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import ValidDocument
 from quantizer.config.json_types import JsonObject, JsonPath

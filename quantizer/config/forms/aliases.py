@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quantizer.config.algorithm_settings import ALIASES
+from quantizer.config.algorithms import ALIASES
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS

@@ -169,7 +169,7 @@ class _Translator(ValidDocument):
         # In reverse, so that the first entry of a switch decides its place
         for name, place in reversed(listed):
             if name in SWITCHES:
-                switch = SWITCHES[name].switch
+                switch = SWITCHES[name]
                 stated[switch] = True
                 if place:
                     places[switch] = place

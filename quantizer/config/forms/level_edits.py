@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from quantizer.config.algorithm_settings import ALGORITHMS, finds_codes
+from quantizer.config.algorithms import ALGORITHMS, finds_codes
 from quantizer.config.forms.form import ALGORITHM_LISTS, form_of
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS
 from quantizer.config.json_types import JsonMapping, JsonObject

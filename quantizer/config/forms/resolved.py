@@ -5,7 +5,7 @@ without comments.
 from collections.abc import Mapping
 from typing import Any
 
-from quantizer.config.algorithms import SWITCHES
+from quantizer.config.algorithms import SWITCHES, entry_kinds
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.json_types import JsonMapping, JsonObject
@@ -62,7 +62,8 @@ def _passes(entries: Any) -> list[JsonObject]:
     if isinstance(entries, Mapping):
         entries = [entries]
     names = [entry["name"] for entry in entries or ()]
-    return [algorithm_entry(SWITCHES[name]()) for name in names if name in SWITCHES]
+    kinds = entry_kinds("hierarchical")
+    return [algorithm_entry(kinds[name]()) for name in names if name in SWITCHES]
 
 
 def _hierarchical(document: JsonObject, settings: Settings) -> JsonObject:

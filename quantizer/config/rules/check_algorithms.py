@@ -7,7 +7,7 @@ No algorithm is known here by name: what there is to check of one is in its sett
 from collections.abc import Sequence
 from typing import Any
 
-from quantizer.config.algorithm_settings import finds_codes, settings_of
+from quantizer.config.algorithms import finds_codes, settings_of
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, related_to
 from quantizer.config.model import Algorithm, Config, Fields, QuantizationSpec, Role, Sourced
 from quantizer.config.wording import listed, quoted

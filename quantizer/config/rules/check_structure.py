@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.algorithm_schema import form_schema
-from quantizer.config.algorithms import ALGORITHMS
+from quantizer.config.algorithms import entry_kinds
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import Form, form_of
@@ -29,7 +29,8 @@ def check_structure(document: Document) -> list[Diagnostic]:
     """Return where the file differs from the schema of its form: at most one finding per value,
     key or block.
     """
-    validator = _validator(form_of(document.value), tuple(ALGORITHMS))
+    form = form_of(document.value)
+    validator = _validator(form, tuple(entry_kinds(form)))
     errors = validator.iter_errors(document.value)
     first_error = next(errors, None)
     if first_error is None:

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from quantizer.algorithms.fold import SCALE_OP
 from quantizer.config.forms.layer_entries import with_float
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.evaluation.ablation import Ablation
 from quantizer.evaluation.search.context import plan_of
 from quantizer.evaluation.search.trial import Figures, Trial
 from quantizer.graph.ir import Graph
+from quantizer.layerwise.fold import SCALE_OP
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.floating import input_values
 from quantizer.plan.model import Key, Plan

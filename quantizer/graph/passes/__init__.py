@@ -5,81 +5,59 @@ layers that survive. Unless its row says otherwise, it also keeps the float func
 rounding. No pass knows a scale.
 """
 
-import importlib
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
+from quantizer.plugins import GraphPass, loaded, plugins
 
 Pass = Callable[..., Graph]
-"""Takes a graph; the pass `CHECKED` also takes the layers that it must not change."""
-CHECKED = "absorb_high_biases"
-"""The pass that calibration checks on data, layer by layer."""
+"""Takes a graph, and what was decided on data if its row has a `decision`."""
+_FOLDER = "quantizer.graph.passes"
 
 
-@dataclass(frozen=True)
-class PassRow:
-    """What the table of passes says of one pass.
-
-    Args:
-        module: the file in this folder that has it.
-        setting: the setting that switches it on, None if it always runs.
-        device: the device that needs it, None if all do.
-        changes: its effect on the float function. "nothing"; "tails" changes only values that
-            batch norms have hardly seen; the config asks for "on purpose". "device" computes as
-            the device does. Test mode compares layers with a float
-            network without the passes of a device.
-        tolerance: the largest difference of outputs, as a share of the largest output, of a
-            pass that changes nothing or tails.
-        summary: a sentence on its `Graph.changes`, with their count and the largest amount.
-    """
-
-    module: str
-    setting: str | None = None
-    device: str | None = None
-    changes: Literal["nothing", "tails", "on purpose", "device"] = "nothing"
-    tolerance: float = 1e-5
-    summary: str = ""
-
-
-GRAPH_PASSES: dict[str, PassRow] = {
-    "remove_dropout": PassRow("activations"),
-    "compute_weights": PassRow("compute_constants"),
-    "compute_constants": PassRow("compute_constants"),
-    "separate_biases": PassRow("linear_layers"),
-    "linear_from_matmul": PassRow("linear_layers"),
-    "linear_of_experts": PassRow("linear_layers"),
-    "convert_relu6_to_relu": PassRow(
-        "activations", "convert_relu6_to_relu", changes="on purpose"
+GRAPH_PASSES: dict[str, GraphPass] = {
+    "remove_dropout": GraphPass(f"{_FOLDER}.activations:remove_dropout"),
+    "compute_weights": GraphPass(f"{_FOLDER}.compute_constants:compute_weights"),
+    "compute_constants": GraphPass(f"{_FOLDER}.compute_constants:compute_constants"),
+    "separate_biases": GraphPass(f"{_FOLDER}.linear_layers:separate_biases"),
+    "linear_from_matmul": GraphPass(f"{_FOLDER}.linear_layers:linear_from_matmul"),
+    "linear_of_experts": GraphPass(f"{_FOLDER}.linear_layers:linear_of_experts"),
+    "convert_relu6_to_relu": GraphPass(
+        f"{_FOLDER}.activations:convert_relu6_to_relu",
+        "convert_relu6_to_relu",
+        changes="on purpose",
     ),
-    "convert_silu_to_hswish": PassRow(
-        "activations", "convert_silu_to_hswish", changes="on purpose"
+    "convert_silu_to_hswish": GraphPass(
+        f"{_FOLDER}.activations:convert_silu_to_hswish",
+        "convert_silu_to_hswish",
+        changes="on purpose",
     ),
-    "fold_batch_norm": PassRow("fold_batch_norm"),
-    "cross_layer_equalization": PassRow(
-        "equalization",
-        "include_cle",
-        summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
+    "fold_batch_norm": GraphPass(f"{_FOLDER}.fold_batch_norm:fold_batch_norm"),
+}
+for _plugin in plugins():
+    GRAPH_PASSES.update(_plugin.passes)
+# A device computes what all other passes have left
+GRAPH_PASSES |= {
+    "dpu_average_pooling": GraphPass(
+        f"{_FOLDER}.dpu_pooling:dpu_average_pooling", device="DPU", changes="device"
     ),
-    # Outputs differ where a value lies more than three standard deviations below its mean.
-    CHECKED: PassRow(
-        "equalization",
-        "include_cle",
-        changes="tails",
-        tolerance=0.05,
-        summary="layers whose high biases the next one absorbs: {count}; most channels "
-        "{amount:.0f}",
+    "dpu_leaky_relu": GraphPass(
+        f"{_FOLDER}.activations:dpu_leaky_relu", device="DPU", changes="device"
     ),
-    "dpu_average_pooling": PassRow("dpu_pooling", device="DPU", changes="device"),
-    "dpu_leaky_relu": PassRow("activations", device="DPU", changes="device"),
-    "dpu_hard_activations": PassRow("activations", device="DPU", changes="device"),
+    "dpu_hard_activations": GraphPass(
+        f"{_FOLDER}.activations:dpu_hard_activations", device="DPU", changes="device"
+    ),
 }
 
 
 def run_passes(
-    graph: Graph, settings: Settings, *, device: bool = True, refused: Collection[str] = ()
+    graph: Graph,
+    settings: Settings,
+    *,
+    device: bool = True,
+    kept: Mapping[str, Any] | None = None,
 ) -> Graph:
     """Return the graph after every pass that the settings ask for.
 
@@ -88,27 +66,46 @@ def run_passes(
         settings: say which passes run.
         device: whether passes run that compute as a device does. Without them the graph is the
             float network.
-        refused: layers that the pass `CHECKED` must not change.
+        kept: what was decided on data, by name.
     """
     for name in _wanted(settings, device=device):
+        row = GRAPH_PASSES[name]
         function = load_pass(name)
-        changed = function(graph, refused) if name == CHECKED else function(graph)
+        decision = (kept or {}).get(row.decision)
+        changed = function(graph, decision) if decision else function(graph)
         is_other = changed.nodes != graph.nodes or changed.changes != graph.changes
-        if GRAPH_PASSES[name].changes != "nothing" and is_other:
+        if row.changes != "nothing" and is_other:
             changed = changed.replaced(deviations=(*changed.deviations, name))
         graph = changed
     return graph
 
 
-def graph_before(checked: str, graph: Graph, settings: Settings) -> Graph | None:
-    """Return the float network on which a pass runs, None if the settings do not ask for that
-    pass.
-    """
+def graph_before(last: str, graph: Graph, settings: Settings) -> Graph:
+    """Return the float network on which a pass runs that the settings ask for."""
     for name in _wanted(settings, device=False):
-        if name == checked:
-            return graph
+        if name == last:
+            break
         graph = load_pass(name)(graph)
-    return None
+    return graph
+
+
+def decided_on_data(
+    original: Graph, settings: Settings, batches: Callable[[], Iterable[Any]]
+) -> dict[str, Any]:
+    """Return what passes have to be decided on data, by the name under which it is kept.
+
+    Args:
+        original: the model as traced.
+        settings: say which passes run.
+        batches: begins a pass over the data, on the graph's device.
+    """
+    kept = {}
+    for name in _wanted(settings, device=False):
+        row = GRAPH_PASSES[name]
+        if row.decide:
+            graph = graph_before(name, original, settings)
+            kept[row.decision] = loaded(row.decide)(graph, batches())
+    return kept
 
 
 def _wanted(settings: Settings, *, device: bool = True) -> Iterator[str]:
@@ -145,6 +142,5 @@ def summary(graph: Graph) -> list[str]:
 
 def load_pass(name: str) -> Pass:
     """Return the function of a registered pass."""
-    module = importlib.import_module(f"{__name__}.{GRAPH_PASSES[name].module}")
-    function: Pass = getattr(module, name)
+    function: Pass = loaded(GRAPH_PASSES[name].function)
     return function

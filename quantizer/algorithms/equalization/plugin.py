@@ -1,0 +1,16 @@
+"""Declares cross-layer equalization."""
+
+from quantizer.plugins import GraphPass, ListedAlgorithm, Plugin
+
+_SETTINGS = "quantizer.algorithms.equalization.settings:CLEConfig"
+_PASS = GraphPass(
+    "quantizer.algorithms.equalization.equalization:cross_layer_equalization",
+    setting="include_cle",
+    summary="pairs of layers equalized: {count}; largest factor 2^{amount:.1f}",
+)
+PLUGIN = Plugin(
+    "equalization",
+    rank=25,
+    algorithms={"cle": ListedAlgorithm(_SETTINGS, switch="include_cle")},
+    passes={"cross_layer_equalization": _PASS},
+)

@@ -1,0 +1,10 @@
+"""Declares SmoothQuant."""
+
+from quantizer.plugins import ListedAlgorithm, Plugin
+
+_SETTINGS = "quantizer.algorithms.smoothquant.settings:SmoothQuantConfig"
+PLUGIN = Plugin(
+    "smoothquant",
+    rank=20,
+    algorithms={"smoothquant": ListedAlgorithm(_SETTINGS, aliases=("smooth",))},
+)

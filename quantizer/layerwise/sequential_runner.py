@@ -1,0 +1,312 @@
+"""Run a network over all batches segment by segment or node by node, so that layers can change
+before values continue.
+
+Between segments, the values that later nodes read are stored, of every batch. Within a segment
+it runs batch by batch, as a plain pass does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantizer.distributed import ALONE, Ranks
+from quantizer.errors import DataError
+from quantizer.graph.ir import Node
+from quantizer.layerwise.activation_store import ActivationStore, half_of_what_is_free
+from quantizer.nn.execution import NO_WATCHERS, Execution, Watchers, layer_arguments
+from quantizer.nn.network import Network
+from quantizer.sources.batches import (
+    Batch,
+    count_not_finite,
+    prefix_batch_errors,
+    prefix_errors,
+)
+from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
+from quantizer.storage.deferred_tensor import CPU, DeferredTensor, keep_loaded, loaded
+
+_JOINED_IDS = 1024
+_JOINED_IDS_OF_A_DEVICE = 8192
+"""Up to this many token ids run as one batch: on the CPU, and elsewhere."""
+_NumberedInputs = tuple[int, list[Any]]
+"""The number of a batch, and what it gives the network."""
+
+
+class _Run(NamedTuple):
+    """Holds batches that run as one, and how far they are.
+
+    The inputs of several batches are small, and are kept. Those of a single one are not.
+    """
+
+    parts: list[_NumberedInputs]
+    execution: Execution
+
+
+class SequentialRunner:
+    """Holds the executions of all batches, at the same node. Going through all nodes costs what
+    one pass over the data costs.
+
+    Segment by segment: `advance` up to a node, change layers that come after it, advance again.
+    Node by node, in order: `compute(node)` yields its value for each batch, `store` stores
+    them, `release` continues with the next node; `finish` does all three. Memory holds the
+    batches' inputs and the values that are still read. Between two blocks, these are their
+    common value and what all blocks read. Of several ranks, each runs its own share of the
+    batches.
+
+    Args:
+        network: what runs.
+        batches: what it runs on.
+        store: for the values; without one, half of the free memory is used.
+        ranks: who share the batches.
+        together: whether consecutive batches of few token ids run as one, because a call costs
+            more than a few tokens. Their values come as one, too.
+
+    Raises:
+        DataError: there is no batch, or one does not fit the network; it is named by its
+            number.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        batches: Iterable[Batch],
+        store: ActivationStore | None = None,
+        ranks: Ranks = ALONE,
+        *,
+        together: bool = False,
+    ) -> None:
+        self.network = network
+        self.ranks = ranks
+        self._store = store or ActivationStore()
+        numbered = self._inputs(batches)
+        runs: Iterable[list[_NumberedInputs]] = ([row] for row in numbered)
+        if together and _reads_ids(network):
+            most = _JOINED_IDS_OF_A_DEVICE
+            if network.graph.device == CPU:
+                most = _JOINED_IDS
+            runs = _joinable(numbered, most)
+        self._runs: list[_Run] = []
+        for parts in runs:
+            inputs = [self._store.keep(value) for value in _joined(parts)]
+            if len(parts) == 1:
+                parts = [(parts[0][0], [])]
+            self._runs.append(_Run(parts, Execution(network, inputs)))
+
+    def _inputs(self, batches: Iterable[Batch]) -> Iterator[_NumberedInputs]:
+        """Yield what this rank's batches give the network."""
+        number = -1
+        for number, batch in enumerate(batches):
+            if self.ranks.owns(number):
+                # All inputs are stored, and a loader may refill those of the last batch
+                stable = batch.stable()
+                with prefix_batch_errors(number, batch):
+                    inputs = self.network.inputs(stable.args, stable.kwargs)
+                shown_number = number if batch.number is None else batch.number
+                yield shown_number, inputs
+        if number < 0:
+            raise no_batches()
+
+    def value(self, name: str) -> list[Any]:
+        """Return a node's value for each batch, while a later node reads it."""
+        return [run.execution.values[name] for run in self._runs]
+
+    def branch(self) -> SequentialRunner:
+        """Return another runner that continues from here with the same network, while this one
+        stays where it is.
+        """
+        other = copy.copy(self)
+        other._store = ActivationStore(self._store.budget)
+        other._runs = [_Run(run.parts, run.execution.branch()) for run in self._runs]
+        return other
+
+    def advance(self, upto: str | None = None, watch: Watchers = NO_WATCHERS) -> None:
+        """Run all batches up to and including node `upto`, or to the end.
+
+        Watchers get the values of their nodes as they come, after those of nodes that ran
+        earlier.
+
+        Raises:
+            DataError: a batch cannot run; it is named by its number.
+        """
+        index = self.network.graph.index
+        stop = len(index) if upto is None else index[upto] + 1
+        with self._held_weights(stop):
+            for run in self._runs:
+                execution = run.execution
+                before = dict(execution.values)
+                position = execution.position
+                with self._naming(run, stop, watch), torch.no_grad():
+                    for name in watch:
+                        if index[name] < position:
+                            watch[name](execution.values[name])
+                    execution.advance(stop, watch)
+                self._free(before, execution)
+                for name, value in execution.values.items():
+                    if before.get(name) is not value:
+                        execution.values[name] = self._store.keep(value)
+                trim_heap(TRIM_AFTER_GROWTH)
+
+    def calls(self, node: Node) -> list[dict[str, Any]]:
+        """Return the arguments of the next node's layer, batch by batch."""
+        return [layer_arguments(node, run.execution.values) for run in self._runs]
+
+    def compute(self, node: Node) -> Iterator[Any]:
+        """Yield the next node's value of each batch, computed with the present layer.
+
+        Raises:
+            DataError: its layer cannot run on a batch; both are named.
+        """
+        stop = self.network.graph.index[node.name] + 1
+        with self._held_weights(stop):
+            for run in self._runs:
+                with self._naming(run, stop):
+                    value = self.network.run_node(node, run.execution.values)
+                yield value
+
+    def store(self, values: Iterable[Any]) -> list[Any]:
+        """Store the next node's value of each batch, one by one as they come."""
+        return [self._store.keep(value) for value in values]
+
+    def change(self, stored: list[Any], changed: Callable[[Any], Any]) -> None:
+        """Replace each stored value by what `changed` returns, which may be the value itself,
+        changed in place.
+        """
+        for number, value in enumerate(stored):
+            new = changed(loaded(value))
+            if new is not value:
+                self._store.free(value)
+                stored[number] = self._store.keep(new)
+
+    def release(self, stored: Iterable[Any]) -> None:
+        """Move to the next node with these stored values, and free values without readers."""
+        for run, value in zip(self._runs, stored, strict=True):
+            before = dict(run.execution.values)
+            run.execution.put(value)
+            self._free(before, run.execution)
+        trim_heap(TRIM_AFTER_GROWTH)
+
+    def finish(self, node: Node) -> None:
+        """Compute the next node, store its values, and continue with the one after it."""
+        self.release(self.store(self.compute(node)))
+
+    def outputs(self) -> Iterator[Any]:
+        """Yield what the network returns for each batch, once every node has run."""
+        for run in self._runs:
+            yield run.execution.output()
+
+    def _held_weights(self, stop: int) -> AbstractContextManager[None]:
+        """Keep the weights of the nodes up to `stop` on the device, if there is room, so that
+        each comes from its file once and not for every batch. On the CPU a file's pages stay in
+        memory anyway.
+        """
+        graph = self.network.graph
+        if graph.device == CPU or len(self._runs) < 2:
+            return keep_loaded([])
+        start = self._runs[0].execution.position
+        weights = []
+        for node in graph.nodes[start:stop]:
+            layer = self.network.layers[node.name]
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                if isinstance(tensor, DeferredTensor):
+                    weights.append(tensor)
+        size = sum(tensor.nbytes for tensor in weights)
+        if size > half_of_what_is_free(graph.device):
+            return keep_loaded([])
+        return keep_loaded(weights)
+
+    @contextmanager
+    def _naming(self, run: _Run, stop: int, watch: Watchers = NO_WATCHERS) -> Iterator[None]:
+        """Begin a DataError from within with the batch. If several run as one, run each again
+        to find the first that has the error alone.
+        """
+        try:
+            yield
+        except DataError as error:
+            numbers = [number for number, _ in run.parts]
+            place = f"batch {numbers[0]}"
+            if numbers[0] != numbers[-1]:
+                place = f"batches {numbers[0]} to {numbers[-1]}"
+            if len(numbers) > 1:
+                refusing = dict.fromkeys(watch, partial(_refuse, error))
+                for number, inputs in run.parts:
+                    with prefix_batch_errors(number):
+                        Execution(self.network, inputs).advance(stop, refusing)
+            with prefix_errors(f"{place}: "):
+                raise
+
+    def _free(self, before: dict[str, Any], execution: Execution) -> None:
+        for name, value in before.items():
+            if execution.values.get(name) is not value:
+                self._store.free(value)
+
+
+def no_batches(purpose: str = "calibration") -> DataError:
+    """Return the error about data for this purpose without any batch."""
+    text = f"the {purpose} data has no batches"
+    return DataError(text, help="check <--data> and <--subset_len>")
+
+
+def _joinable(batches: Iterable[_NumberedInputs], most: int) -> Iterator[list[_NumberedInputs]]:
+    """Yield consecutive batches of one length, of up to `most` ids together."""
+    parts: list[_NumberedInputs] = []
+    room = 0
+    lengths: list[Any] = []
+    for number, inputs in batches:
+        size = max(value.numel() for value in inputs)
+        new_lengths = [value.shape[1:] for value in inputs]
+        if parts and (size > room or new_lengths != lengths):
+            yield parts
+            parts = []
+        if not parts:
+            room = most
+            lengths = new_lengths
+        room -= size
+        parts.append((number, inputs))
+    if parts:
+        yield parts
+
+
+def _reads_ids(network: Network) -> bool:
+    """Check whether all inputs are integers whose first axis is the batch, of any size."""
+    nodes = [node for node in network.graph.nodes if node.op == "input"]
+    return all(node.shape and node.shape[0] is None and not node.is_float for node in nodes)
+
+
+def _refuse(error: DataError, value: Tensor) -> None:
+    """Raise the error that several batches had together, if this value is not finite."""
+    if count_not_finite(value):
+        raise error
+
+
+def _joined(parts: Sequence[_NumberedInputs]) -> list[Any]:
+    """Return the inputs of batches, one after the other in one."""
+    if len(parts) == 1:
+        return parts[0][1]
+    all_inputs = [inputs for _, inputs in parts]
+    return [torch.cat(values) for values in zip(*all_inputs, strict=True)]
+
+
+def watching(network: Network, layer: str, take: Callable[..., None]) -> tuple[str, Watchers]:
+    """Return the node up to which a network has to run for the inputs of a layer, and watchers
+    that call `take` with these inputs once for each batch.
+    """
+    sources = network.graph.by_name[layer].operands
+    last = max(sources.values(), key=network.graph.index.__getitem__)
+    if len(sources) == 1:
+        return last, {last: take}
+    seen: dict[str, Tensor] = {}
+
+    def watch(key: str, value: Tensor) -> None:
+        seen[key] = value
+        if len(seen) == len(sources):
+            operands = dict(seen)
+            seen.clear()
+            take(**operands)
+
+    return last, {name: partial(watch, key) for key, name in sources.items()}
