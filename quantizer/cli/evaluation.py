@@ -1,4 +1,4 @@
-"""Says what a test runs on and measures with, and what the kinds of data are told."""
+"""Says what a test runs on and measures with, and which options its data read."""
 
 from typing import Any
 

@@ -267,15 +267,6 @@ def load_batches(
     options = options or {}
     check_options(kind, options)
     if kind is not None:
-        if kind.is_synthetic and example is None:
-            raise UsageError(
-                f"{source!r} asks for data to calibrate with, and there is nothing to "
-                "calibrate",
-                help="give real data, or leave them out to test with the data of the "
-                "calibration",
-            )
-        # Each kind of data is imported where it is read
-        open_data = imported(kind.opener)
         named = NamedData(
             label,
             paths,
@@ -287,7 +278,7 @@ def load_batches(
             defaults=defaults or {},
             example=example,
         )
-        batches: Batches = open_data(named)
+        batches = _opened(kind, named)
         if kind.is_synthetic:
             # As many are made as are wanted
             subset_len = None
@@ -299,6 +290,17 @@ def load_batches(
         batches = _user_data(source, label, arguments, seed)
     batches.subset_len = subset_len
     batches.arguments = arguments
+    return batches
+
+
+def _opened(kind: DataKind, data: NamedData) -> Batches:
+    if kind.is_synthetic and data.example is None:
+        raise UsageError(
+            f"{data.spec!r} asks for data to calibrate with, and there is nothing to calibrate",
+            help="give real data, or leave them out to test with the data of the calibration",
+        )
+    # Each kind of data is imported where it is read
+    batches: Batches = imported(kind.opener)(data)
     return batches
 
 

@@ -81,7 +81,7 @@ def advice_without_data() -> str:
 
 
 def no_files_of_any_kind() -> str:
-    """Return the words for files that are no data, such as "no tensor file and no text"."""
+    """Return what files lack that have no data, such as "no tensor file and no text"."""
     return joined([f"no {kind.one}" for kind in data_kinds().values() if not kind.word], "and")
 
 
@@ -152,7 +152,7 @@ def _kind_of_word(spec: str) -> DataKind | None:
 
 
 def _help(word: str) -> list[str]:
-    """Return what `--data` may be, and what adds a word or a suffix that is none of it."""
+    """Return what `--data` may be, and how to add a word or a suffix."""
     files, others, words = [_TENSOR_FORM], [], []
     for kind in data_kinds().values():
         if kind.word:
