@@ -24,7 +24,7 @@ from efficientnet_lite_pytorch import EfficientNet
 from PIL import Image
 from torch import Tensor, nn
 
-from quantizer.sources.images import Preprocess
+from quantizer.sources.images.images import Preprocess
 
 SIDE = 224
 CENTRE = 224 / 256

@@ -289,6 +289,53 @@ class CalibrationStep:
 
 
 @dataclass(frozen=True)
+class DataKind:
+    """A kind of data that `--data` names, by files or by a word.
+
+    Attributes:
+        name: the plural, for sentences.
+        one: the singular.
+        opener: the function ("module:name") that returns the `Batches` of a `NamedData`.
+        suffixes: of its files. Another plug-in may add some with a kind of the same name.
+        word: that `--data` begins with; empty for files.
+        form: how `--data` names it; empty for files of which only the suffixes are named.
+        options: those that this kind reads, and not each kind.
+        refusal: what errors say of other data if one of the options is given, and the help.
+        is_synthetic: whether the data are made from the model.
+        advice: for errors about missing data; empty if there is none.
+        has_class_folders: whether a folder may have a folder of files for each label.
+    """
+
+    name: str
+    one: str = ""
+    opener: str = ""
+    suffixes: tuple[str, ...] = ()
+    word: str = ""
+    form: str = ""
+    options: tuple[str, ...] = ()
+    refusal: tuple[str, str] = ("", "leave out the option")
+    is_synthetic: bool = False
+    advice: str = ""
+    has_class_folders: bool = False
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model that `--model` names by a path.
+
+    Attributes:
+        form: how `--model` names it, for sentences.
+        loader: the function ("module:name") that returns the `LoadedModel` of a text, given
+            `trust`.
+        is_named_by: whether a text of `--model` names one. It imports and opens nothing.
+    """
+
+    form: str
+    loader: str
+    is_named_by: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds.
 
@@ -305,6 +352,10 @@ class Plugin:
         algorithms: what configs may list, by name.
         passes: of the graph, by name.
         steps: of the calibration.
+        data: the kinds of data of `--data`.
+        models: the kinds of models of `--model`. The first that a text names loads it.
+        parts: functions ("module:name") by what they do, for the plug-ins in `needs`.
+        packages: what it imports, by the extra that installs it.
     """
 
     name: str
@@ -319,6 +370,10 @@ class Plugin:
     algorithms: Mapping[str, ListedAlgorithm] = field(default_factory=dict)
     passes: Mapping[str, GraphPass] = field(default_factory=dict)
     steps: tuple[CalibrationStep, ...] = ()
+    data: tuple[DataKind, ...] = ()
+    models: tuple[ModelKind, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def words(self) -> frozenset[str]:
@@ -326,6 +381,8 @@ class Plugin:
         options: list[str] = []
         for target in self.targets.values():
             options += [option.name for option in target.options]
+        for kind in self.data:
+            options += [*kind.suffixes, *filter(None, [kind.word])]
         kinds = (self.targets, self.profiles, self.destinations, self.strategies, self.metrics)
         # A target may have the name of an algorithm
         others = [f"the algorithm {name}" for name in self.algorithms]
@@ -362,6 +419,14 @@ def loaded(place: str) -> Any:
 def absent(name: str) -> bool:
     """Return whether a plug-in is not there, or misses another one."""
     return all(plugin.name != name for plugin in plugins())
+
+
+def part(does: str) -> Any:
+    """Return the function that does something for another plug-in; None if there is none."""
+    for plugin in plugins():
+        if does in plugin.parts:
+            return loaded(plugin.parts[does])
+    return None
 
 
 def leave_out_foreign() -> None:

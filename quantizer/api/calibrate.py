@@ -42,12 +42,10 @@ from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.same_calibration import check_plan
 from quantizer.results.write import write_results
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import SYNTHETIC, Batches, is_synthetic, load_batches
-from quantizer.sources.hugging_face import example_input
-from quantizer.sources.module_state import evaluating
-from quantizer.sources.synthetic import Wanted, synthetic_batches
-from quantizer.sources.weights import check_finite
-from quantizer.sources.windows import DEFAULT_SEQ_LEN, without_cache
+from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, example_input
+from quantizer.sources.module_state import evaluating, without_cache
+from quantizer.sources.tensor_kinds import check_finite
 from quantizer.storage.process_memory import parse_size
 
 CalibrationData = str | Iterable[Any] | Callable[[], Any]
@@ -337,29 +335,22 @@ def open_batches(
             "batch_size is for data that a text names, and these batches have their sizes",
             help="leave `batch_size` out, or set it where the batches are made",
         )
-    if is_synthetic(data):
-        return _synthetic_data(str(data), model, settings)
+
+    def example() -> Batch | None:
+        """Return an input of a model of transformers; None for other models."""
+        if not hasattr(model, "main_input_name"):
+            return None
+        return load_batches([example_input(model, DEFAULT_SEQ_LEN)], module=model).first()
+
     return load_batches(
         data,
         module=model,
         batch_size=settings.batch_size,
         subset_len=settings.subset_len,
         seed=settings.seed,
+        example=example,
         label="data",
     )
-
-
-def _synthetic_data(spec: str, model: nn.Module, settings: CalibrationSettings) -> Batches:
-    """Return data that are made from the model.
-
-    Models of transformers get an example input, whose shapes the data take.
-    """
-    example: Batch | None = None
-    if spec == SYNTHETIC and hasattr(model, "main_input_name"):
-        item = example_input(model, DEFAULT_SEQ_LEN)
-        example = load_batches([item], module=model).first()
-    wanted = Wanted(settings.subset_len, settings.batch_size, seed=settings.seed)
-    return synthetic_batches(spec, model, example, wanted)
 
 
 def trace_compared(

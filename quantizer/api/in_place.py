@@ -27,11 +27,11 @@ from quantizer.plan.model import Plan
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import Batches
+from quantizer.sources.example_inputs import example_input
 from quantizer.sources.first_batch import layer_remedies
-from quantizer.sources.hugging_face import example_input
+from quantizer.sources.tensor_kinds import check_kinds
 from quantizer.sources.user_code import frames_of, user_errors
 from quantizer.sources.user_data import batches_of, iterable_of
-from quantizer.sources.weights import check_kinds
 
 _EXAMPLE_LENGTH = 32
 """Tokens of an example input."""

@@ -61,9 +61,8 @@ from quantizer.results.checkpoint import Checkpoints
 from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, mark_result_folder, require_result_folder
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
-from quantizer.sources.hugging_face import example_input
+from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN, example_input
 from quantizer.sources.padding import without_padding
-from quantizer.sources.windows import DEFAULT_SEQ_LEN
 from quantizer.storage.files import write_json, write_text
 from quantizer.storage.permission import replacing
 

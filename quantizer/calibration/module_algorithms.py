@@ -24,8 +24,7 @@ from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
 from quantizer.plan.model import Key, Plan
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import evaluating
-from quantizer.sources.windows import without_cache
+from quantizer.sources.module_state import evaluating, without_cache
 
 logger = logging.getLogger(__name__)
 

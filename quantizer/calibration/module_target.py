@@ -34,7 +34,7 @@ from quantizer.plan.remarks import MUCH, group_size_remarks, left_float, share_l
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 from quantizer.sources.module_state import evaluating, preserve_module_state
-from quantizer.sources.weights import check_finite
+from quantizer.sources.tensor_kinds import check_finite
 
 NEEDS_TRACE = {
     "include_cle": "equalizes neighbouring layers",

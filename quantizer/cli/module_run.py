@@ -58,10 +58,9 @@ from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
 from quantizer.sources.directions import BY_NAME
-from quantizer.sources.module_state import evaluating
+from quantizer.sources.module_state import evaluating, without_cache
+from quantizer.sources.tensor_kinds import check_kinds
 from quantizer.sources.user_code import user_errors
-from quantizer.sources.weights import check_kinds
-from quantizer.sources.windows import without_cache
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 _SUFFIX = "-modules"

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from quantizer.cli.evaluation import evaluation_option, read_windows
+from quantizer.cli.evaluation import evaluation_option, options_of_kinds, sample_length
 from quantizer.cli.options import Options
 from quantizer.cli.screen import notes_on_stderr as notes_on_stderr
 from quantizer.cli.screen import screen, starts_of_lines, timed
@@ -39,15 +38,9 @@ from quantizer.printable import json_text, one_line
 from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import (
-    DEFAULT_BATCH_SIZE,
-    SYNTHETIC,
-    Batches,
-    is_synthetic,
-    load_batches,
-)
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, load_batches
+from quantizer.sources.kinds import advice_without_data
 from quantizer.sources.models import LoadedModel, load_model
-from quantizer.sources.windows import Windows
 from quantizer.storage import process_memory
 
 if TYPE_CHECKING:
@@ -249,59 +242,39 @@ def open_data(
     option = unmoved(option)
     if option is not None:
         source = option
-    windows = read_windows(options, loaded, option, seq_len)
-    if is_synthetic(option):
-        synthetic = _synthetic_data(str(option), options, loaded, windows)
-        if evaluation:
-            synthetic.skip_len = options.skip_len
-        return synthetic
+    given = options_of_kinds(options, loaded, option)
+    length = sample_length(options, loaded, seq_len)
+    open_batches = partial(load_batches, module=loaded.module, options=given)
     if source is None:
         if loaded.example is None or evaluation:
             raise missing_data()
-        item = partial(loaded.example, windows.seq_len)
-        example = load_batches(lambda: [item()], module=loaded.module)
+        item = partial(loaded.example, length)
+        example = open_batches(lambda: [item()])
         return replace(example, label="the example input", stands_in=True)
-    batches = load_batches(
+    batches = open_batches(
         source,
-        module=loaded.module,
         batch_size=options.batch_size,
         subset_len=options.subset_len,
         seed=options.seed,
-        preprocess=unmoved(options.preprocess),
-        windows=windows,
-        max_unpacked=options.max_unpacked,
+        defaults={
+            "tokenizer": loaded.tokenizer,
+            "seq_len": length,
+            "trust": options.trust,
+            "max_unpacked": options.max_unpacked,
+        },
+        example=partial(_first_of_model, loaded, length),
     )
     if evaluation:
         batches.skip_len = options.skip_len
     return batches
 
 
-def _synthetic_data(
-    spec: str, options: Options, loaded: LoadedModel, windows: Windows
-) -> Batches:
-    """Return data that are made from the model, in the shapes of its example input or of its
-    own data.
-    """
-    # Only synthetic data need it
-    from quantizer.sources.synthetic import Wanted, synthetic_batches
-
-    if Path(spec).exists():
-        _logger.warning(
-            "--data %s makes data from the model; ./%s is the file or folder", spec, spec
-        )
-    if options.preprocess and not options.eval_data:
-        raise UsageError(
-            "--preprocess is for images, but the data are synthetic",
-            help="leave it out: the inputs that are made have the model's own range",
-        )
+def _first_of_model(loaded: LoadedModel, length: int) -> Batch | None:
+    """Return the example input of a model, or else its first batch; None if it has neither."""
     source: Any = loaded.calibration_data
     if loaded.example is not None:
-        source = [loaded.example(windows.seq_len)]
-    example: Batch | None = None
-    if source is not None and spec == SYNTHETIC:
-        example = load_batches(source, module=loaded.module).first()
-    wanted = Wanted(options.subset_len, options.batch_size, options.seq_len, options.seed)
-    return synthetic_batches(spec, loaded.module, example, wanted)
+        source = [loaded.example(length)]
+    return source and load_batches(source, module=loaded.module).first()
 
 
 def batch_size(options: Options, batches: Batches) -> int:
@@ -312,10 +285,9 @@ def batch_size(options: Options, batches: Batches) -> int:
 def missing_data() -> UsageError:
     """Return the error about missing data."""
     remedy = (
-        "give --data, or add calibration_data() to the model's file; --data synthetic makes "
-        "data from the model itself. A config without static activations and without "
-        "algorithms needs only the shape of an input: --data random:1x3x224x224, or "
-        "example_input() in the model's file"
+        f"give --data, or add calibration_data() to the model's file{advice_without_data()}. "
+        "A config without static activations and without algorithms needs only the shape of "
+        "an input: --data random:1x3x224x224, or example_input() in the model's file"
     )
     return UsageError("Missing option '--data'", help=remedy)
 

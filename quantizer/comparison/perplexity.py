@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantizer.errors import DataError
-from quantizer.sources.batches import Batch
-from quantizer.sources.windows import UNSCORED
+from quantizer.sources.batches import UNSCORED, Batch
 
 _CHUNK_LOGITS = 1 << 22
 """How many logits are converted to float32 at a time, which limits the memory."""

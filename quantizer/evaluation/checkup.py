@@ -24,12 +24,8 @@ from quantizer.sources.data import Batches
 from quantizer.storage import process_memory
 
 CheckLevel = Literal["ok", "note", "warning", "error"]
-_EXTRAS = {
-    "llm": ("transformers", "tokenizers"),
-    "images": ("PIL",),
-    "plots": ("resvg_py", "tensorboard"),
-}
-"""The packages of each extra that something imports, besides those of plug-ins."""
+_PLOTS = ("resvg_py", "tensorboard")
+"""The packages of the extra `plots`."""
 MAX_CHECKED_BATCHES = 64
 MIN_SAMPLES = 100
 """Images that calibration should have. Texts have hundreds of tokens in each sample."""
@@ -95,7 +91,8 @@ def _packages_by_extra() -> dict[str, tuple[str, ...]]:
     rows: list[tuple[str, tuple[str, ...]]] = []
     for plugin in plugins():
         rows += [(target.extra, target.needs) for target in plugin.targets.values()]
-    rows += _EXTRAS.items()
+        rows += plugin.packages.items()
+    rows.append(("plots", _PLOTS))
     by_extra: dict[str, tuple[str, ...]] = {}
     seen: set[str] = set()
     for extra, packages in rows:

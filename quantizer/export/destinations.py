@@ -91,6 +91,9 @@ def preset_for(name: str, *, has_data: bool) -> str:
         return destination.preset
     if destination.without_data is not None:
         return destination.without_data
+    # It imports torch
+    from quantizer.sources.kinds import advice_without_data
+
     others = [
         f"<--to {other}>"
         for other, place in DESTINATIONS.items()
@@ -98,7 +101,6 @@ def preset_for(name: str, *, has_data: bool) -> str:
     ]
     raise UsageError(
         f"<--to {name}> needs calibration data, and there is none",
-        help="give <--data><shell:, or add calibration_data() to the model's file>; "
-        "<--data synthetic> makes data from the model itself; these need no data: "
-        f"{', '.join(others)}",
+        help="give <--data><shell:, or add calibration_data() to the model's file>"
+        f"{advice_without_data()}; these need no data: {', '.join(others)}",
     )

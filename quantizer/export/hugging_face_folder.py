@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.export.targets import offered
-from quantizer.sources.deferred_checkpoint import CHECKPOINT_FILE
-from quantizer.sources.embedding_modules import embedding_modules
-from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG
-from quantizer.sources.quantized_folders.dequantized_folder import (
+from quantizer.sources.files.transformers_folder import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
     GPTQ_FILE,
     MODELOPT_FILE,
     QUANTIZATION_KEY,
     QUANTIZATION_KEYS,
+    embedding_modules,
 )
 from quantizer.storage.files import read_json, write_json
 from quantizer.storage.tensor_shards import write_shards
@@ -48,7 +48,7 @@ _CODE_ENDINGS = (".py", ".pyc", ".ipynb", ".sh", ".so")
 _INDEX_ENDING = ".index.json"
 # They describe other weights than those of the new folder.
 _REPLACED_FILES = (
-    HUGGING_FACE_CONFIG,
+    CONFIG_FILE,
     "adapter_config.json",
     MODELOPT_FILE,
     "quant_config.json",
@@ -64,7 +64,7 @@ def source_folder(model: nn.Module) -> Path | None:
     if not isinstance(name, str) or not name:
         return None
     folder = Path(name)
-    return folder if (folder / HUGGING_FACE_CONFIG).is_file() else None
+    return folder if (folder / CONFIG_FILE).is_file() else None
 
 
 def model_config(model: nn.Module) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
     folder = source_folder(model)
     config: Any = getattr(model, "config", None)
     if folder is not None:
-        content: dict[str, Any] = read_json(folder / HUGGING_FACE_CONFIG)
+        content: dict[str, Any] = read_json(folder / CONFIG_FILE)
     elif hasattr(config, "to_json_string"):
         content = json.loads(config.to_json_string())
     else:
@@ -119,7 +119,7 @@ def write_folder(
         UsageError: the model has no config of transformers.
         ResultError: the folder cannot be written.
     """
-    write_json(folder / HUGGING_FACE_CONFIG, model_config(model) | {QUANTIZATION: quantization})
+    write_json(folder / CONFIG_FILE, model_config(model) | {QUANTIZATION: quantization})
     write_shards(folder / CHECKPOINT_FILE, tensors, {"format": "pt"})
     source = source_folder(model)
     remarks = ["no tokenizer is copied: the model does not come from a folder"]

@@ -26,6 +26,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
+from quantizer.sources.kinds import advice_without_data
 
 WIDTHS = (4, 8)
 """The widths that engines have kernels for."""
@@ -80,8 +81,8 @@ def require_sized(
     if not has_data:
         raise UsageError(
             "<--max_mb> measures what each weight loses in 4 bits, and there is no data",
-            help="give <--data><shell:, or add calibration_data() to the model's file>; "
-            "<--data synthetic> makes data from the model itself",
+            help="give <--data><shell:, or add calibration_data() to the model's file>"
+            f"{advice_without_data()}",
         )
 
 

@@ -22,12 +22,8 @@ from quantizer.graph.ir import Node
 from quantizer.layerwise.activation_store import ActivationStore, half_of_what_is_free
 from quantizer.nn.execution import NO_WATCHERS, Execution, Watchers, layer_arguments
 from quantizer.nn.network import Network
-from quantizer.sources.batches import (
-    Batch,
-    count_not_finite,
-    prefix_batch_errors,
-    prefix_errors,
-)
+from quantizer.sources.batches import Batch, prefix_batch_errors, prefix_errors
+from quantizer.sources.tensor_kinds import count_not_finite
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 from quantizer.storage.deferred_tensor import CPU, DeferredTensor, keep_loaded, loaded
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from quantizer.config.wording import a_kind
 from quantizer.errors import BatchError, DataError
 from quantizer.sources.arguments import Arguments, FilledArguments, filled_arguments
-from quantizer.sources.tensor_kinds import dtype_name, unsupported_reason
+from quantizer.sources.tensor_kinds import PLAIN_TENSORS_HELP, dtype_name, unsupported_reason
 
-PLAIN_TENSORS_HELP = (
-    "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
-)
+UNSCORED = -100
+"""The target of a token that is not scored. It is the `ignore_index` of torch's
+cross_entropy.
+"""
 _SAMPLED = 1024
 """How many values of each tensor the fingerprint includes by position."""
 
@@ -196,27 +197,6 @@ class Fingerprint:
             "inputs": inputs,
             "digest": self.digest,
         }
-
-
-def count_not_finite(
-    tensor: Tensor, is_sound: Callable[[Tensor], Tensor] = torch.isfinite
-) -> int:
-    """Count the values of a tensor that are not finite, or for which `is_sound` is false.
-
-    Args:
-        tensor: of any dtype.
-        is_sound: returns a boolean for each value. It must be true for finite values.
-    """
-    if not tensor.is_floating_point():
-        return 0
-    # If the sum is finite, so are all values, which is the usual case and takes one pass. torch
-    # has no sum for formats of one byte. Others are not converted: it takes eight times as long
-    is_narrow = tensor.element_size() == 1
-    total = tensor.float().sum() if is_narrow else tensor.sum()
-    if torch.isfinite(total):
-        return 0
-    sound = is_sound(tensor.double())
-    return tensor.numel() - int(sound.sum())
 
 
 @contextmanager

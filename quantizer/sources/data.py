@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +16,24 @@ from torch import nn
 
 from quantizer.distributed import Ranks
 from quantizer.errors import BatchError, DataError, UsageError
+from quantizer.plugins import DataKind, loaded
 from quantizer.sources.arguments import (
     UNKNOWN_ARGUMENTS,
     Arguments,
     FilledArguments,
     arguments_of,
 )
-from quantizer.sources.batches import Batch, Fingerprint, count_not_finite
-from quantizer.sources.file_kinds import IMAGE_SUFFIXES, TENSOR_SUFFIXES, TEXT_SUFFIXES
+from quantizer.sources.batches import Batch, Fingerprint
+from quantizer.sources.kinds import NamedData, check_options, find_files
 from quantizer.sources.repeated_passes import RepeatedPasses
-from quantizer.sources.user_code import require_callable, split_spec
+from quantizer.sources.tensor_kinds import count_not_finite
+from quantizer.sources.user_code import require_callable
 from quantizer.sources.user_data import call_once_if_list, load_python_source, user_batches
-from quantizer.sources.windows import Windows
 from quantizer.storage.allocator import TRIM_AFTER_GROWTH, trim_heap
 
-TEXTS = "texts"
-SYNTHETIC = "synthetic"
-"""The value of `--data` for data that are made from the model itself."""
 EXAMPLE_STAMP = "an example input, not of real data"
 """What reports say if an example input takes the place of data."""
 DEFAULT_BATCH_SIZE = 32
-# A window has hundreds of tokens, and each of them a row of logits
-DEFAULT_TEXT_BATCH = 1
-_TENSORS = "tensor files"
-_IMAGES = "images"
-_SUFFIXES = {_TENSORS: TENSOR_SUFFIXES, TEXTS: TEXT_SUFFIXES, _IMAGES: IMAGE_SUFFIXES}
-_FORMS = (
-    "give FILE.py:factory, package.module:factory, a file, folder or glob of .npy, .npz, "
-    ".safetensors or .pt tensors or of .txt, .jsonl or .parquet texts, a folder of images, "
-    "random:NxCxHxW or synthetic"
-)
 _logger = logging.getLogger(__name__)
 
 
@@ -245,9 +231,9 @@ def load_batches(
     batch_size: int | None = None,
     subset_len: int | None = None,
     seed: int = 0,
-    preprocess: str | None = None,
-    windows: Windows | None = None,
-    max_unpacked: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    example: Callable[[], Batch | None] | None = None,
     label: str = "the data of the model's file",
 ) -> Batches:
     """Return the batches of `--data`, or of the user's callable or iterable.
@@ -260,9 +246,9 @@ def load_batches(
         subset_len: the number of samples to use. The last batch is cut.
         seed: draws random data and the order of images, and seeds the global generators before
             each pass of the user's loader.
-        preprocess: how images are resized.
-        windows: how texts are split.
-        max_unpacked: bytes that a smaller file of tensors may unpack to.
+        options: those that were given and that only some kinds of data read, by name.
+        defaults: what takes the place of such options, as in `NamedData`.
+        example: as in `NamedData`; None if data must not be made from the model.
         label: names the data in messages, unless `source` is a value of `--data`.
 
     Raises:
@@ -272,32 +258,32 @@ def load_batches(
     """
     _require_positive("batch size", batch_size)
     _require_positive("subset length", subset_len)
-    if is_synthetic(source):
-        raise UsageError(
-            f"{source!r} asks for data to calibrate with, and there is nothing to calibrate",
-            help="give real data, or leave them out to test with the data of the calibration",
-        )
-    size = batch_size or DEFAULT_BATCH_SIZE
     arguments = arguments_of(module)
-    kind = ""
+    kind: DataKind | None = None
     paths: list[Path] = []
     if isinstance(source, str):
         label = source
         kind, paths = find_files(source)
-    if preprocess is not None and kind != _IMAGES:
-        raise UsageError("<--preprocess> is for images, but the data is not images")
-    if kind == _IMAGES:
-        batches = _image_data(label, paths, preprocess, size, seed=seed)
-    elif kind == _TENSORS:
-        batches = _tensor_data(label, paths, size, arguments, max_unpacked)
-    elif kind == TEXTS:
-        # Each kind of data is imported where it is read
-        from quantizer.sources.text import TextData
-
-        text = TextData(paths, label, windows or Windows(), module)
-        batches = Batches(partial(text.batches, batch_size or DEFAULT_TEXT_BATCH), label)
+    options = options or {}
+    check_options(kind, options)
+    if kind is not None:
+        named = NamedData(
+            label,
+            paths,
+            module,
+            batch_size=batch_size,
+            samples=subset_len,
+            seed=seed,
+            options=options,
+            defaults=defaults or {},
+            example=example,
+        )
+        batches = _opened(kind, named)
+        if kind.is_synthetic:
+            # As many are made as are wanted
+            subset_len = None
     elif isinstance(source, str) and source.startswith("random:"):
-        batches = _random_data(source, size, seed)
+        batches = _random_data(source, batch_size or DEFAULT_BATCH_SIZE, seed)
         # A drawn tensor is the first input, whatever its name
         arguments = UNKNOWN_ARGUMENTS
     else:
@@ -307,39 +293,15 @@ def load_batches(
     return batches
 
 
-def _tensor_data(
-    label: str, paths: list[Path], size: int, arguments: Arguments, max_unpacked: int | None
-) -> Batches:
-    # As in `load_batches`
-    from quantizer.sources.prefetch import prefetched
-    from quantizer.sources.tensor_files import tensor_batches
-
-    read = partial(tensor_batches, paths, size, arguments, max_unpacked)
-    return Batches(partial(prefetched, read), label)
-
-
-def _image_data(
-    label: str, paths: list[Path], preprocess: str | None, size: int, *, seed: int
-) -> Batches:
-    # As in `load_batches`
-    from quantizer.sources.images import (
-        PREPROCESS_EXAMPLE,
-        find_images,
-        image_batches,
-        parse_preprocess,
-    )
-    from quantizer.sources.prefetch import prefetched
-
-    images = find_images(paths)
-    if preprocess is None:
+def _opened(kind: DataKind, data: NamedData) -> Batches:
+    if kind.is_synthetic and data.example is None:
         raise UsageError(
-            f"{label} holds images, and <--preprocess> is missing",
-            help=f"give <--preprocess> '{PREPROCESS_EXAMPLE}', or batches of tensors",
+            f"{data.spec!r} asks for data to calibrate with, and there is nothing to calibrate",
+            help="give real data, or leave them out to test with the data of the calibration",
         )
-    settings = parse_preprocess(preprocess)
-    read = partial(image_batches, images, settings, size, seed)
-    length = math.ceil(len(images) / size)
-    return Batches(partial(prefetched, read), label, length=length)
+    # Each kind of data is imported where it is read
+    batches: Batches = loaded(kind.opener)(data)
+    return batches
 
 
 def _user_data(source: Any, label: str, arguments: Arguments, seed: int) -> Batches:
@@ -377,15 +339,6 @@ def shape_of_spec(spec: str) -> tuple[int, list[int]]:
     return samples, shape
 
 
-def is_synthetic(spec: Any) -> bool:
-    """Return whether a value of `--data` asks for synthetic data.
-
-    >>> is_synthetic("synthetic"), is_synthetic("synthetic:8x512"), is_synthetic("./synthetic")
-    (True, True, False)
-    """
-    return isinstance(spec, str) and spec.partition(":")[0] == SYNTHETIC
-
-
 def _random_data(spec: str, size: int, seed: int) -> Batches:
     samples, shape = shape_of_spec(spec)
 
@@ -397,48 +350,6 @@ def _random_data(spec: str, size: int, seed: int) -> Batches:
 
     length = math.ceil(samples / size)
     return Batches(open_pass, spec, stamp="random data", length=length)
-
-
-def find_files(spec: str) -> tuple[str, list[Path]]:
-    """Return the kind of data files, and the files sorted by name.
-
-    For a folder with images, or with nothing that is known, the folder itself is returned: the
-    images may be in class folders. If the data does not come from files, return ("", []).
-
-    Raises:
-        DataError: there are no such files, or files of no kind or of several.
-    """
-    path = Path(spec)
-    if path.suffix == ".py" or spec.startswith("random:") or is_synthetic(spec):
-        return "", []
-    if path.is_dir():
-        files = sorted(path.iterdir())
-    elif path.is_file():
-        files = [path]
-    elif glob.has_magic(spec):
-        files = sorted(map(Path, glob.glob(spec, recursive=True)))
-    elif split_spec(spec)[1]:
-        return "", []
-    else:
-        raise DataError(f"there is no file or folder {spec}", help=_FORMS)
-    by_kind: dict[str, list[Path]] = {}
-    for kind, suffixes in _SUFFIXES.items():
-        matching = [file for file in files if file.suffix.lower() in suffixes]
-        if matching:
-            by_kind[kind] = matching
-    if path.is_dir() and by_kind.keys() <= {_IMAGES}:
-        # Its images may be in class folders
-        return _IMAGES, [path]
-    if not by_kind:
-        raise DataError(f"{spec} gives no tensor file, no text and no image", help=_FORMS)
-    kind, matching = next(iter(by_kind.items()))
-    if len(by_kind) > 1:
-        pattern = path / f"*{matching[0].suffix}"
-        raise DataError(
-            f"{spec} holds {' and '.join(by_kind)}",
-            help=f"name one kind, for example {pattern}",
-        )
-    return kind, matching
 
 
 def _require_positive(name: str, value: int | None) -> None:

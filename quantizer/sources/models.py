@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,9 +19,12 @@ from torch.nn.parameter import is_lazy
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, ModelError, QuantizerError
 from quantizer.nn.layer import check_float
+from quantizer.plugins import loaded, plugins
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions
-from quantizer.sources.file_kinds import WEIGHT_SUFFIXES
+from quantizer.sources.kinds import WEIGHT_SUFFIXES, joined
+from quantizer.sources.module_state import prepare_for_traces
+from quantizer.sources.tensor_kinds import check_finite
 from quantizer.sources.user_code import (
     UserModule,
     import_user_module,
@@ -31,18 +33,9 @@ from quantizer.sources.user_code import (
     user_errors,
     user_exits,
 )
-from quantizer.sources.weights import check_finite
-from quantizer.sources.windows import prepare_for_windows
-
-if TYPE_CHECKING:
-    from quantizer.sources.tokenizer import TextTokenizer
 
 _logger = logging.getLogger(__name__)
 
-_FORMS = (
-    "give FILE.py, FILE.py:factory, package.module:factory, an exported .pt2 or a Hugging "
-    "Face folder"
-)
 _REFUSED_WEIGHTS = (
     "{path} holds weights, not a model",
     "give the Python that builds it: <--model FILE.py --weights {path}>",
@@ -60,14 +53,10 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(WEIGHT_SUFFIXES, _REFUSED_WEIGHTS),
 }
 """The reason and the help of the error for files that are not models, by suffix."""
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-"""How a model of the Hugging Face Hub is named: owner/name."""
 _LOOKED_FOR = ("calibration_data", "evaluation_data", "evaluate", "example_input")
 """The functions of the model's file that may be missing."""
 _SIMILAR = 0.76
 """How similar a name must be to pass for a wrong one; `calib_data` is."""
-_ADAPTER = "adapter_config.json"
-"""The file of a folder that PEFT has written."""
 Measure = Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]]
 """A function that runs a model on the data and returns metrics by name."""
 
@@ -89,6 +78,13 @@ class Evaluate:
         return self.function(model, data)
 
 
+class UserFunction(NamedTuple):
+    """A function of the user's without arguments, and what names it in messages."""
+
+    call: Callable[[], Any]
+    label: str
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A float model to trace, and what else its file defines under the conventional names.
@@ -100,7 +96,7 @@ class LoadedModel:
         evaluation_data: the same, for evaluation; by default `calibration_data`.
         evaluate: the user's function.
         directions: of the metrics that the file declares.
-        tokenizer: loads what splits texts into tokens.
+        tokenizer: what splits texts into tokens: a folder, or a function of the user's.
         example: returns an item with the shapes of the data, for a number of tokens. Its values
             mean nothing.
     """
@@ -111,7 +107,7 @@ class LoadedModel:
     evaluation_data: Callable[[], Any] | None = None
     evaluate: Evaluate | None = None
     directions: Directions = BY_NAME
-    tokenizer: Callable[[], TextTokenizer] | None = None
+    tokenizer: Path | UserFunction | None = None
     example: Callable[[int], Any] | None = None
 
 
@@ -135,27 +131,21 @@ def load_model(
         ModelError: the model cannot be loaded or checked.
     """
     path = Path(spec)
-    suffix = path.suffix.lower()
-    if path.is_dir():
-        loaded = _from_folder(path, trust)
-    elif suffix in _REFUSED:
+    suffix = "" if path.is_dir() else path.suffix.lower()
+    if suffix in _REFUSED:
         reason, remedy = _REFUSED[suffix]
         raise ModelError(reason.format(path=path), help=remedy.format(path=path))
-    elif suffix == ".pt2":
+    if suffix == ".pt2":
         module = _from_pt2(path, trust)
         loaded = LoadedModel(module, type(module).__name__)
-    elif _HUB_NAME.fullmatch(spec) and suffix != ".py" and not path.exists():
-        raise ModelError(
-            f"there is no folder {spec}; quantizer downloads nothing",
-            help=f"download a model of the Hugging Face Hub first: `hf download {spec} "
-            f"--local-dir {path.name}`, then <--model {path.name}>",
-        )
-    else:
+    elif suffix == ".py":
         loaded = _from_python(spec)
+    else:
+        loaded = _from_plugin(spec, trust) or _from_python(spec)
     check_float(loaded.module, traced=True)
     if weights is not None:
         # Only --weights needs it
-        from quantizer.sources.weights_file import load_weights
+        from quantizer.sources.files.weights_file import load_weights
 
         load_weights(loaded.module, weights, max_unpacked)
     check_finite(loaded.module)
@@ -205,6 +195,21 @@ def load_evaluate(spec: str, fallback: Directions = BY_NAME) -> Evaluate:
     return Evaluate(function, Directions.declared_by(user).with_fallback(fallback))
 
 
+def _from_plugin(spec: str, trust: bool) -> LoadedModel | None:
+    """Return the model that a plug-in loads; None if there is none for this text."""
+    for plugin in plugins():
+        for kind in plugin.models:
+            if kind.is_named_by(spec):
+                model: LoadedModel = loaded(kind.loader)(spec, trust=trust)
+                return model
+    if Path(spec).is_dir():
+        raise ModelError(
+            f"{spec} is a folder, and no plug-in is there that loads a model from it",
+            help=model_forms(),
+        )
+    return None
+
+
 def _from_python(spec: str) -> LoadedModel:
     """Return the model that a file or a module of the user builds."""
     location, name = split_spec(spec)
@@ -212,16 +217,16 @@ def _from_python(spec: str) -> LoadedModel:
         name = "model"
         if not location.endswith(".py"):
             if Path(spec).is_file():
-                raise ModelError(f"{spec} is not a Python file", help=_FORMS)
+                raise ModelError(f"{spec} is not a Python file", help=model_forms())
             message = f"{spec!r} is neither a file, a folder nor module:factory"
             file = Path(f"{spec}.py")
-            remedy = f"did you mean {file}?" if file.is_file() else _FORMS
+            remedy = f"did you mean {file}?" if file.is_file() else model_forms()
             raise ModelError(message, help=remedy)
     user = import_user_module(location, ModelError)
     module = _build(user, name)
     _note_similar_names(user)
     with user_errors("eval() of the model", ModelError):
-        prepare_for_windows(module)
+        prepare_for_traces(module)
     directions = Directions.declared_by(user)
     evaluate = None
     function = user.find("evaluate")
@@ -310,14 +315,9 @@ def _getter(user: UserModule, name: str) -> Callable[[], Any] | None:
     return value
 
 
-def _tokenizer_of(user: UserModule) -> Callable[[], TextTokenizer] | None:
+def _tokenizer_of(user: UserModule) -> UserFunction | None:
     tokenizer = _getter(user, "tokenizer")
-    if tokenizer is None:
-        return None
-    # Only texts need it
-    from quantizer.sources.tokenizer import TextTokenizer
-
-    return lambda: TextTokenizer(tokenizer(), f"tokenizer() of {user.label}")
+    return tokenizer and UserFunction(tokenizer, f"tokenizer() of {user.label}")
 
 
 def _example_of(user: UserModule) -> Callable[[int], Any] | None:
@@ -371,7 +371,7 @@ def checked_measure(
 
 def _from_pt2(path: Path, trust: bool) -> nn.Module:
     if not path.is_file():
-        raise ModelError(f"there is no file {path}", help=_FORMS)
+        raise ModelError(f"there is no file {path}", help=model_forms())
     if not trust:
         raise ModelError(
             f"{path} is not loaded: a .pt2 file can run code when torch.export.load opens it",
@@ -389,35 +389,9 @@ def _from_pt2(path: Path, trust: bool) -> nn.Module:
         raise ModelError(f"{path} cannot be read as an exported program: {cause}") from cause
 
 
-def _from_folder(folder: Path, trust: bool) -> LoadedModel:
-    """Return the model of a Hugging Face folder."""
-    # Only Hugging Face folders need them
-    from quantizer.sources.hugging_face import (
-        HUGGING_FACE_CONFIG,
-        example_input,
-        load_hugging_face,
-    )
-    from quantizer.sources.tokenizer import has_tokenizer, load_tokenizer
-
-    if not (folder / HUGGING_FACE_CONFIG).is_file() and (folder / _ADAPTER).is_file():
-        raise ModelError(
-            f"{folder} holds an adapter of PEFT, not a whole model",
-            help="merge it into its model first: peft.AutoPeftModelForCausalLM.from_pretrained"
-            f"('{folder}').merge_and_unload().save_pretrained('merged'), then <--model merged>",
-        )
-    if not (folder / HUGGING_FACE_CONFIG).is_file():
-        raise ModelError(
-            f"{folder} is a folder without a {HUGGING_FACE_CONFIG}, so it is not a Hugging "
-            "Face model",
-            help=_FORMS,
-        )
-    module = load_hugging_face(folder, trust=trust)
-    tokenizer = None
-    if has_tokenizer(folder):
-        tokenizer = partial(load_tokenizer, folder, trust=trust)
-    return LoadedModel(
-        module,
-        type(module).__name__,
-        tokenizer=tokenizer,
-        example=partial(example_input, module),
-    )
+def model_forms() -> str:
+    """Return the help of errors about `--model`, which says what it may be."""
+    forms = ["FILE.py", "FILE.py:factory", "package.module:factory", "an exported .pt2"]
+    for plugin in plugins():
+        forms += [kind.form for kind in plugin.models]
+    return f"give {joined(forms, 'or')}"

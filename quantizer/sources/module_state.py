@@ -1,5 +1,5 @@
 """Save and restore what a call of the user's module may change: its buffers, its attributes,
-its hooks, its mode, and the global random generators.
+its hooks, its mode, its KV cache, and the global random generators.
 """
 
 import random
@@ -174,3 +174,35 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def prepare_for_traces(module: nn.Module) -> nn.Module:
+    """Return the module in eval mode and without a KV cache: each call runs a whole window, and
+    a trace cannot contain a cache.
+    """
+    for config in _configs_with_cache(module):
+        config.use_cache = False
+    return module.eval()
+
+
+@contextmanager
+def without_cache(module: nn.Module) -> Iterator[None]:
+    """Disable the KV cache of a model while it is traced."""
+    configs = _configs_with_cache(module)
+    try:
+        for config in configs:
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def _configs_with_cache(module: nn.Module) -> list[Any]:
+    """Return the configs that enable a KV cache. A decoder may have its own config."""
+    configs: dict[int, Any] = {}
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            configs[id(config)] = config
+    return list(configs.values())

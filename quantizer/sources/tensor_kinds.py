@@ -1,11 +1,20 @@
-"""Decide whether torch can compute with a tensor: it has to be dense, of a standard dtype, and
-have values.
+"""Decide whether torch can compute with tensors and with the weights of a module: they have to
+be dense, of a standard dtype, have values, and be finite.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Container, Iterator
 
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from quantizer.errors import ModelError
+from quantizer.nn.weighted import keep_quiet_about
 from quantizer.storage.deferred_tensor import DeferredTensor
+
+PLAIN_TENSORS_HELP = (
+    "give dense tensors of a standard dtype: use to_dense(), dequantize() or float()"
+)
 
 _DTYPES_WITH_KERNELS = (
     torch.bool,
@@ -79,3 +88,79 @@ def _has_values(tensor: Tensor) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return stored >= (last + 1) * tensor.element_size()
+
+
+def count_not_finite(
+    tensor: Tensor, is_sound: Callable[[Tensor], Tensor] = torch.isfinite
+) -> int:
+    """Count the values of a tensor that are not finite, or for which `is_sound` is false.
+
+    Args:
+        tensor: of any dtype.
+        is_sound: returns a boolean for each value. It must be true for finite values.
+    """
+    if not tensor.is_floating_point():
+        return 0
+    # If the sum is finite, so are all values, which is the usual case and takes one pass. torch
+    # has no sum for formats of one byte. Others are not converted: it takes eight times as long
+    is_narrow = tensor.element_size() == 1
+    total = tensor.float().sum() if is_narrow else tensor.sum()
+    if torch.isfinite(total):
+        return 0
+    sound = is_sound(tensor.double())
+    return tensor.numel() - int(sound.sum())
+
+
+def check_finite(module: nn.Module, skipped: Container[str] = ()) -> None:
+    """Check that parameters are finite and that buffers have no NaN. Infinity is allowed in
+    buffers: masks have it.
+
+    Args:
+        module: the model.
+        skipped: names of parameters that are checked elsewhere.
+
+    Raises:
+        ModelError: naming the first that is not, or that torch cannot compute with.
+    """
+    check_kinds(module)
+    for name, tensor in _named_tensors(module):
+        if name in skipped:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            fault = "NaN or Inf"
+            count = count_not_finite(tensor.detach())
+        else:
+            fault = "NaN"
+            count = count_not_finite(tensor.detach(), _is_number)
+        if count:
+            raise ModelError(
+                f"the weights hold {fault}: {count} of {tensor.numel()} values of {name}"
+            )
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of parameters and buffers, except for those of lazy layers, which
+    have no values yet.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(tensor):
+            yield name, tensor
+
+
+def _is_number(values: Tensor) -> Tensor:
+    return ~torch.isnan(values)
+
+
+def check_kinds(module: nn.Module) -> None:
+    """Check that no parameter or buffer is sparse, quantized or without values.
+
+    Raises:
+        ModelError: naming the first that is.
+    """
+    keep_quiet_about(module)
+    for name, tensor in _named_tensors(module):
+        reason = unsupported_reason(tensor)
+        if reason is not None:
+            raise ModelError(
+                f"the model cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
+            )

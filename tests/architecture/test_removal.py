@@ -107,7 +107,31 @@ def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
     for gone in lost - {name}:
         if not TARGETS[gone]:
             continue
-        assert f"is of the plug-in {gone}, which needs the plug-in" in done.stderr
+        needed = f"is of the plug-in {gone}, which needs the plug-in"
+        guessed = [
+            f"'{word}' is not one of its values\nhelp: did you" for word in TARGETS[gone]
+        ]
+        assert any(said in done.stderr for said in (needed, *guessed))
+
+
+def test_without_kinds_of_data_and_models_what_asks_for_them_is_refused(tmp_path: Path) -> None:
+    place = without(tmp_path, [name for name in FOLDERS if "/sources/" in str(FOLDERS[name])])
+    (place / "pictures").mkdir()
+    (place / "pictures" / "a.png").touch()
+    (place / "a.txt").write_text("text")
+    calib = ["--quant_mode", "calib", "--model", "examples/digits.py"]
+    data = ["synthetic", "pictures", "a.txt"]
+    asked = [[*calib, "--data", word] for word in data]
+    asked.append(["--quant_mode", "calib", "--model", "pictures"])
+    asked.append([*calib, "--tokenizer", "pictures"])
+    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(asked))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["codes"] == [4, 4, 4, 3, 2]
+    assert "install the package whose plug-in adds synthetic, if there is one" in done.stderr
+    assert "a.txt gives no tensor file" in done.stderr
+    assert "install the package whose plug-in adds .txt, if there is one" in done.stderr
+    assert "pictures is a folder, and no plug-in is there that loads a model" in done.stderr
+    assert "no plug-in is there that reads --tokenizer" in done.stderr
 
 
 def settings_of(name: str) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantizer.cli.main import run_command
 from quantizer.export.targets import EXPORTERS
-from quantizer.sources.hugging_face import load_hugging_face, read_checkpoint
+from quantizer.sources.hugging_face.loader import load_hugging_face, read_checkpoint
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.folder_list import LIST_FILE
 

@@ -16,7 +16,7 @@ from support.llamas import text_llama
 from quantizer.calibration.events import RunStage
 from quantizer.cli.main import run_command
 from quantizer.results.checkpoint import Checkpoints
-from quantizer.sources.hugging_face import load_hugging_face
+from quantizer.sources.hugging_face.loader import load_hugging_face
 
 pytestmark = pytest.mark.slow
 

@@ -127,7 +127,7 @@ def test_plan_says_how_data_would_be_made_and_makes_none(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quantizer.sources.synthetic.match_batch_norms", None)
+    monkeypatch.setattr("quantizer.sources.synthetic.synthetic.match_batch_norms", None)
     words = [*CONFIG, "--data", "synthetic", "--model", write(NET)]
     assert run_command(["plan", *words]) == 0
     way = "32 inputs from the statistics of 1 batch norm, in 50 steps a batch"
@@ -143,7 +143,7 @@ def test_plan_says_how_data_would_be_made_and_makes_none(
     ("options", "code", "sentence"),
     [
         (("--seq_len", "8"), 2, "--seq_len is for texts, but the input of the model is float"),
-        (("--preprocess", "{}"), 2, "--preprocess is for images, but the data are synthetic"),
+        (("--preprocess", "{}"), 2, "--preprocess is for images, but the data is not images"),
         (("--stride", "8"), 2, "--stride is for texts, but the data is not text"),
         (("--data", "synthetic:8"), 2, "'synthetic:8' is not synthetic:NxCxHxW"),
     ],

@@ -34,8 +34,8 @@ from quantizer.export.targets import EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 from quantizer.plan.resolve import resolve_plan
-from quantizer.sources.hugging_face import load_hugging_face
-from quantizer.sources.windows import without_cache
+from quantizer.sources.hugging_face.loader import load_hugging_face
+from quantizer.sources.module_state import without_cache
 
 pytestmark = pytest.mark.slow
 

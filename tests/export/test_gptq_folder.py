@@ -17,7 +17,7 @@ from torch import Tensor
 import quantizer
 from quantizer.errors import UsageError
 from quantizer.export.targets import EXPORTERS
-from quantizer.sources.hugging_face import load_hugging_face
+from quantizer.sources.hugging_face.loader import load_hugging_face
 
 pytestmark = pytest.mark.slow
 

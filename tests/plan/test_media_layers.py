@@ -21,7 +21,7 @@ from quantizer.graph.trace import trace
 from quantizer.nn.inplace import InPlace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
-from quantizer.sources.windows import prepare_for_windows
+from quantizer.sources.module_state import prepare_for_traces
 
 CONFIGS = Path("configs").resolve()
 PRESETS = {path.stem: json.loads(path.read_text("utf-8")) for path in CONFIGS.glob("*.json")}
@@ -33,7 +33,7 @@ LANGUAGE_PRESETS = sorted(name for name, preset in PRESETS.items() if "exclude" 
 def traced(name: str) -> Graph:
     """The trace of one of the models."""
     model, call = MEDIA_MODELS[name]()
-    return trace(prepare_for_windows(model), (), call)
+    return trace(prepare_for_traces(model), (), call)
 
 
 def quantized_paths(document: dict[str, Any], original: Graph) -> set[str]:
@@ -100,7 +100,7 @@ def test_texts_with_an_image_may_have_other_lengths() -> None:
 def test_models_that_only_read_images_or_audio_are_quantized_whole(build: Any) -> None:
     model, call = build()
     encoders = ("vision_model.encoder.layers", "model.encoder.layers")
-    traced = quantized_paths(WEIGHT_INT8, trace(prepare_for_windows(model), (), call))
+    traced = quantized_paths(WEIGHT_INT8, trace(prepare_for_traces(model), (), call))
     for layers in (traced, in_place(build()[0], WEIGHT_INT8)):
         assert any(path.startswith(encoders) for path in layers)
 
@@ -120,7 +120,7 @@ def exported(is_traced: bool, place: Path) -> tuple[Any, dict[str, Any]]:
     """A quantized model whose checkpoint is at a place, and a call of it."""
     if is_traced:
         model, call = llava()
-        result = calibrate(prepare_for_windows(model), WEIGHT_INT8, [call])
+        result = calibrate(prepare_for_traces(model), WEIGHT_INT8, [call])
         result.export("compressed-tensors", place)
         return result.network, call
     model, call = qwen2_vl()

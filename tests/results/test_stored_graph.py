@@ -28,7 +28,7 @@ from quantizer.results import graph_file
 from quantizer.results.calibrated import trace_module
 from quantizer.results.graph_file import GraphFile, bound_graph, write_graph
 from quantizer.sources.batches import Batch
-from quantizer.sources.hugging_face import load_hugging_face
+from quantizer.sources.hugging_face.loader import load_hugging_face
 from quantizer.storage.permission import replacing
 
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))]

@@ -16,7 +16,7 @@ from support.llamas import llama, saved
 from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError
 from quantizer.sources.models import load_model
-from quantizer.sources.tokenizer import load_tokenizer
+from quantizer.sources.texts.tokenizer import load_tokenizer
 
 CODE = """
 from pathlib import Path

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quantizer.errors import DataError
-from quantizer.sources.documents import read_documents
-from quantizer.sources.tokenizer import load_tokenizer
+from quantizer.sources.texts.documents import read_documents
+from quantizer.sources.texts.tokenizer import load_tokenizer
 from quantizer.storage import child_process
 from quantizer.storage.child_process import run_apart
 from quantizer.storage.process_memory import peak_bytes
@@ -129,7 +129,7 @@ def test_a_tokenizer_ends(parts: dict[str, Any], tmp_path: Path) -> None:
 )
 def test_a_chat_template_ends(template: str, said: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs quantizer[llm]")
-    from quantizer.sources.documents import Document
+    from quantizer.sources.texts.documents import Document
 
     path = tokenizer(tmp_path)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
@@ -164,7 +164,7 @@ def test_rows_have_all_their_values(tmp_path: Path) -> None:
 
 
 def test_a_header_of_any_length_is_not_read(tmp_path: Path) -> None:
-    from quantizer.sources.tensor_files import read_deferred
+    from quantizer.sources.files.tensor_files import read_deferred
 
     path = tmp_path / "weights.safetensors"
     with path.open("wb") as file:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from quantizer.errors import DataError, UsageError
-from quantizer.sources import documents, tensor_files
 from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.file_kinds import TENSOR_SUFFIXES, TEXT_SUFFIXES
+from quantizer.sources.files import tensor_files
+from quantizer.sources.kinds import data_kinds
 
 
 class OneInput(nn.Module):
@@ -65,8 +65,7 @@ def refusal(batches: Batches) -> str:
 
 
 def test_each_suffix_of_data_has_a_reader() -> None:
-    assert tuple(tensor_files.READERS) == TENSOR_SUFFIXES
-    assert tuple(documents.READERS) == TEXT_SUFFIXES
+    assert set(tensor_files.READERS) == set(data_kinds()["tensor files"].suffixes)
 
 
 def test_a_tensor_is_the_input() -> None:

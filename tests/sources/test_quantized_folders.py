@@ -19,7 +19,7 @@ from support.moe import mixture
 from torch import Tensor
 
 from quantizer.errors import ModelError
-from quantizer.sources.hugging_face import load_hugging_face
+from quantizer.sources.hugging_face.loader import load_hugging_face
 from quantizer.sources.models import load_model
 from quantizer.storage.deferred_tensor import DeferredTensor
 

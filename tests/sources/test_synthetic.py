@@ -13,10 +13,9 @@ from support.llamas import VOCABULARY, llama
 from torch import Tensor, nn
 
 from quantizer.errors import DataError, UsageError
-from quantizer.sources import batch_norm_inputs, synthetic
 from quantizer.sources.batches import Batch
-from quantizer.sources.data import Batches
-from quantizer.sources.synthetic import Wanted, synthetic_batches
+from quantizer.sources.data import Batches, load_batches
+from quantizer.sources.synthetic import batch_norm_inputs, synthetic
 
 WINDOW = 12
 TOKENS = 16
@@ -67,10 +66,18 @@ class NextToken(nn.Module):
         return logits
 
 
+def made(
+    spec: str, module: nn.Module, example: Batch | None, samples: int | None = None, **more: Any
+) -> Batches:
+    return load_batches(
+        spec, module=module, example=lambda: example, subset_len=samples, **more
+    )
+
+
 def image_batches(module: nn.Module, **wanted: Any) -> Batches:
     """The synthetic batches of a network of images."""
     example = Batch.of(torch.zeros(1, 2, 6, 6))
-    return synthetic_batches("synthetic", module, example, Wanted(**wanted))
+    return made("synthetic", module, example, **wanted)
 
 
 def refusal(batches: Any, **settings: Any) -> str:
@@ -127,7 +134,7 @@ def test_data_are_made_once_and_only_when_they_are_read(
 ) -> None:
     calls = []
     monkeypatch.setattr(
-        "quantizer.sources.synthetic.match_batch_norms",
+        "quantizer.sources.synthetic.synthetic.match_batch_norms",
         lambda module, noise, scaling: calls.append(scaling) or noise,
     )
     batches = image_batches(normalized, samples=4)
@@ -138,10 +145,10 @@ def test_data_are_made_once_and_only_when_they_are_read(
 
 
 def test_a_shape_takes_the_place_of_an_example(normalized: nn.Module) -> None:
-    batches = synthetic_batches("synthetic:3x2x5x5", normalized, None, Wanted())
+    batches = made("synthetic:3x2x5x5", normalized, None)
     (batch,) = batches
     assert batch.args[0].shape == (3, 2, 5, 5)
-    (batch,) = synthetic_batches("synthetic:3x2x5x5", normalized, None, Wanted(samples=2))
+    (batch,) = made("synthetic:3x2x5x5", normalized, None, samples=2)
     assert batch.args[0].shape == (2, 2, 5, 5)
 
 
@@ -162,8 +169,7 @@ def test_the_sequences_of_a_language_model_are_its_own() -> None:
     ids = torch.zeros(1, WINDOW, dtype=torch.long)
     example = Batch((), {"input_ids": ids}, None, None)
     first, again, other = (
-        list(synthetic_batches("synthetic", model, example, Wanted(samples=3, seed=seed)))
-        for seed in (1, 1, 2)
+        list(made("synthetic", model, example, samples=3, seed=seed)) for seed in (1, 1, 2)
     )
     sequences = torch.cat([batch.kwargs["input_ids"] for batch in first])
     assert sequences.shape == (3, WINDOW)
@@ -212,9 +218,7 @@ def examples() -> Iterator[tuple[str, nn.Module, Batch | None, str]]:
 def test_a_model_without_synthetic_data_is_refused_before_any_are_made(
     spec: str, module: nn.Module, example: Batch | None, sentence: str
 ) -> None:
-    assert sentence in refusal(
-        synthetic_batches, spec=spec, module=module, example=example, wanted=Wanted()
-    )
+    assert sentence in refusal(made, spec=spec, module=module, example=example)
 
 
 def test_an_encoder_of_transformers_is_refused() -> None:
@@ -229,9 +233,7 @@ def test_an_encoder_of_transformers_is_refused() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     example = Batch((), {"input_ids": ids}, None, None)
     module = transformers.BertModel(config)
-    sentence = refusal(
-        synthetic_batches, spec="synthetic", module=module, example=example, wanted=Wanted()
-    )
+    sentence = refusal(made, spec="synthetic", module=module, example=example)
     assert "BertModel, which takes token ids: it is not a decoder of transformers" in sentence
 
 

@@ -182,4 +182,4 @@ def test_places_that_hold_no_data() -> None:
         (Path("mixed") / name).touch()
     assert "mixed holds tensor files and images" in refusal("mixed")
     torch.save(X, "a.pt")
-    assert "--preprocess is for images" in refusal("a.pt", preprocess="{}")
+    assert "--preprocess is for images" in refusal("a.pt", options={"preprocess": "{}"})

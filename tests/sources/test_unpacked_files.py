@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from quantizer.cli.main import run_command
 from quantizer.errors import DataError, ModelError
-from quantizer.sources import tensor_files
 from quantizer.sources.data import load_batches
-from quantizer.sources.weights_file import load_weights
+from quantizer.sources.files import tensor_files
+from quantizer.sources.files.weights_file import load_weights
 
 MB = 10**6
 ZEROS = torch.zeros(MB, 3)
@@ -74,7 +74,7 @@ def test_what_unpacks_to_more_than_is_allowed(
     path = tmp_path / name
     BOMBS[name](path)
     assert path.stat().st_size < MB / 10
-    said = refusal(str(path), max_unpacked=2 * MB)
+    said = refusal(str(path), defaults={"max_unpacked": 2 * MB})
     size = path.stat().st_size / 1000
     assert (
         f"{name} cannot be read: it has {size:.0f} kB and would unpack to 12 MB, more than 2 MB"
@@ -82,7 +82,10 @@ def test_what_unpacks_to_more_than_is_allowed(
     assert "--max_unpacked allows more" in said
     assert (
         sum(
-            batch.size for batch in load_batches(str(path), batch_size=MB, max_unpacked=13 * MB)
+            batch.size
+            for batch in load_batches(
+                str(path), batch_size=MB, defaults={"max_unpacked": 13 * MB}
+            )
         )
         == MB
     )
@@ -94,14 +97,14 @@ def test_what_unpacks_to_more_than_is_allowed(
 def test_nothing_is_unpacked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archived(tmp_path / "x.npz", {"x.npy": npy(ZEROS)})
     monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("unpacked"))
-    refusal(str(tmp_path / "x.npz"), max_unpacked=MB)
+    refusal(str(tmp_path / "x.npz"), defaults={"max_unpacked": MB})
 
 
 def test_files_that_are_as_large_themselves_are_read(tmp_path: Path) -> None:
     archived(tmp_path / "x.npz", {"x.npy": npy(ZEROS)}, zipfile.ZIP_STORED)
     torch.save({"x": ZEROS}, tmp_path / "x.pt")
     for path in tmp_path.iterdir():
-        assert next(iter(load_batches(str(path), max_unpacked=MB))).size == 32
+        assert next(iter(load_batches(str(path), defaults={"max_unpacked": MB}))).size == 32
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -21,7 +21,7 @@ from quantizer.nn.execution import layer_arguments
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated, trace_module
 from quantizer.sources.data import Batches, load_batches
-from quantizer.sources.windows import without_cache
+from quantizer.sources.module_state import without_cache
 from support.configs import document
 from support.llamas import llama, tokens
 from support.toys import Residual, shake

@@ -45,7 +45,7 @@ def run(folder: Path, call: Call) -> dict[str, Any]:
 def opened(folder: Path) -> Any:
     """Return the model of a folder, by the class that its config asks for."""
     if (folder / "model-gptq").exists():
-        from quantizer.sources.hugging_face import load_hugging_face
+        from quantizer.sources.hugging_face.loader import load_hugging_face
 
         return load_hugging_face(folder / "model-gptq")
     if (folder / "model.gguf").exists():

@@ -28,7 +28,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.language_parts import layers_behind_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
-from quantizer.sources.unused_tensors import unused_tensors
+from quantizer.sources.hugging_face.unused_tensors import unused_tensors
 
 TARGET_NAME = "compressed-tensors"
 _MIXED_FORMAT = "mixed-precision"

@@ -33,8 +33,7 @@ from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.plan.model import Key
 from quantizer.sources.batches import Batch
-from quantizer.sources.module_state import evaluating
-from quantizer.sources.windows import without_cache
+from quantizer.sources.module_state import evaluating, without_cache
 from quantizer.storage.files import cannot_write
 from quantizer.storage.permission import replacing
 from quantizer.storage.replaced_folder import replaced_folder

@@ -27,7 +27,7 @@ _GAIN_OF_STATIC_SCALES = (
 PLUGIN = Plugin(
     "compressed_tensors",
     rank=7,
-    needs=("safetensors",),
+    needs=("safetensors", "hugging_face"),
     targets={_NAME: _TARGET},
     about_destinations="w8 and w4 are weights in 8 or 4 bits, w8a8 and fp8 weights and "
     "activations.",

@@ -31,7 +31,8 @@ from quantizer.export.transformers_verify import (
     require_all_keys,
     verify_calls,
 )
-from quantizer.sources.hugging_face import HUGGING_FACE_CONFIG, read_checkpoint
+from quantizer.sources.files.transformers_folder import CONFIG_FILE
+from quantizer.sources.hugging_face.loader import read_checkpoint
 
 _WEIGHT_ACCESS = re.compile(r"\b(self|module)\.(?:([\w.]+)\.)?weight\b")
 _NOT_PACKED_HELP = (
@@ -146,7 +147,7 @@ def _run(
     Raises:
         VerificationError: a tensor is missing, or nothing reads it.
     """
-    config = json.loads((folder / HUGGING_FACE_CONFIG).read_text("utf-8"))
+    config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
     architectures = config.get("architectures") or ["AutoModel"]
     module, report = read_checkpoint(folder, architectures[0], **settings)
     require_all_keys(report, _reader(), name, checkpoint.unused)

@@ -37,6 +37,7 @@ _PRESETS = (
 PLUGIN = Plugin(
     "gguf",
     rank=9,
+    needs=("hugging_face", "texts"),
     targets={"gguf": _TARGET},
     destinations={
         "gguf": Destination(

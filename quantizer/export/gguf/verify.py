@@ -22,7 +22,7 @@ from quantizer.export.transformers_verify import (
     verify_calls,
 )
 from quantizer.nn.network import Network
-from quantizer.sources.hugging_face import read_checkpoint
+from quantizer.sources.hugging_face.loader import read_checkpoint
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ from quantizer.graph.language_parts import layers_behind_blocks
 from quantizer.nn.network import Network
 from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs
-from quantizer.sources import hugging_face
-from quantizer.sources.hugging_face import load_hugging_face
-from quantizer.sources.quantized_folders.dequantized_folder import GPTQ_FILE
+from quantizer.sources.files.transformers_folder import GPTQ_FILE
+from quantizer.sources.hugging_face import loader
 from quantizer.storage.files import write_json
 
 _FORM = "gptq"
@@ -117,7 +116,7 @@ class GptqExporter(Exporter[GptqFolder]):
         def load(call: ExpectedCall) -> nn.Module:
             """Return the network that transformers reads from the folder."""
             with _without_remarks():
-                return load_hugging_face(written.path)
+                return loader.load_hugging_face(written.path)
 
         calls = expected_calls(deployment, written.network)
         verification = verify_calls(
@@ -156,7 +155,7 @@ def _settings(checkpoint: CompressedCheckpoint) -> dict[str, Any]:
 @contextmanager
 def _without_remarks() -> Iterator[None]:
     """Suppress what reading says to users who give the folder as a model."""
-    logger = logging.getLogger(hugging_face.__name__)
+    logger = logging.getLogger(loader.__name__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

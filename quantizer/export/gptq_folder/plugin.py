@@ -12,4 +12,9 @@ _TARGET = ExportTarget(
     holds_whole_model=True,
 )
 
-PLUGIN = Plugin("gptq_folder", rank=8, needs=("compressed_tensors",), targets={"gptq": _TARGET})
+PLUGIN = Plugin(
+    "gptq_folder",
+    rank=8,
+    needs=("compressed_tensors", "hugging_face", "quantized_folders"),
+    targets={"gptq": _TARGET},
+)

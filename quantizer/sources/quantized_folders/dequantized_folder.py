@@ -1,7 +1,7 @@
 """Dequantize the weights of a Hugging Face folder, each when it is needed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,21 @@ import torch
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import counted, listed
 from quantizer.errors import ModelError
-from quantizer.sources.json_files import read_object
+from quantizer.sources.files.json_files import read_object
+from quantizer.sources.files.transformers_folder import (
+    CONFIG_FILE,
+    FLOAT_FOLDER_HELP,
+    GPTQ_FILE,
+    MODELOPT_FILE,
+    QUANTIZATION_KEY,
+    QUANTIZATION_KEYS,
+)
+from quantizer.sources.hugging_face.deferred_checkpoint import Dequantize
 from quantizer.sources.quantized_folders.awq_reader import AwqReader
 from quantizer.sources.quantized_folders.compressed_reader import CompressedTensorsReader
 from quantizer.sources.quantized_folders.fp8_reader import Fp8Reader
 from quantizer.sources.quantized_folders.gptq_reader import GptqReader
-from quantizer.sources.quantized_folders.method_settings import (
-    FLOAT_FOLDER_HELP,
-    MethodSettings,
-)
+from quantizer.sources.quantized_folders.method_settings import MethodSettings
 from quantizer.sources.quantized_folders.mxfp4_reader import Mxfp4Reader
 from quantizer.sources.quantized_folders.stored_layer import (
     FLOAT8_DTYPES,
@@ -27,15 +33,6 @@ from quantizer.sources.quantized_folders.stored_layer import (
 )
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-QUANTIZATION_KEY = "quantization_config"
-QUANTIZATION_KEYS = (QUANTIZATION_KEY, "compression_config")
-"""The fields of config.json that say how weights are quantized. The second one is of early
-versions of compressed-tensors.
-"""
-GPTQ_FILE = "quantize_config.json"
-"""The file in which early versions of AutoGPTQ put their settings."""
-MODELOPT_FILE = "hf_quant_config.json"
-"""The file in which NVIDIA's ModelOpt puts its settings."""
 READERS: Mapping[str, Callable[[MethodSettings, torch.dtype], LayerReader]] = {
     "awq": AwqReader,
     "compressed-tensors": CompressedTensorsReader,
@@ -48,21 +45,8 @@ _IGNORED_STEMS = ("input", "output", "activation", "q", "k", "v")
 _IGNORED_ENDINGS = ("scale", "zero_point", "global_scale")
 
 
-@dataclass(frozen=True)
-class DequantizedFolder:
-    """The tensors of a folder without codes.
-
-    Attributes:
-        tensors: by name, all deferred.
-        remark: a sentence on what was done.
-    """
-
-    tensors: dict[str, DeferredTensor]
-    remark: str
-
-
-def quantization_of(folder: Path, config: JsonMapping) -> MethodSettings | None:
-    """Return how the weights of a folder are quantized, or None if they are not.
+def dequantizer_of(folder: Path, config: JsonMapping) -> Dequantize | None:
+    """Return what dequantizes the weights of a folder, or None if they are float.
 
     Args:
         folder: of the model.
@@ -71,7 +55,7 @@ def quantization_of(folder: Path, config: JsonMapping) -> MethodSettings | None:
     Raises:
         ModelError: by a method that cannot be dequantized.
     """
-    file = folder / "config.json"
+    file = folder / CONFIG_FILE
     fields: Any = None
     for part in (config, config.get("text_config")):
         for key in QUANTIZATION_KEYS:
@@ -91,7 +75,7 @@ def quantization_of(folder: Path, config: JsonMapping) -> MethodSettings | None:
             f"{folder} is quantized by {settings.method}, which quantizer cannot dequantize",
             help=f"{FLOAT_FOLDER_HELP}, or one that is quantized by {listed(READERS)}",
         )
-    return settings
+    return partial(_dequantized, folder, settings)
 
 
 def _gptq_settings(file: Path) -> JsonMapping | None:
@@ -126,13 +110,13 @@ _SETTINGS_FILES: Mapping[str, Callable[[Path], JsonMapping | None]] = {
 """What reads the settings of a method in a file of its own."""
 
 
-def dequantized_folder(
+def _dequantized(
     folder: Path,
     settings: MethodSettings,
     stored: Mapping[str, DeferredTensor],
     dtype: torch.dtype,
-) -> DequantizedFolder:
-    """Return the float tensors of a folder, by the names of the model.
+) -> tuple[dict[str, DeferredTensor], str]:
+    """Return the float tensors of a folder by name, and a sentence on what was done.
 
     Args:
         folder: of the model.
@@ -175,7 +159,7 @@ def dequantized_folder(
     )
     if ignored:
         remark += f"; {listed(sorted(ignored))} of inputs and caches are ignored"
-    return DequantizedFolder(tensors, remark)
+    return tensors, remark
 
 
 def _is_ignored(part: str) -> bool:
@@ -186,12 +170,3 @@ def _is_ignored(part: str) -> bool:
     """
     stem, _, ending = part.partition("_")
     return stem in _IGNORED_STEMS and ending in _IGNORED_ENDINGS
-
-
-def stored_dtype(stored: Mapping[str, DeferredTensor]) -> torch.dtype:
-    """Return the dtype of the first float tensor that is not a scale, or else float32."""
-    for name, tensor in stored.items():
-        is_float = tensor.is_floating_point() and tensor.element_size() > 1
-        if is_float and "scale" not in name:
-            return tensor.dtype
-    return torch.float32

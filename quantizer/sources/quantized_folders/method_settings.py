@@ -8,8 +8,7 @@ from typing import Any
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import listed, quoted
 from quantizer.errors import ModelError
-
-FLOAT_FOLDER_HELP = "give the folder of the float model that it was made from"
+from quantizer.sources.files.transformers_folder import FLOAT_FOLDER_HELP
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,41 @@
-"""Read documents from text files. A `.txt` file is one. In `.jsonl` and `.parquet` files, each
-row is one, with its text or its messages. Rows may name images, and those of `.parquet` files
-may have them.
+"""Read documents from text files. A `.txt` file is one. In files of rows, each row is one, with
+its text or its messages. Rows may name images or have them.
 """
 
-import base64
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantizer import plugins
 from quantizer.config.wording import a_kind
-from quantizer.errors import DataError, pip_line
-from quantizer.sources.images import StoredImage
-from quantizer.sources.json_files import parse_object, read_text
-from quantizer.storage.child_process import run_apart
+from quantizer.errors import DataError
+from quantizer.sources.files.json_files import parse_object, read_text
 from quantizer.storage.plain_files import require_file_or_folder
 
 TEXT = "text"
 MESSAGES = "messages"
 _ROWS = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
-_BASE64 = "base64 of bytes"
 _ROLE = "role"
 _CONTENT = "content"
 _TOOL_CALLS = "tool_calls"
-_IMAGE = "image"
-_IMAGES = "images"
-_PATH_KEYS = (_IMAGE, "path", "url")
+IMAGE = "image"
+IMAGES = "images"
+_PATH_KEYS = (IMAGE, "path", "url")
 """What has the path of an image in a part of a message."""
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """The content of an image file that is stored in a row of another file.
+
+    Attributes:
+        name: for messages of errors.
+        content: of the file.
+    """
+
+    name: str
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def read_documents(path: Path) -> Iterator[Document]:
         DataError: the file cannot be read or is empty, a row has neither text nor messages, or
             the package that reads the file is missing.
     """
-    read = READERS[path.suffix.lower()]
+    read = _READERS.get(path.suffix.lower(), _read_rows)
     try:
         require_file_or_folder(path)
         yield from read(path)
@@ -83,78 +89,19 @@ def _read_json_lines(path: Path) -> Iterator[Document]:
         raise DataError(f"{path} is empty")
 
 
-def _read_parquet(path: Path) -> Iterator[Document]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise DataError(
-            f"{path} needs the package pyarrow, which is missing", help=pip_line("parquet")
-        )
-    what = f"reading {path}"
-    rows = run_apart(partial(_parquet_rows, path), what, DataError, size=path.stat().st_size)
+def _read_rows(path: Path) -> Iterator[Document]:
+    rows = plugins.part(f"read rows of {path.suffix.lower()} files")(path)
     for number, row in enumerate(rows, 1):
-        decoded = _with_bytes(row)
-        yield _with_images(_document(f"{path}, row {number}", decoded), decoded, path.parent)
+        yield _with_images(_document(f"{path}, row {number}", row), row, path.parent)
     if not rows:
         raise DataError(f"{path} is empty")
 
 
-def _parquet_rows(path: Path) -> list[Any]:
-    """Return the rows of a file. A few bytes can stand for any number of values.
-
-    Raises:
-        DataError: the file cannot be read, or has neither texts nor messages.
-    """
-    arrow = importlib.import_module("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    rows: list[Any] = []
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            columns = [name for name in (TEXT, MESSAGES) if name in names]
-            if not columns:
-                raise DataError(
-                    f"{path} has no column text or messages, but {', '.join(names)}",
-                    help="rename the column of the texts to text",
-                )
-            columns += [name for name in (_IMAGE, _IMAGES) if name in names]
-            # Threads of a fork's parent are not in the fork
-            for batch in file.iter_batches(columns=columns, use_threads=False):
-                rows += map(_with_texts, batch.to_pylist())
-    except arrow.ArrowException as cause:
-        message = f"{path} cannot be read as Parquet: {cause}"
-        raise DataError(message) from cause
-    return rows
-
-
-def _with_texts(value: Any) -> Any:
-    """Return a value of a row in JSON: bytes become an object with one key."""
-    if isinstance(value, bytes):
-        return {_BASE64: base64.b64encode(value).decode()}
-    if isinstance(value, dict):
-        return {name: _with_texts(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return list(map(_with_texts, value))
-    if isinstance(value, (str, int, float)) or value is None:
-        return value
-    return str(value)
-
-
-def _with_bytes(value: Any) -> Any:
-    """Return the value that `_with_texts` described."""
-    if isinstance(value, list):
-        return list(map(_with_bytes, value))
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_BASE64}:
-        return base64.b64decode(value[_BASE64])
-    return {name: _with_bytes(item) for name, item in value.items()}
-
-
-READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
     ".txt": _read_text,
     ".jsonl": _read_json_lines,
-    ".parquet": _read_parquet,
 }
-"""The function that reads the documents of a file, by its suffix."""
+"""The function that reads the documents of a file, by its suffix. Others have rows."""
 
 
 def _decoded(path: Path) -> str:
@@ -213,11 +160,11 @@ def _with_images(document: Document, row: Mapping[str, Any], folder: Path) -> Do
         DataError: an image is not named by a path, or both name images.
     """
     place = document.place
-    named = row.get(_IMAGES) or []
+    named = row.get(IMAGES) or []
     if not isinstance(named, list):
         raise DataError(f"images of {place} is {a_kind(named)}", help="give a list of paths")
-    if row.get(_IMAGE) is not None:
-        named = [row[_IMAGE], *named]
+    if row.get(IMAGE) is not None:
+        named = [row[IMAGE], *named]
     content = document.content
     if not isinstance(content, str):
         content, in_parts = _without_paths(content)
@@ -268,9 +215,9 @@ def _without_paths(messages: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def _without_path(part: Any, paths: list[Any]) -> Any:
     """Return a part of a message without the path of its image, which is added to `paths`."""
-    if not isinstance(part, dict) or part.get("type") != _IMAGE:
+    if not isinstance(part, dict) or part.get("type") != IMAGE:
         return part
     for key in _PATH_KEYS:
         if part.get(key) is not None:
             paths.append(part[key])
-    return {"type": _IMAGE}
+    return {"type": IMAGE}

@@ -1,5 +1,4 @@
-"""Read the tensors of `.safetensors`, `.pt`, `.pth`, `.npy` and `.npz` files, or batches of
-them.
+"""Read the tensors of `.safetensors`, `.pt`, `.pth`, `.npy` and `.npz` files.
 
 Pickled code is never run. Errors say why a file cannot be read: it is empty, truncated, a Git
 LFS pointer, an HTML page, or has pickled code.
@@ -13,9 +12,8 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,11 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from quantizer.config.wording import a_kind, first_names
-from quantizer.errors import DataError, QuantizerError
-from quantizer.sources.arguments import UNKNOWN_ARGUMENTS, Arguments
-from quantizer.sources.batches import PLAIN_TENSORS_HELP, Batch, prefix_errors
-from quantizer.sources.tensor_kinds import unsupported_reason
+from quantizer.errors import QuantizerError
 from quantizer.storage.deferred_tensor import DeferredTensor
 from quantizer.storage.plain_files import require_file_or_folder
 from quantizer.storage.process_memory import size_text
@@ -39,7 +33,6 @@ DEFAULT_MAX_UNPACKED = 10**9
 """The bytes that a compressed file may unpack to by default. A file of a few bytes can claim
 any size.
 """
-INPUT_NAMES = ("x", "input", "images", "data")
 NamedTensors = dict[str, Tensor]
 
 _NUMPY = numpy.lib.format
@@ -299,152 +292,3 @@ READERS: Mapping[str, Callable[[Path], Any]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
 }
-
-
-def tensor_batches(
-    paths: Sequence[Path],
-    size: int,
-    arguments: Arguments = UNKNOWN_ARGUMENTS,
-    max_unpacked: int | None = None,
-) -> Iterator[Batch]:
-    """Yield batches of `size` samples. The last one may be smaller.
-
-    Dimension 0 of each tensor is that of the samples. The name of a tensor decides what it is:
-
-    - y, target, label or labels: the target.
-    - x, input, images or data: the input. A single tensor is the input, with any name.
-    - other names: keyword arguments. If there is a tensor with a name of an input, only those
-      that `forward` takes.
-
-    Args:
-        paths: the files, whose samples are joined in this order.
-        size: the number of samples of a batch.
-        arguments: what `forward` takes.
-        max_unpacked: as for `read_file`.
-
-    Raises:
-        DataError: a file cannot be read, or its tensors are not samples.
-    """
-    pending: NamedTensors = {}
-    for path in paths:
-        named = _named_tensors(path, arguments, max_unpacked)
-        if pending:
-            pending = _concatenate_samples(pending, named, path)
-        else:
-            pending = named
-        while _count_samples(pending) >= size:
-            first = {name: tensor[:size] for name, tensor in pending.items()}
-            yield _as_batch(first, arguments)
-            pending = {name: tensor[size:] for name, tensor in pending.items()}
-    if pending and _count_samples(pending):
-        yield _as_batch(pending, arguments)
-
-
-def _named_tensors(path: Path, arguments: Arguments, max_unpacked: int | None) -> NamedTensors:
-    """Return the tensors of a file, after checking that all have the same number of samples.
-
-    Raises:
-        DataError: they do not, or the file cannot be read.
-    """
-    content = read_file(path, DataError, max_unpacked)
-    named = {"x": content} if isinstance(content, Tensor) else content
-    is_dict = isinstance(named, Mapping)
-    if not is_dict or not all(isinstance(tensor, Tensor) for tensor in named.values()):
-        raise DataError(f"{path} holds {a_kind(content)}, not a tensor or a dict of tensors")
-    for name, tensor in named.items():
-        reason = unsupported_reason(tensor)
-        if reason is not None:
-            raise DataError(
-                f"{path} cannot be computed with: {name} {reason}", help=PLAIN_TENSORS_HELP
-            )
-    if not set(named) - set(arguments.labels):
-        names = f"{', '.join(INPUT_NAMES[:-1])} or {INPUT_NAMES[-1]}"
-        raise DataError(f"{path} holds no input tensor", help=f"name it {names}")
-    _check_samples(path, named)
-    keywords = [name for name in named if name not in arguments.labels]
-    if len(keywords) > 1 and not set(keywords) & set(INPUT_NAMES):
-        with prefix_errors(f"{path} "):
-            arguments.require(keywords)
-    return dict(named)
-
-
-def _check_samples(path: Path, named: Mapping[str, Tensor]) -> None:
-    """Check that all tensors have the same number of samples.
-
-    Tensors without values, such as [10**9, 0], take no space in a file. To bound the number of
-    batches, they may not have more samples than the file has bytes.
-
-    Raises:
-        DataError: they do not, or have.
-    """
-    size = path.stat().st_size
-    counts: set[int | None] = set()
-    for name, tensor in named.items():
-        shape = list(tensor.shape)
-        count = shape[0] if shape else None
-        counts.add(count)
-        if count is not None and count > size and not tensor.numel():
-            raise DataError(f"{path} holds no values of {name}: its shape is {shape}")
-    if None in counts or len(counts) != 1:
-        shapes = [f"{name} {list(tensor.shape)}" for name, tensor in named.items()]
-        raise DataError(
-            f"the tensors of {path} differ in dimension 0, the samples: {first_names(shapes)}"
-        )
-
-
-def _concatenate_samples(first: NamedTensors, second: NamedTensors, path: Path) -> NamedTensors:
-    """Return the samples of two files one after the other.
-
-    Args:
-        first: the tensors of the files so far.
-        second: the tensors of the next file.
-        path: the next file.
-
-    Raises:
-        DataError: the tensors have other names, dtypes or shapes.
-    """
-    if _sample_kinds(first) != _sample_kinds(second):
-        raise DataError(
-            f"{path} does not go with the files before it: {_describe_tensors(second)} after "
-            f"{_describe_tensors(first)}"
-        )
-    return {name: torch.cat([tensor, second[name]]) for name, tensor in first.items()}
-
-
-def _sample_kinds(named: NamedTensors) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return the dtype and the shape of one sample of each tensor, by name."""
-    return {name: (tensor.dtype, list(tensor.shape[1:])) for name, tensor in named.items()}
-
-
-def _describe_tensors(named: NamedTensors) -> str:
-    kinds = _sample_kinds(named).items()
-    return ", ".join(f"{name} {dtype} {shape}" for name, (dtype, shape) in kinds)
-
-
-def _count_samples(named: NamedTensors) -> int:
-    return next(iter(named.values())).shape[0]
-
-
-def _as_batch(named: NamedTensors, arguments: Arguments) -> Batch:
-    """Return the batch of named tensors: the input, its labels, and keyword arguments."""
-    target = None
-    others = dict(named)
-    for label in arguments.labels:
-        tensor = others.pop(label, None)
-        if target is None:
-            target = tensor
-    main = next((name for name in INPUT_NAMES if name in others), None)
-    inputs: NamedTensors = {}
-    left_out: list[str] = []
-    for name, tensor in others.items():
-        if main is None or name == main or name in arguments.known:
-            inputs[name] = tensor
-        else:
-            left_out.append(name)
-    if len(inputs) == 1:
-        (x,) = inputs.values()
-        return replace(Batch.of(x, target), left_out=tuple(left_out))
-    args: tuple[Tensor, ...] = ()
-    if main is not None and main not in arguments.known:
-        args = (inputs.pop(main),)
-    return Batch(args, inputs, target, named, tuple(left_out))

@@ -5,8 +5,9 @@ statistics of batch norms, or sequences sampled from a language model.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,23 +16,26 @@ from torch import Tensor, nn
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
 from quantizer.sources.arguments import arguments_of
-from quantizer.sources.batch_norm_inputs import (
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, shape_of_spec
+from quantizer.sources.example_inputs import longest_window
+from quantizer.sources.kinds import NamedData
+from quantizer.sources.module_state import preserve_module_state
+from quantizer.sources.synthetic.batch_norm_inputs import (
     STEPS,
     batch_norm_distance,
     best_scaling,
     match_batch_norms,
     trained_batch_norms,
 )
-from quantizer.sources.batches import Batch
-from quantizer.sources.data import DEFAULT_BATCH_SIZE, SYNTHETIC, Batches, shape_of_spec
-from quantizer.sources.module_state import preserve_module_state
 from quantizer.sources.user_code import user_errors
 from quantizer.sources.user_data import call_once_if_list
-from quantizer.sources.windows import longest_window
 from quantizer.storage.deferred_tensor import keep_loaded
 
 _logger = logging.getLogger(__name__)
 
+SYNTHETIC = "synthetic"
+"""The value of `--data`."""
 STAMP = "synthetic data, made from the model itself"
 """What reports say of these data."""
 DEFAULT_SAMPLES = 32
@@ -47,54 +51,42 @@ Fill = Callable[[Tensor], Batch]
 """Returns the call of a model with token ids [n, s]."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """How much synthetic data to make.
-
-    Args:
-        samples: how many; by default 32 inputs or 8 sequences.
-        batch_size: samples in a batch; by default 32, or 1 for sequences.
-        seq_len: tokens of a sequence; by default those of the example.
-        seed: of all random numbers.
-    """
-
-    samples: int | None = None
-    batch_size: int | None = None
-    seq_len: int | None = None
-    seed: int = 0
-
-
-def synthetic_batches(
-    spec: str, module: nn.Module, example: Batch | None, wanted: Wanted
-) -> Batches:
+def open_synthetic(data: NamedData) -> Batches:
     """Return batches that are made when the first of them is read, and then kept.
 
     Args:
-        spec: "synthetic", or "synthetic:NxCxHxW" for N samples of this shape.
-        module: the model.
-        example: a batch with the shapes and dtypes of the data; None if there is none.
-        wanted: how much.
+        data: "synthetic", or "synthetic:NxCxHxW" for N samples of this shape.
 
     Raises:
-        UsageError: the spec is not one of these, or `seq_len` does not fit it.
+        UsageError: the text is not one of these, or `seq_len` does not fit the model.
         DataError: no data can be made for this model, or their shape is not known.
     """
-    if spec != SYNTHETIC:
-        count, shape = shape_of_spec(spec)
-        wanted = replace(wanted, samples=min(count, wanted.samples or count))
-        example = _example_of_shape(module, shape)
+    module = data.module
+    assert module is not None
+    if Path(data.spec).exists():
+        _logger.warning(
+            "--data %s makes data from the model; ./%s is the file or folder",
+            data.spec,
+            data.spec,
+        )
+    if data.spec != SYNTHETIC:
+        count, shape = shape_of_spec(data.spec)
+        data = replace(data, samples=min(count, data.samples or count))
+        example: Batch | None = _example_of_shape(module, shape)
+    else:
+        example = data.example and data.example()
     if example is None:
         raise DataError("the shape of synthetic data is not known", help=_NO_SHAPE)
     kinds = {tensor.is_floating_point() for _, tensor in example.tensors()}
     if kinds == {True}:
-        if wanted.seq_len is not None:
+        if data.options.get("seq_len") is not None:
             raise UsageError(
                 "<--seq_len> is for texts, but the input of the model is floating-point",
                 help="leave out the option",
             )
-        return _input_batches(spec, module, example, wanted)
+        return _input_batches(data, module, example)
     if kinds == {False}:
-        return _token_batches(spec, module, example, wanted)
+        return _token_batches(data, module, example)
     raise DataError(
         f"no synthetic data can be made for {type(module).__name__}, which takes integers "
         "and floating-point inputs",
@@ -121,7 +113,7 @@ def _example_of_shape(module: nn.Module, shape: list[int]) -> Batch:
     return Batch.of(tensor)
 
 
-def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted) -> Batches:
+def _input_batches(data: NamedData, module: nn.Module, example: Batch) -> Batches:
     """Return batches of inputs from the statistics of batch norms."""
     layers = trained_batch_norms(module)
     if not layers:
@@ -131,15 +123,15 @@ def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
             "statistics of training, and its input is not token ids",
             help="give real data with <--data>",
         )
-    samples = wanted.samples or DEFAULT_SAMPLES
-    size = wanted.batch_size or DEFAULT_BATCH_SIZE
+    samples = data.samples or DEFAULT_SAMPLES
+    size = data.batch_size or DEFAULT_BATCH_SIZE
     way = (
         f"{counted(samples, 'input')} from the statistics of "
         f"{counted(len(layers), 'batch norm')}, in {STEPS} steps a batch"
     )
 
     def starts() -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(wanted.seed)
+        generator = torch.Generator().manual_seed(data.seed)
         for begin in range(0, samples, size):
             count = min(size, samples - begin)
             draw = partial(_normal_like, count=count, generator=generator)
@@ -162,11 +154,11 @@ def _input_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
         )
         return batches
 
-    batches = _made_once(make, starts, spec, way)
+    batches = _made_once(make, starts, data.spec, way)
     return replace(batches, length=math.ceil(samples / size), arguments=arguments_of(module))
 
 
-def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted) -> Batches:
+def _token_batches(data: NamedData, module: nn.Module, example: Batch) -> Batches:
     """Return batches of sequences sampled from the model."""
     shapes = [list(tensor.shape) for _, tensor in example.tensors()]
     if len(shapes) != 1 or len(shapes[0]) != 2:
@@ -176,7 +168,7 @@ def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
             f"have the shapes {texts}, and sequences of tokens are one input [samples, tokens]",
             help="give real data with <--data>",
         )
-    length = wanted.seq_len or shapes[0][1]
+    length = data.options.get("seq_len") or shapes[0][1]
     longest = longest_window(module)
     if longest is not None and length > longest:
         raise UsageError(
@@ -185,22 +177,22 @@ def _token_batches(spec: str, module: nn.Module, example: Batch, wanted: Wanted)
         )
     fill = partial(_filled, example)
     vocabulary = vocabulary_of(module, example)
-    samples = wanted.samples or DEFAULT_SEQUENCES
-    size = wanted.batch_size or 1
+    samples = data.samples or DEFAULT_SEQUENCES
+    size = data.batch_size or 1
     way = f"{counted(samples, 'sequence')} of {length} tokens sampled from the model"
 
     def starts() -> Iterator[Batch]:
-        first = first_tokens(samples, vocabulary, wanted.seed)
+        first = first_tokens(samples, vocabulary, data.seed)
         for part in torch.split(first, size):
             yield fill(part.repeat(1, length))
 
     def make() -> list[Batch]:
         _logger.info("making %s", way)
-        first = first_tokens(samples, vocabulary, wanted.seed)
-        ids = sample_tokens(module, fill, first, length, seed=wanted.seed)
+        first = first_tokens(samples, vocabulary, data.seed)
+        ids = sample_tokens(module, fill, first, length, seed=data.seed)
         return [fill(part.clone()) for part in torch.split(ids, size)]
 
-    batches = _made_once(make, starts, spec, way)
+    batches = _made_once(make, starts, data.spec, way)
     return replace(batches, length=math.ceil(samples / size), arguments=arguments_of(module))
 
 

@@ -5,41 +5,94 @@ of the folder unless it is trusted.
 import importlib
 import importlib.util
 import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quantizer.config.wording import closest_word, counted, first_names
-from quantizer.errors import DataError, ModelError, pip_line
-from quantizer.sources.deferred_checkpoint import (
+from quantizer.errors import ModelError, pip_line
+from quantizer.sources.example_inputs import example_input
+from quantizer.sources.files.json_files import read_object
+from quantizer.sources.files.transformers_folder import (
     CHECKPOINT_FILE,
+    CONFIG_FILE,
+    QUANTIZATION_KEYS,
+    embedding_modules,
+    load_pretrained,
+    require_inside,
+    require_readable,
+)
+from quantizer.sources.hugging_face.deferred_checkpoint import (
     CHECKPOINT_INDEX,
+    Dequantize,
     deferred_model,
+    dequantizer_of,
     filled_model,
     indexed_files,
     read_generation_settings,
-    require_inside,
+    stored_dtype,
     stored_tensors,
 )
-from quantizer.sources.embedding_modules import embedding_modules
-from quantizer.sources.json_files import read_object, require_readable
-from quantizer.sources.pretrained import check_config, load_pretrained, model_class
-from quantizer.sources.quantized_folders.dequantized_folder import (
-    QUANTIZATION_KEYS,
-    dequantized_folder,
-    quantization_of,
-    stored_dtype,
-)
-from quantizer.sources.quantized_folders.method_settings import MethodSettings
-from quantizer.sources.unused_tensors import keep_unused_tensors
+from quantizer.sources.hugging_face.unused_tensors import keep_unused_tensors
+from quantizer.sources.models import LoadedModel, model_forms
+from quantizer.sources.module_state import prepare_for_traces
 from quantizer.sources.user_code import user_errors
-from quantizer.sources.windows import longest_window, prepare_for_windows
 
 _logger = logging.getLogger(__name__)
 
-HUGGING_FACE_CONFIG = "config.json"
+_KERNELS = ("attn_implementation", "_attn_implementation")
+"""Keys of config.json that may name compiled code on the hub, as `OWNER/NAME`."""
+_COUNTS: Mapping[str, int] = {
+    "layers": 10_000,
+    "layer": 10_000,
+    "depth": 10_000,
+    "blocks": 10_000,
+    "experts": 10_000,
+    "labels": 1_000_000,
+}
+"""The most parts that a config may ask for, by the last word of a key. transformers makes them
+one by one.
+"""
+_ADAPTER = "adapter_config.json"
+"""The file of a folder that PEFT has written."""
+_TRUST_HELP = "read its Python files, and add <--trust> to run them"
+
+
+def load_model(spec: str, *, trust: bool) -> LoadedModel:
+    """Return the model in a folder.
+
+    Args:
+        spec: the folder, or the name of a model on the Hugging Face Hub.
+        trust: as in `load_hugging_face`.
+
+    Raises:
+        ModelError: there is none, or as in `load_hugging_face`.
+    """
+    folder = Path(spec)
+    if not folder.is_dir():
+        raise ModelError(
+            f"there is no folder {spec}; quantizer downloads nothing",
+            help=f"download a model of the Hugging Face Hub first: `hf download {spec} "
+            f"--local-dir {folder.name}`, then <--model {folder.name}>",
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        if (folder / _ADAPTER).is_file():
+            raise ModelError(
+                f"{folder} holds an adapter of PEFT, not a whole model",
+                help="merge it into its model first: peft.AutoPeftModelForCausalLM."
+                f"from_pretrained('{folder}').merge_and_unload().save_pretrained('merged'), "
+                "then <--model merged>",
+            )
+        raise ModelError(
+            f"{folder} is a folder without a {CONFIG_FILE}, so it is not a Hugging Face model",
+            help=model_forms(),
+        )
+    module = load_hugging_face(folder, trust=trust)
+    example = partial(example_input, module)
+    return LoadedModel(module, type(module).__name__, tokenizer=folder, example=example)
 
 
 def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
@@ -59,23 +112,23 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
         raise ModelError(message, help=pip_line("llm"))
     require_readable(folder, ModelError)
     embedding_modules(folder)
-    config = read_object(folder / HUGGING_FACE_CONFIG, ModelError)
+    config = read_object(folder / CONFIG_FILE, ModelError)
     remedy = f"transformers.AutoModel.from_pretrained('{folder}') shows where it fails"
     with user_errors(f"transformers, loading {folder},", ModelError, remedy=remedy):
         _require_own_files(folder, config)
-        quantization = quantization_of(folder, config)
+        dequantize = dequantizer_of(folder, config)
         architecture = _class_name(config, folder, trust=trust)
         _require_weights(folder, architecture)
         _logger.info("loading %s from %s", architecture, folder)
         if not trust:
-            check_config(folder / HUGGING_FACE_CONFIG, config)
+            _check_config(folder / CONFIG_FILE, config)
             _require_known_type(folder, config)
-        if quantization is not None:
-            return _load_dequantized(folder, architecture, quantization, trust=trust)
+        if dequantize is not None:
+            return _load_dequantized(folder, architecture, dequantize, trust=trust)
         if not trust:
             deferred = deferred_model(folder, architecture)
             if deferred is not None:
-                return prepare_for_windows(deferred)
+                return prepare_for_traces(deferred)
         module, report = read_checkpoint(
             folder, architecture, trust=trust, ignore_mismatched_sizes=True
         )
@@ -86,7 +139,7 @@ def load_hugging_face(folder: Path, *, trust: bool = False) -> nn.Module:
 
 
 def _load_dequantized(
-    folder: Path, architecture: str, quantization: MethodSettings, *, trust: bool
+    folder: Path, architecture: str, dequantize: Dequantize, *, trust: bool
 ) -> nn.Module:
     """Return the model of a quantized folder, with dequantized weights.
 
@@ -100,18 +153,18 @@ def _load_dequantized(
                 delattr(part, key)
     stored = stored_tensors(folder)
     dtype = config.dtype or stored_dtype(stored)
-    dequantized = dequantized_folder(folder, quantization, stored, dtype)
-    _logger.warning("%s", dequantized.remark)
+    tensors, remark = dequantize(stored, dtype)
+    _logger.warning("%s", remark)
     if not trust:
-        deferred = filled_model(folder, config, architecture, dequantized.tensors)
+        deferred = filled_model(folder, config, architecture, tensors)
         if deferred is not None:
-            return prepare_for_windows(deferred)
+            return prepare_for_traces(deferred)
     # It renames and fuses weights, as it does for folders of float models
     module, report = read_checkpoint(
         None,
-        model_class(architecture, config, folder, trust=trust),
+        _model_class(architecture, config, folder, trust=trust),
         config=config,
-        state_dict=dequantized.tensors,
+        state_dict=tensors,
         ignore_mismatched_sizes=True,
     )
     read_generation_settings(module, folder)
@@ -119,7 +172,7 @@ def _load_dequantized(
     loaded_config: Any = module.config
     loaded_config.name_or_path = str(folder)
     _require_fit(folder, architecture, report)
-    keep_unused_tensors(folder, module, dequantized.tensors, report["unexpected_keys"])
+    keep_unused_tensors(folder, module, tensors, report["unexpected_keys"])
     return module
 
 
@@ -140,9 +193,9 @@ def _require_fit(folder: Path, architecture: str, report: dict[str, Any]) -> Non
     if misshaped:
         weights = counted(len(misshaped), "weight")
         raise ModelError(
-            f"{folder} has {weights} of other shapes than its {HUGGING_FACE_CONFIG} says: "
+            f"{folder} has {weights} of other shapes than its {CONFIG_FILE} says: "
             f"{first_names(misshaped)}",
-            help=f"give the {HUGGING_FACE_CONFIG} that was saved with these weights",
+            help=f"give the {CONFIG_FILE} that was saved with these weights",
         )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -198,7 +251,7 @@ def _require_known_type(folder: Path, config: dict[str, Any]) -> None:
     if near is not None:
         remedy = f"did you mean {near}? Otherwise {remedy}"
     raise ModelError(
-        f"{folder / HUGGING_FACE_CONFIG} has the model_type {kind!r}, which transformers "
+        f"{folder / CONFIG_FILE} has the model_type {kind!r}, which transformers "
         f"{transformers.__version__} does not have",
         help=remedy,
     )
@@ -211,7 +264,7 @@ def _require_own_files(folder: Path, config: dict[str, Any]) -> None:
         ModelError: it does; the file is named.
     """
     explicit = str(config.get("transformers_weights") or "")
-    require_inside(folder / HUGGING_FACE_CONFIG, explicit)
+    require_inside(folder / CONFIG_FILE, explicit)
     for name in (CHECKPOINT_INDEX, explicit):
         if name.endswith(".index.json") and (folder / name).exists():
             indexed_files(folder / name)
@@ -238,11 +291,10 @@ def _class_name(config: dict[str, Any], folder: Path, *, trust: bool) -> str:
         return name
     if name in auto_classes:
         raise ModelError(
-            f"{folder} is not loaded: {name} is code in this folder",
-            help="read its Python files, and add <--trust> to run them",
+            f"{folder} is not loaded: {name} is code in this folder", help=_TRUST_HELP
         )
     raise ModelError(
-        f"{folder / HUGGING_FACE_CONFIG} names a model {name!r}, which this version of "
+        f"{folder / CONFIG_FILE} names a model {name!r}, which this version of "
         "transformers does not have"
     )
 
@@ -276,34 +328,78 @@ def read_checkpoint(
         )
     finally:
         logs.set_verbosity(verbosity)
-    return prepare_for_windows(module), report
+    return prepare_for_traces(module), report
 
 
-def example_input(module: nn.Module, seq_len: int) -> dict[str, Tensor]:
-    """Return one sample of the right shape: token ids 0, 1, 2, … or black pixels.
+def _model_class(architecture: str, config: Any, folder: Path, *, trust: bool) -> Any:
+    """Return the class of a model; an Auto class stands for the one that it finds.
 
     Args:
-        module: the model.
-        seq_len: the number of tokens. It is limited to the positions of the model.
+        architecture: its name in transformers.
+        config: of transformers.
+        folder: of the model.
+        trust: whether the class may be code of the folder.
 
     Raises:
-        DataError: the model takes neither tokens nor pixels.
+        ModelError: it is code of the folder, which is not trusted.
     """
-    config: Any = getattr(module, "config", None)
-    name = getattr(module, "main_input_name", "input_ids")
-    if name == "input_ids" and isinstance(getattr(config, "vocab_size", None), int):
-        length = min(seq_len, longest_window(module) or seq_len)
-        ids = torch.arange(length)[None] % config.vocab_size
-        inputs = {name: ids}
-        if config.is_encoder_decoder:
-            inputs["decoder_input_ids"] = ids
-        return inputs
-    size = getattr(config, "image_size", None)
-    if name == "pixel_values" and size is not None:
-        height, width = (size, size) if isinstance(size, int) else size
-        channels = getattr(config, "num_channels", 3)
-        dtype = next(module.parameters()).dtype
-        return {name: torch.zeros(1, channels, height, width, dtype=dtype)}
-    raise DataError(
-        f"{type(module).__name__} does not state the shape of its input", help="give <--data>"
+    model = getattr(importlib.import_module("transformers"), architecture)
+    if hasattr(model, "_from_config"):
+        return model
+    places = getattr(config, "auto_map", None) or {}
+    if architecture not in places:
+        return model._model_mapping[type(config)]
+    if not trust:
+        raise ModelError(
+            f"{folder} is not loaded: {places[architecture]} is code in this folder",
+            help=_TRUST_HELP,
+        )
+    modules = importlib.import_module("transformers.dynamic_module_utils")
+    return modules.get_class_from_dynamic_module(
+        places[architecture], folder, local_files_only=True
     )
+
+
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Check that a config names no kernel on the hub, and that it asks for no more parts than a
+    model has. transformers would download the kernel and run it.
+
+    Args:
+        file: the config.json.
+        config: its values.
+
+    Raises:
+        ModelError: it does; the kernel or the key is named.
+    """
+    for key, count in _large_counts(config):
+        raise ModelError(
+            f"{file} asks for {key} {count}, more than a model has",
+            help="give the config.json that was saved with these weights",
+        )
+    for name in _kernels(config):
+        raise ModelError(
+            f"{file} names the kernel {name!r:.200}, which is code on the hub",
+            help="remove attn_implementation from it, or add <--trust> to run that code",
+        )
+
+
+def _large_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the keys of a config and of configs in it whose counts are too large."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _large_counts(value)
+        most = _COUNTS.get(key.rpartition("_")[2])
+        if most is not None and isinstance(value, int) and value > most:
+            yield key, value
+
+
+def _kernels(config: Mapping[str, Any], is_kernel: bool = False) -> Iterator[str]:
+    """Yield the kernels that a config or a config in it names. Each part of a model may have
+    its own.
+    """
+    for key, value in config.items():
+        names_kernel = is_kernel or key in _KERNELS
+        if isinstance(value, dict):
+            yield from _kernels(value, names_kernel)
+        elif names_kernel and "/" in str(value):
+            yield str(value)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from quantizer.errors import DataError, QuantizerError, UsageError
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import load_batches
-from quantizer.sources.text import TextData
-from quantizer.sources.tokenizer import TextTokenizer, load_tokenizer
-from quantizer.sources.windows import Windows
+from quantizer.sources.models import UserFunction
+from quantizer.sources.texts.tokenizer import TextTokenizer, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -46,17 +45,19 @@ class LanguageModel(nn.Module):
         return input_ids
 
 
-def by_bytes(seq_len: int, stride: int | None = None) -> Windows:
-    return Windows(lambda: TextTokenizer(Bytes(), "bytes"), seq_len, stride)
+def windows(seq_len: int, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
+    """How `load_batches` splits texts, with a token for each byte by default."""
+    own = UserFunction(lambda: tokenizer or Bytes(), "bytes")
+    return {"options": {"seq_len": seq_len, **options}, "defaults": {"tokenizer": own}}
 
 
-def batches(spec: str, seq_len: int, stride: int | None = None, **options: Any) -> list[Batch]:
-    return list(load_batches(spec, windows=by_bytes(seq_len, stride), **options))
+def batches(spec: str, seq_len: int, stride: int | None = None, **more: Any) -> list[Batch]:
+    return list(load_batches(spec, **windows(seq_len, stride=stride), **more))
 
 
-def refusal(spec: str, windows: Windows | None = None, **options: Any) -> str:
+def refusal(spec: str, told: dict[str, Any] | None = None, **more: Any) -> str:
     with pytest.raises(QuantizerError) as caught:
-        list(load_batches(spec, windows=windows or by_bytes(4), **options))
+        list(load_batches(spec, **(windows(4) if told is None else told), **more))
     assert isinstance(caught.value, DataError | UsageError)
     return f"{caught.value.message} | {caught.value.help}"
 
@@ -95,8 +96,9 @@ def test_every_token_but_the_first_counts_once_where_windows_overlap(
     path = Path("text.txt")
     path.write_text("".join(text))
     letters = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text])
-    windows = Windows(lambda: TextTokenizer(letters, "letters"), seq_len, stride)
-    found = list(TextData([path], "text", windows).batches(data.draw(st.integers(1, 4))))
+    size = data.draw(st.integers(1, 4))
+    told = windows(seq_len, letters, stride=stride)
+    found = list(load_batches(str(path), batch_size=size, **told))
     # The first has nothing before it
     targets = torch.cat([batch.target[:, 1:] for batch in found]).flatten()
     scored = [chr(token) for token in targets.tolist() if token != -100]
@@ -137,7 +139,7 @@ def test_texts_that_cannot_be_used() -> None:
 
 def test_a_tokenizer_is_never_guessed_and_must_be_the_models() -> None:
     Path("a.txt").write_text("abcd")
-    assert "a.txt is text, and there is no tokenizer" in refusal("a.txt", Windows())
+    assert "a.txt is text, and there is no tokenizer" in refusal("a.txt", {})
     Path("a.txt").write_text("abcé")
     module = LanguageModel()
     module.config = SimpleNamespace(vocab_size=128)
@@ -147,12 +149,11 @@ def test_a_tokenizer_is_never_guessed_and_must_be_the_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "stride", "said"),
-    [(1, None, "two tokens"), (4, 5, "from 1 to"), (4, 0, "from 1")],
+    ("stride", "said"), [(5, "from 1 to --seq_len, 4, not 5"), (0, "from 1 to")]
 )
-def test_lengths_that_make_no_windows(seq_len: int, stride: int | None, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        Windows(None, seq_len, stride)
+def test_lengths_that_make_no_windows(stride: int, said: str) -> None:
+    Path("a.txt").write_text("abcdefgh")
+    assert said in refusal("a.txt", windows(4, stride=stride))
 
 
 def test_what_is_no_tokenizer() -> None:
@@ -217,11 +218,6 @@ class Chat(Bytes):
         return "".join(f"<{message['role'][0]}:{message['content']}>" for message in messages)
 
 
-def chat(seq_len: int, shuffle_seed: int | None = None) -> Windows:
-    load = lambda: TextTokenizer(Chat(), "chat")  # noqa: E731
-    return Windows(load, seq_len, shuffle_seed=shuffle_seed)
-
-
 def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
@@ -247,7 +243,7 @@ def write_rows(file: str, rows: list[dict[str, Any]]) -> None:
 def test_rows_are_texts_or_chats(file: str) -> None:
     rows = ROWS if file.endswith(".jsonl") else [{"text": None, **row} for row in ROWS]
     write_rows(file, rows)
-    (batch,) = load_batches(file, windows=chat(17))
+    (batch,) = load_batches(file, **windows(17, Chat()))
     # The tokenizer's own < is not written twice
     assert words(batch.args[0]) == ["<u:ab><a:c>de\n\nfg"]
 
@@ -269,8 +265,7 @@ def test_an_assistant_may_call_tools_and_say_nothing(file: str) -> None:
     messages = [message("user", "ab"), silent, message("tool", "yes")]
     for row in (messages, [messages[0], asked, messages[2]]):
         write_rows(file, [{"messages": row}])
-        windows = Windows(lambda: TextTokenizer(Calling(), "calling"), 8)
-        (batch,) = load_batches(file, windows=windows)
+        (batch,) = load_batches(file, **windows(8, Calling()))
         assert words(batch.args[0]) == ["<findyes"]
 
 
@@ -286,8 +281,7 @@ def test_documents_are_shuffled_by_the_seed() -> None:
     write_rows("rows.jsonl", [{"text": letter * 2} for letter in "abcdef"])
     orders = []
     for seed in (0, 0, 1):
-        windows = Windows(lambda: TextTokenizer(Bytes(), "bytes"), 22, shuffle_seed=seed)
-        (batch,) = load_batches("rows.jsonl", windows=windows)
+        (batch,) = load_batches("rows.jsonl", seed=seed, **windows(22, shuffle=True))
         (text,) = words(batch.args[0])
         orders.append(text.split("\n\n"))
     assert orders[0] == orders[1] != orders[2]
@@ -296,8 +290,8 @@ def test_documents_are_shuffled_by_the_seed() -> None:
 
 def test_a_single_document_cannot_be_shuffled() -> None:
     Path("a.txt").write_text("abcdef")
-    windows = Windows(lambda: TextTokenizer(Bytes(), "bytes"), 2, shuffle_seed=0)
-    assert "--shuffle changes nothing: a.txt is one document" in refusal("a.txt", windows)
+    told = windows(2, shuffle=True)
+    assert "--shuffle changes nothing: a.txt is one document" in refusal("a.txt", told)
 
 
 def test_equal_first_tokens_of_a_chat_are_kept() -> None:
@@ -308,8 +302,7 @@ def test_equal_first_tokens_of_a_chat_are_kept() -> None:
             return "aab"
 
     write_rows("rows.jsonl", ROWS[:1])
-    windows = Windows(lambda: TextTokenizer(Doubling(), "doubling"), 3)
-    (batch,) = load_batches("rows.jsonl", windows=windows)
+    (batch,) = load_batches("rows.jsonl", **windows(3, Doubling()))
     assert words(batch.args[0]) == ["aab"]
 
 
@@ -333,13 +326,13 @@ def test_equal_first_tokens_of_a_chat_are_kept() -> None:
         ),
         (
             '{"messages": [{"role": "system", "content": ""}]}',
-            "the chat template of chat, on rows.jsonl:3, raised ValueError: no system messages",
+            "the chat template of bytes, on rows.jsonl:3, raised ValueError: no system messages",
         ),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(row: str, said: str) -> None:
     Path("rows.jsonl").write_text('{"text": "abc"}\n\n' + row)
-    assert said in refusal("rows.jsonl", chat(2))
+    assert said in refusal("rows.jsonl", windows(2, Chat()))
 
 
 def test_messages_need_a_chat_template() -> None:

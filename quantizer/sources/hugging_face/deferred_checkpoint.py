@@ -1,23 +1,37 @@
 """Build a Hugging Face model whose weights stay in their files until they are computed with."""
 
 import importlib
-from pathlib import Path, PurePath
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from quantizer.config.json_types import JsonMapping
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import first_names
 from quantizer.errors import ModelError
 from quantizer.graph.parameters import replace_parameters
-from quantizer.sources.json_files import read_object
-from quantizer.sources.pretrained import load_pretrained
-from quantizer.sources.tensor_files import read_deferred
+from quantizer.plugins import part
+from quantizer.sources.files.json_files import read_object
+from quantizer.sources.files.tensor_files import read_deferred
+from quantizer.sources.files.transformers_folder import (
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    FLOAT_FOLDER_HELP,
+    QUANTIZATION_KEYS,
+    load_pretrained,
+    require_inside,
+)
 from quantizer.storage.allocator import tune_for_large_tensors
 from quantizer.storage.deferred_tensor import DeferredTensor
 
-CHECKPOINT_FILE = "model.safetensors"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
+Dequantize = Callable[
+    [Mapping[str, DeferredTensor], torch.dtype], tuple[dict[str, DeferredTensor], str]
+]
+"""Returns the float tensors of stored ones, and a sentence on what was done."""
 
 
 def deferred_model(folder: Path, architecture: str) -> nn.Module | None:
@@ -98,7 +112,7 @@ def _weight_files(folder: Path) -> list[str]:
     Raises:
         ModelError: an index is damaged, or there is a file that it does not name.
     """
-    config = read_object(folder / "config.json", ModelError)
+    config = read_object(folder / CONFIG_FILE, ModelError)
     explicit = str(config.get("transformers_weights") or "")
     if explicit.endswith(".index.json"):
         return indexed_files(folder / explicit)
@@ -132,20 +146,6 @@ def indexed_files(index: Path) -> list[str]:
     return sorted(files)
 
 
-def require_inside(source: Path, name: str) -> None:
-    """Check that a file named by another one is in its folder or in a folder below.
-
-    Raises:
-        ModelError: it is not; both are named.
-    """
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ModelError(
-            f"{source} names a file outside its folder: {name!r:.200}",
-            help="move the weights into this folder: a model may only read files of its folder",
-        )
-
-
 def _fits(module: nn.Module, stored: dict[str, DeferredTensor]) -> bool:
     """Return whether the files have exactly the parameters of the module, and no buffers."""
     if any(buffer.is_meta for buffer in module.buffers()):
@@ -158,3 +158,35 @@ def _fits(module: nn.Module, stored: dict[str, DeferredTensor]) -> bool:
         if parameter.shape != tensor.shape or parameter.dtype != tensor.dtype:
             return False
     return True
+
+
+def dequantizer_of(folder: Path, config: JsonMapping) -> Dequantize | None:
+    """Return what dequantizes the weights of a folder, or None if they are float.
+
+    Args:
+        folder: of the model.
+        config: its config.json.
+
+    Raises:
+        ModelError: nothing can dequantize them.
+    """
+    find = part("dequantize Hugging Face folders")
+    if find is not None:
+        dequantize: Dequantize | None = find(folder, config)
+        return dequantize
+    for fields in (config, config.get("text_config") or {}):
+        if any(fields.get(key) for key in QUANTIZATION_KEYS):
+            raise ModelError(
+                f"{folder} is quantized, and no plug-in is there that dequantizes weights",
+                help=FLOAT_FOLDER_HELP,
+            )
+    return None
+
+
+def stored_dtype(stored: Mapping[str, DeferredTensor]) -> torch.dtype:
+    """Return the dtype of the first float tensor that is not a scale, or else float32."""
+    for name, tensor in stored.items():
+        is_float = tensor.is_floating_point() and tensor.element_size() > 1
+        if is_float and "scale" not in name:
+            return tensor.dtype
+    return torch.float32

@@ -10,35 +10,9 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import QuantizerError
-from quantizer.sources.tensor_files import reading, require_data
+from quantizer.sources.files.tensor_files import reading, require_data
 
 _AGAIN = "copy or download the file again"
-_OBJECTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
-_TEMPLATES = "*.jinja"
-
-
-def require_readable(folder: Path, error: type[QuantizerError]) -> None:
-    """Check the files of a Hugging Face folder that are not weights, as transformers and other
-    engines read them later, some from a copy of the folder.
-
-    Raises:
-        error: one is damaged.
-    """
-    for name in _OBJECTS:
-        if (folder / name).exists():
-            read_object(folder / name, error)
-    for template in sorted(folder.glob(_TEMPLATES)):
-        read_text(template, error)
 
 
 def read_text(path: Path, error: type[QuantizerError]) -> str:

@@ -1,5 +1,6 @@
 """Turn rows of text with images into batches, by the processor of the model's folder."""
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from quantizer.errors import DataError
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
-from quantizer.sources.documents import Document
-from quantizer.sources.images import read_image
-from quantizer.sources.pretrained import load_pretrained
+from quantizer.sources.files.transformers_folder import load_pretrained
+from quantizer.sources.images.images import read_image
+from quantizer.sources.texts.documents import Document, StoredImage
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.child_process import run_apart
 
@@ -83,7 +84,7 @@ class IllustratedRows:
         return f"the processor of {self._folder}, on {document.place},"
 
     def _batch(self, document: Document, text: str) -> Batch:
-        images = [read_image(path) for path in document.images]
+        images = [_read(image) for image in document.images]
         with user_errors(self._what(document), DataError):
             values = self._processor(text=[text], images=images, return_tensors="pt")
         known = arguments_of(self.module).known
@@ -144,3 +145,9 @@ class IllustratedRows:
                 help=_SAVE,
             )
         return processor
+
+
+def _read(image: Path | StoredImage) -> Any:
+    if isinstance(image, StoredImage):
+        return read_image(io.BytesIO(image.content), image.name)
+    return read_image(image, str(image))

@@ -3,44 +3,99 @@
 import inspect
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
+from quantizer.plugins import part
 from quantizer.sources.arguments import arguments_of
-from quantizer.sources.batches import Batch
-from quantizer.sources.documents import Document, read_documents
-from quantizer.sources.illustrated import IllustratedRows
-from quantizer.sources.tokenizer import TextTokenizer
-from quantizer.sources.windows import UNSCORED, Windows
+from quantizer.sources.batches import UNSCORED, Batch
+from quantizer.sources.data import Batches
+from quantizer.sources.example_inputs import DEFAULT_SEQ_LEN
+from quantizer.sources.kinds import NamedData
+from quantizer.sources.texts.documents import Document, read_documents
+from quantizer.sources.texts.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 
 _logger = logging.getLogger(__name__)
 
 _INPUT = "input_ids"
 _BETWEEN_TEXTS = "\n\n"
+_BATCH_SIZE = 1
+"""By default: a window has hundreds of tokens, and each of them a row of logits."""
+
+
+def open_texts(data: NamedData) -> Batches:
+    """Return the batches of texts.
+
+    Raises:
+        UsageError: the lengths of `--stride` and `--seq_len` do not fit each other.
+    """
+    options, defaults = data.options, data.defaults
+    trust = defaults.get("trust", False)
+    text = TextData(
+        data.paths,
+        data.spec,
+        _tokenizer_of(data, trust),
+        data.module,
+        seq_len=options.get("seq_len") or defaults.get("seq_len", DEFAULT_SEQ_LEN),
+        stride=options.get("stride"),
+        shuffle_seed=data.seed if options.get("shuffle") else None,
+        trust=trust,
+    )
+    return Batches(partial(text.batches, data.batch_size or _BATCH_SIZE), data.spec)
+
+
+def _tokenizer_of(data: NamedData, trust: bool) -> Callable[[], TextTokenizer] | None:
+    """Return what loads the tokenizer of `--tokenizer`, or that of the model; None if there is
+    none.
+    """
+    given = data.options.get("tokenizer")
+    own = data.defaults.get("tokenizer")
+    if given is None and isinstance(own, Path) and has_tokenizer(own):
+        given = own
+    if given is not None:
+        return partial(load_tokenizer, given, trust=trust)
+    if own is None or isinstance(own, Path):
+        return None
+    return lambda: TextTokenizer(own.call(), own.label)
 
 
 @dataclass(frozen=True)
 class TextData:
-    """The windows of some files, tokenized once.
+    """The windows of `seq_len` tokens of some files, tokenized once. They start every `stride`
+    tokens, by default `seq_len`.
 
     Attributes:
         paths: the files.
         label: names the data in messages.
-        windows: how the text is split.
+        tokenizer: loads what splits texts into tokens; None if there is none.
         module: the model that reads the windows; None if there is none.
+        seq_len, stride: of the windows.
+        shuffle_seed: of the random order of documents; None keeps the order of the files.
+        trust: whether the processor of the model's images may be code of its folder.
     """
 
     paths: Sequence[Path]
     label: str
-    windows: Windows
+    tokenizer: Callable[[], TextTokenizer] | None = None
     module: nn.Module | None = None
+    seq_len: int = DEFAULT_SEQ_LEN
+    stride: int | None = None
+    shuffle_seed: int | None = None
+    trust: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stride is not None and not 1 <= self.stride <= self.seq_len:
+            raise UsageError(
+                f"<--stride> must be from 1 to <--seq_len>, {self.seq_len}, not {self.stride}"
+            )
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield batches of `size` full windows, int64 [b, seq_len]. The last may have fewer.
@@ -67,8 +122,7 @@ class TextData:
                 )
             yield from self._illustrated_rows.batches()
             return
-        seq_len = self.windows.seq_len
-        step = self.windows.step
+        seq_len, step = self.seq_len, self._step
         windows = self._tokens.unfold(0, seq_len, step)
         for start in range(0, len(windows), size):
             ids = windows[start : start + size].clone()
@@ -79,10 +133,26 @@ class TextData:
                 target[first:, : seq_len - step] = UNSCORED
             yield _as_batch(ids, target, self.module)
 
+    @property
+    def _step(self) -> int:
+        """Return the tokens from one window's start to the next."""
+        return self.stride or self.seq_len
+
     @cached_property
-    def _illustrated_rows(self) -> IllustratedRows:
+    def _illustrated_rows(self) -> Any:
+        """Return what makes batches of rows with images.
+
+        Raises:
+            UsageError: no plug-in does that.
+        """
+        make = part("make batches of texts with images")
+        if make is None:
+            raise UsageError(
+                f"{self.label} has images, and no plug-in is there that reads them with texts",
+                help="give rows without images",
+            )
         unscored = UNSCORED if self._is_scored else None
-        return IllustratedRows(self._documents, self.module, unscored, trust=self.windows.trust)
+        return make(self._documents, self.module, unscored, trust=self.trust)
 
     @cached_property
     def _is_scored(self) -> bool:
@@ -120,15 +190,15 @@ class TextData:
             DataError: the text is too short, or has tokens that the model does not know.
             UsageError: there is no tokenizer.
         """
-        if self.windows.tokenizer is None:
+        if self.tokenizer is None:
             raise UsageError(
                 f"{self.label} is text, and there is no tokenizer",
                 help="give <--tokenizer>, a tokenizer.json or a folder, or batches of tokens"
                 "<shell:, or add tokenizer() to the model's file>",
             )
-        ids = self._token_ids(self.windows.tokenizer())
+        ids = self._token_ids(self.tokenizer())
         count = len(ids)
-        seq_len = self.windows.seq_len
+        seq_len = self.seq_len
         if count < seq_len:
             remedy = "give a longer text"
             if count > 1:
@@ -137,7 +207,7 @@ class TextData:
                 f"{self.label} has {counted(count, 'token')}, fewer than a window of {seq_len}",
                 help=remedy,
             )
-        dropped = (count - seq_len) % self.windows.step
+        dropped = (count - seq_len) % self._step
         if dropped:
             _logger.info(
                 "%s: dropped the last %d of %d tokens (incomplete window)",
@@ -154,13 +224,13 @@ class TextData:
         documents: list[Document] = []
         for path in self.paths:
             documents.extend(read_documents(path))
-        if self.windows.shuffle_seed is not None:
+        if self.shuffle_seed is not None:
             if len(documents) == 1:
                 raise UsageError(
                     f"<--shuffle> changes nothing: {self.label} is one document",
                     help="give several files, or rows of .jsonl or .parquet, or leave it out",
                 )
-            random.Random(self.windows.shuffle_seed).shuffle(documents)
+            random.Random(self.shuffle_seed).shuffle(documents)
         return documents
 
     def _token_ids(self, tokenizer: TextTokenizer) -> list[int]:

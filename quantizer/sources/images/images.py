@@ -3,15 +3,15 @@
 """
 
 import importlib
-import io
 import json
 import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ from quantizer.config.typed_fields import fits
 from quantizer.config.wording import did_you_mean, listed
 from quantizer.errors import DataError, UsageError, pip_line
 from quantizer.sources.batches import Batch, prefix_errors
-from quantizer.sources.file_kinds import IMAGE_SUFFIXES
-from quantizer.sources.json_files import parse_object
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches
+from quantizer.sources.files.json_files import parse_object
+from quantizer.sources.files.tensor_batches import prefetched
+from quantizer.sources.images.plugin import SUFFIXES
+from quantizer.sources.kinds import NamedData, no_files_of_any_kind
 from quantizer.storage.plain_files import read_start, require_file_or_folder
 
 _logger = logging.getLogger(__name__)
@@ -111,6 +114,27 @@ def _require_pixels(size: Sequence[int], limit: int, remedy: str) -> None:
         raise DataError(f"would have {width} x {height} pixels, more than {limit}", help=remedy)
 
 
+def open_images(data: NamedData) -> Batches:
+    """Return the batches of images.
+
+    Raises:
+        DataError: there is no image.
+        UsageError: `--preprocess` is missing or cannot be used.
+    """
+    images = find_images(data.paths)
+    preprocess = data.options.get("preprocess")
+    if preprocess is None:
+        raise UsageError(
+            f"{data.spec} holds images, and <--preprocess> is missing",
+            help=f"give <--preprocess> '{PREPROCESS_EXAMPLE}', or batches of tensors",
+        )
+    settings = parse_preprocess(preprocess)
+    size = data.batch_size or DEFAULT_BATCH_SIZE
+    read = partial(image_batches, images, settings, size, data.seed)
+    length = math.ceil(len(images) / size)
+    return Batches(partial(prefetched, read), data.spec, length=length)
+
+
 def parse_preprocess(text: str) -> Preprocess:
     """Return the preprocessing of `--preprocess`: a JSON object, or the name of a file with
     one.
@@ -169,8 +193,7 @@ def find_images(paths: Sequence[Path]) -> list[tuple[Path, int | None]]:
         )
     if not flat and not classes:
         raise DataError(
-            f"{folder} holds no tensor file, no text and no image",
-            help=f"images end in {listed(IMAGE_SUFFIXES)}",
+            f"{folder} holds {no_files_of_any_kind()}", help=f"images end in {listed(SUFFIXES)}"
         )
     labelled: list[tuple[Path, int | None]] = [(path, None) for path in flat]
     for label, images in enumerate(classes):
@@ -188,7 +211,7 @@ def image_batches(
     random.Random(seed).shuffle(order)
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
-        tensors = [_opened(path, preprocess) for path, _ in chosen]
+        tensors = [_opened(path, str(path), preprocess) for path, _ in chosen]
         _require_same_shape(tensors, chosen)
         labels = [label for _, label in chosen if label is not None]
         target = torch.tensor(labels) if labels else None
@@ -224,7 +247,7 @@ def _centre(size: tuple[int, int], crop: int) -> tuple[int, int, int, int]:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
 
 
 def _pillow() -> Any:
@@ -234,29 +257,17 @@ def _pillow() -> Any:
         raise DataError("reading images needs pillow", help=pip_line("images")) from cause
 
 
-@dataclass(frozen=True)
-class StoredImage:
-    """The content of an image file that is stored in a row of another file.
-
-    Attributes:
-        name: for messages of errors.
-        content: of the file.
-    """
-
-    name: str
-    content: bytes
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def read_image(path: Path | StoredImage) -> Any:
+def read_image(source: Path | IO[bytes], name: str) -> Any:
     """Return an image of pillow in RGB.
+
+    Args:
+        source: a file.
+        name: of the file, for messages.
 
     Raises:
         DataError: the file cannot be read as an image or is too large, or pillow is missing.
     """
-    return _opened(path, _small_rgb)
+    return _opened(source, name, _small_rgb)
 
 
 def _small_rgb(image: Any) -> Any:
@@ -266,26 +277,25 @@ def _small_rgb(image: Any) -> Any:
     return as_rgb(image)
 
 
-def _opened(path: Path | StoredImage, convert: Callable[[Any], _Converted]) -> _Converted:
-    """Return what `convert` makes of the image in a file or in memory.
+def _opened(
+    source: Path | IO[bytes], name: str, convert: Callable[[Any], _Converted]
+) -> _Converted:
+    """Return what `convert` makes of the image in a file.
 
     Raises:
         DataError: it cannot be read as an image, or `convert` raises it.
     """
-    source: Any = path
     pillow = _pillow()
     limit = pillow.MAX_IMAGE_PIXELS
     # `Preprocess.max_pixels` limits the pixels instead
     pillow.MAX_IMAGE_PIXELS = None
     try:
-        if isinstance(path, StoredImage):
-            source = io.BytesIO(path.content)
-        else:
-            require_file_or_folder(path)
-        with prefix_errors(f"{path} "), pillow.open(source, formats=_FORMATS) as image:
+        if isinstance(source, Path):
+            require_file_or_folder(source)
+        with prefix_errors(f"{name} "), pillow.open(source, formats=_FORMATS) as image:
             return convert(image)
     except (OSError, ValueError, SyntaxError) as cause:
-        raise DataError(f"{path} cannot be read as an image: {_reason(cause)}") from cause
+        raise DataError(f"{name} cannot be read as an image: {_reason(cause)}") from cause
     finally:
         pillow.MAX_IMAGE_PIXELS = limit
 

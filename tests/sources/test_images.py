@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantizer.errors import DataError, UsageError
 from quantizer.sources.data import load_batches
-from quantizer.sources.images import parse_preprocess, read_image
+from quantizer.sources.images.images import parse_preprocess, read_image
 
 Image = pytest.importorskip("PIL.Image", reason="needs quantizer-torch[images]")
 
@@ -37,13 +37,14 @@ def paint(
 
 def only(preprocess: dict[str, Any], spec: str = "d", **options: Any) -> Any:
     """The only batch of an image folder."""
-    (batch,) = load_batches(spec, preprocess=json.dumps(preprocess), **options)
+    told = {"preprocess": json.dumps(preprocess)}
+    (batch,) = load_batches(spec, options=told, **options)
     return batch
 
 
 def refusal(preprocess: str | None, spec: str = "d") -> DataError | UsageError:
     with pytest.raises((DataError, UsageError)) as caught:
-        list(load_batches(spec, preprocess=preprocess))
+        list(load_batches(spec, options=preprocess and {"preprocess": preprocess}))
     return caught.value
 
 
@@ -177,7 +178,7 @@ def test_stopping_early_ends_the_reading_thread() -> None:
     for number in range(20):
         paint(f"d/{number}.png")
     before = threading.active_count()
-    reading = iter(load_batches("d", preprocess=json.dumps(PLAIN), batch_size=1))
+    reading = iter(load_batches("d", options={"preprocess": json.dumps(PLAIN)}, batch_size=1))
     next(reading)
     assert threading.active_count() == before + 1
     reading.close()  # type: ignore[attr-defined]
@@ -288,10 +289,10 @@ def test_pixels_without_a_known_white_are_refused(value: float, mode: str, said:
 
 def test_images_of_rows_keep_their_values_and_are_not_too_large() -> None:
     Image.new("I;16", (4, 4), 16384).save("a.png")
-    assert read_image(Path("a.png")).getpixel((0, 0)) == (64, 64, 64)
+    assert read_image(Path("a.png"), "a.png").getpixel((0, 0)) == (64, 64, 64)
     Image.new("1", (8001, 8000)).save("b.png")
     with pytest.raises(DataError, match=r"b.png would have 8001 x 8000 pixels"):
-        read_image(Path("b.png"))
+        read_image(Path("b.png"), "b.png")
 
 
 def test_a_mean_of_pixels_up_to_255_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import counted, first_names, listed
 from quantizer.errors import ModelError
-from quantizer.sources.deferred_checkpoint import stored_tensors
-from quantizer.sources.json_files import read_object
-from quantizer.sources.quantized_folders.dequantized_folder import quantization_of
-from quantizer.sources.quantized_folders.method_settings import FLOAT_FOLDER_HELP
-from quantizer.sources.quantized_folders.stored_layer import FLOAT8_DTYPES
+from quantizer.sources.files.json_files import read_object
+from quantizer.sources.files.transformers_folder import CONFIG_FILE, FLOAT_FOLDER_HELP
+from quantizer.sources.hugging_face.deferred_checkpoint import dequantizer_of, stored_tensors
 from quantizer.sources.tensor_kinds import dtype_name
 
 _logger = logging.getLogger(__name__)
@@ -95,10 +93,10 @@ def unused_tensors(module: nn.Module) -> dict[str, Tensor]:
         return kept
     # A model that transformers has loaded
     folder = Path(str(getattr(module, "name_or_path", "")))
-    config = folder / "config.json"
+    config = folder / CONFIG_FILE
     if not folder.name or not config.is_file():
         return {}
-    if quantization_of(folder, read_object(config, ModelError)) is not None:
+    if dequantizer_of(folder, read_object(config, ModelError)) is not None:
         return {}
     stored = stored_tensors(folder)
     names = _ignored_names(module, stored)
@@ -161,7 +159,7 @@ def _require_no_codes(
     kinds: set[str] = set()
     for name, tensor in stored.items():
         is_weight = name.rpartition(".")[2] in last_parts and name not in unused
-        is_float = tensor.is_floating_point() and tensor.dtype not in FLOAT8_DTYPES
+        is_float = tensor.is_floating_point() and tensor.element_size() > 1
         if is_weight and not is_float:
             codes.append(name)
             kinds.add(dtype_name(tensor.dtype))

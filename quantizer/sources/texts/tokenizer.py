@@ -14,9 +14,8 @@ from typing import Any
 
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, pip_line
-from quantizer.sources.documents import Document
-from quantizer.sources.json_files import require_readable
-from quantizer.sources.pretrained import load_pretrained
+from quantizer.sources.files.transformers_folder import load_pretrained, require_readable
+from quantizer.sources.texts.documents import Document
 from quantizer.sources.user_code import user_errors
 from quantizer.storage.child_process import run_apart
 

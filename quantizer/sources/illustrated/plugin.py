@@ -1,0 +1,13 @@
+"""What reading texts with images adds."""
+
+from quantizer.plugins import Plugin
+
+PLUGIN = Plugin(
+    "illustrated",
+    needs=("texts", "images"),
+    parts={
+        "make batches of texts with images": (
+            "quantizer.sources.illustrated.rows:IllustratedRows"
+        )
+    },
+)

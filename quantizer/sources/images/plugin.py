@@ -1,0 +1,23 @@
+"""What reading files of images adds."""
+
+from quantizer.plugins import DataKind, Plugin
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
+
+PLUGIN = Plugin(
+    "images",
+    rank=22,
+    data=(
+        DataKind(
+            "images",
+            "image",
+            "quantizer.sources.images.images:open_images",
+            SUFFIXES,
+            form="a folder of images",
+            options=("preprocess",),
+            refusal=("the data is not images", "leave out the option"),
+            has_class_folders=True,
+        ),
+    ),
+    packages={"images": ("PIL",)},
+)

@@ -1,0 +1,19 @@
+"""What making data from the model adds."""
+
+from quantizer.plugins import DataKind, Plugin
+
+PLUGIN = Plugin(
+    "synthetic",
+    rank=23,
+    data=(
+        DataKind(
+            "synthetic data",
+            opener="quantizer.sources.synthetic.synthetic:open_synthetic",
+            word="synthetic",
+            options=("seq_len",),
+            refusal=("the data are not synthetic", "leave out the option"),
+            is_synthetic=True,
+            advice="<--data synthetic> makes data from the model itself",
+        ),
+    ),
+)
