@@ -11,14 +11,17 @@ import functools
 import importlib
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from quantizer.errors import first_line
+from quantizer.errors import UsageError, first_line
 from quantizer.option_words import Option, Sentence, marked
+from quantizer.rows import NumberFormat, RangeMethod
 
 _ENTRY_POINTS = ["quantizer.plugins"]
 """The groups of entry points by which packages of others are found."""
@@ -230,6 +233,9 @@ class Plugin:
         about_destinations: a sentence on them for `--help`.
         strategies: the preset of each value of `init --strategy`.
         metrics: what it measures, by name.
+        range_methods: the values of `method`, by name.
+        formats: the number formats, by name.
+        operators: "module:name" of rows for the table of operators (`graph/op_row`).
     """
 
     name: str
@@ -241,15 +247,23 @@ class Plugin:
     about_destinations: str = ""
     strategies: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricWords] = field(default_factory=dict)
+    range_methods: Mapping[str, RangeMethod] = field(default_factory=dict)
+    formats: Mapping[str, NumberFormat] = field(default_factory=dict)
+    operators: str = ""
 
     @property
     def words(self) -> frozenset[str]:
         """Return the words that no other plug-in may have: names, and those of `--help`."""
-        options: list[str] = []
+        parts: list[str] = []
         for target in self.targets.values():
-            options += [option.name for option in target.options]
-        kinds = (self.targets, self.profiles, self.destinations, self.strategies, self.metrics)
-        return frozenset([self.name, *options, *itertools.chain(*kinds)])
+            parts += [option.name for option in target.options]
+        for method in self.range_methods.values():
+            parts += method.observers
+        kinds = (
+            *(self.targets, self.profiles, self.destinations, self.strategies, self.metrics),
+            *(self.range_methods, self.formats),
+        )
+        return frozenset([self.name, *parts, *itertools.chain(*kinds)])
 
 
 @functools.cache
@@ -262,6 +276,26 @@ def plugins() -> tuple[Plugin, ...]:
             if not usable.keys() >= set(plugin.needs):
                 del usable[name]
     return tuple(sorted(usable.values(), key=lambda plugin: (plugin.rank, plugin.name)))
+
+
+def loaded(place: str) -> Any:
+    """Return what is named by "module:name".
+
+    Raises:
+        UsageError: it cannot be imported, and is of another package.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        package = module.partition(".")[0]
+        if package == _PACKAGE.name:
+            raise
+        raise UsageError(
+            f"{place}, which a plug-in names, cannot be imported: {type(error).__name__}: "
+            f"{first_line(error)}",
+            help=f"install {package} again, or remove it",
+        ) from error
 
 
 def leave_out_foreign() -> None:
@@ -311,8 +345,13 @@ def _plugins_by_name() -> dict[str, Plugin]:
 def _built_in_plugins() -> Iterator[Plugin]:
     """Yield the plug-ins in folders of this package."""
     for path in sorted(_PACKAGE.glob("*/*/plugin.py")):
-        room, name = path.parts[-3:-1]
-        module = importlib.import_module(f"{_PACKAGE.name}.{room}.{name}.plugin")
+        name = ".".join((_PACKAGE.name, *path.parts[-3:-1], "plugin"))
+        # The room is not imported: it may itself need the plug-ins
+        spec = spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
         yield module.PLUGIN
 
 

@@ -10,19 +10,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantizer.config.model import AUTO_METHOD, QuantizationSpec
+from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.code_range import POWERS_OF_TWO, SHARED_EXPONENTS
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
-from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
-from quantizer.observers.methods import (
-    CENTRES,
-    RANGE_METHODS,
-    code_range_of,
-    round_rows,
-    searched_format,
-)
+from quantizer.observers.methods import CENTRES, code_range_of, round_rows, searched_format
 from quantizer.observers.observed_batch import (
     LowHigh,
     ObservedBatch,
@@ -46,7 +39,6 @@ _AUTO_RANGES_AT_ONCE = 128
 _OUTERMOST = 3
 
 
-@register_in(RANGE_METHODS, "mse")
 def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least squared error of the spec's codes.
 
@@ -74,7 +66,6 @@ def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     return low * widening, high * widening
 
 
-@register_in(RANGE_METHODS, AUTO_METHOD)
 def auto(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least error, of all ranges that the other
     methods could give. An error counts by its power 2.2.
@@ -266,7 +257,6 @@ def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     return values.low * best, values.high * best
 
 
-@register_in(RANGE_METHODS, "group_mse")
 def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least squared error.
 

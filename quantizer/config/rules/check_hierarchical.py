@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.dtypes import BLOCK_FORMATS, SEARCHED_FORMATS
+from quantizer.config.forms.dtypes import BLOCK_FORMATS
 from quantizer.config.forms.form import CACHE_BLOCK
 from quantizer.config.forms.hierarchical import Hierarchical
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
@@ -16,6 +16,7 @@ from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
 from quantizer.config.roles import ROLE_OF
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 from quantizer.config.wording import quoted
+from quantizer.tables import SEARCHED
 
 _PERCENTILE = "PerTensorPercentileObserver"
 _CACHED_LAYERS = "kv_cache_group"
@@ -263,7 +264,7 @@ def _unread(scope: _Scope) -> dict[str, str]:
         if scope.is_block:
             reason = f"{dtype} has its own way to find exponents"
         unread["scale_calculation_mode"] = reason
-    if dtype in SEARCHED_FORMATS:
+    if dtype in SEARCHED:
         unread["scale_type"] = f"{dtype} has scales of its own"
         unread["scale_format"] = f"{dtype} has scales of its own"
         return {key: reason for key, reason in unread.items() if key in scope.raw}
