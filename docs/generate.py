@@ -1,8 +1,8 @@
 """Write what follows from the schemas, from the table of algorithms and from that of formats.
 
 These are: the tables in docs/one_command.md and docs/metrics.md; the table of what was tested
-in README.md; the part on algorithms in both schemas; the rules for editors in
-layered.schema.json; the options of method, round_mode and dtype in
+in README.md; quantizer/__init__.pyi; the part on algorithms in both schemas; the rules for
+editors in layered.schema.json; the options of method, round_mode and dtype in
 quantization_spec.schema.json; the table of presets in docs/hierarchical.md; the table of
 engines in docs/deploy.md and those of families in docs/engines.md. Pages that follow from the
 package as a whole are made with the site (docs/site_pages.py).
@@ -17,6 +17,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from engine_table import with_engines
 from family_table import with_families
+from stub import stub
 from tested_table import with_table
 
 from quantizer.config.algorithm_schema import form_schema
@@ -39,11 +41,13 @@ from quantizer.config.schema_words import with_words
 from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
+from quantizer.plugins import GROUP
 from quantizer.report.metric_words import METRICS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"
 HIERARCHICAL = ROOT / "schemas" / "hierarchical.schema.json"
+STUB = ROOT / "quantizer" / "__init__.pyi"
 SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
 HIERARCHICAL_PAGE = ROOT / "docs" / "hierarchical.md"
 DESTINATIONS_PAGE = ROOT / "docs" / "one_command.md"
@@ -80,7 +84,7 @@ def generated() -> dict[Path, str]:
     pages[loading] = with_families(loading.read_text("utf-8"))
     readme = ROOT / "README.md"
     pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
-    return {**schemas, **pages}
+    return {**schemas, **pages, STUB: stub()}
 
 
 def destinations_page() -> str:
@@ -322,6 +326,8 @@ def _ref(name: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if entry_points(group=GROUP):
+        raise SystemExit("uninstall the plug-ins of other packages first")
     try:
         files = generated()
     except QuantizerError as error:

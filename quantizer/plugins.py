@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from quantizer.errors import UsageError, first_line
 from quantizer.option_words import Option, Sentence, marked
 from quantizer.rows import NumberFormat, RangeMethod
 
-_ENTRY_POINTS = ["quantizer.plugins"]
-"""The groups of entry points by which packages of others are found."""
+GROUP = "quantizer.plugins"
+"""The group of entry points by which packages of others are found."""
 HIGHER = "higher"
 LOWER = "lower"
 _PACKAGE = Path(__file__).parent
 _TRANSPOSED_LINEAR = "Conv1D"
 """The linear layers of GPT-2, whose weights are transposed."""
+_left_out: list[str] = []
+"""The names of plug-ins of other packages that are not imported."""
 _logger = logging.getLogger(__name__)
 
 
@@ -303,7 +305,12 @@ def leave_out_foreign() -> None:
 
     It has an effect only before `plugins` is called.
     """
-    _ENTRY_POINTS.clear()
+    _left_out.extend(entry.name for entry in entry_points(group=GROUP))
+
+
+def left_out() -> str:
+    """Return the names of plug-ins that `leave_out_foreign` has left out."""
+    return ", ".join(_left_out)
 
 
 def remedy_for_absent(word: str) -> str:
@@ -357,10 +364,9 @@ def _built_in_plugins() -> Iterator[Plugin]:
 
 def _foreign_plugins() -> Iterator[Plugin]:
     """Yield the plug-ins of other packages. One that cannot be imported is a warning."""
-    entries: list[EntryPoint] = []
-    for group in _ENTRY_POINTS:
-        entries += entry_points(group=group)
-    for entry in entries:
+    for entry in entry_points(group=GROUP):
+        if entry.name in _left_out:
+            continue
         try:
             plugin = entry.load()
         except Exception as error:  # noqa: BLE001 - code of others may raise anything

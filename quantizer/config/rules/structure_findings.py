@@ -20,6 +20,7 @@ from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import form_of
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import closest_word, listed, quoted
+from quantizer.plugins import left_out
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -76,14 +77,12 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
     if "help" in schema:
         return Diagnostic(code, message, place, remark=remark, help=schema["help"])
     fixes = value_fixes(document, path, schema)
-    return Diagnostic(
-        code,
-        message,
-        place,
-        remark=remark,
-        help=help_for_value(key, value, form_of(document.value)),
-        fixes=fixes,
-    )
+    remedy = help_for_value(key, value, form_of(document.value))
+    if keyword == "enum" and left_out():
+        remedy += (
+            f"; it may be a word of the plug-in {left_out()}, which validate does not load"
+        )
+    return Diagnostic(code, message, place, remark=remark, help=remedy, fixes=fixes)
 
 
 def _repeated_item(
