@@ -82,7 +82,7 @@ def _meanings() -> Mapping[str, Sequence[str]]:
         for key, (entry, _) in _keys(form).items():
             words = zip(entry.get("enum", ()), entry.get("enumDescriptions", ()), strict=False)
             for word, meaning in words:
-                line = f"- {key}, in the {form} form: {meaning}"
+                line = f"- {meaning} (`quantizer explain {key}`, {form} form)"
                 if isinstance(word, str):
                     meanings.setdefault(word, []).append(line)
     return meanings
@@ -100,7 +100,7 @@ def setting_page(key: str) -> str:
             rows.append(f"- {algorithm}: {settings[key]['description']}")
             commands.append(f"`quantizer explain {algorithm}`")
     if not rows:
-        return _page(f"# {key}", "A value of a key:", "\n".join(_meanings()[key]))
+        return _page(f"# {key}", "A word that keys take.", "\n".join(_meanings()[key]))
     intro = f"A setting of algorithms; more is in {' and '.join(commands)}."
     return _page(f"# {key}", intro, "\n".join(rows))
 

@@ -79,9 +79,7 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
     fixes = value_fixes(document, path, schema)
     remedy = help_for_value(key, value, form_of(document.value))
     if keyword == "enum" and left_out():
-        remedy += (
-            f"; it may be a word of the plug-in {left_out()}, which validate does not load"
-        )
+        remedy += f"; the plug-in {left_out()} may know it, and validate loads none"
     return Diagnostic(code, message, place, remark=remark, help=remedy, fixes=fixes)
 
 
