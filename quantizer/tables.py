@@ -243,8 +243,9 @@ exponent of bfp16 is one up where the largest value would round beyond it.
 """
 _BUILT_IN = len(RANGE_METHODS) + len(NUMBER_FORMATS)
 for _plugin in plugins():
-    RANGE_METHODS.update(_plugin.range_methods)
-    NUMBER_FORMATS.update(_plugin.formats)
+    # A word of the package keeps its meaning
+    RANGE_METHODS.update({**_plugin.range_methods, **RANGE_METHODS})
+    NUMBER_FORMATS.update({**_plugin.formats, **NUMBER_FORMATS})
 SEARCHED = frozenset(name for name, row in NUMBER_FORMATS.items() if row.scale_bits)
 """The formats whose scales are always searched, as `block_search` does."""
 HAS_FOREIGN_ROWS = len(RANGE_METHODS) + len(NUMBER_FORMATS) > _BUILT_IN

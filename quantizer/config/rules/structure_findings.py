@@ -61,6 +61,8 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
     remark = None
     if keyword == "enum":
         message = f"{quoted(value)} is not a {schema.get('title', key)}"
+        if left_out():
+            message += f", unless the plug-in {left_out()} adds it: validate loads none"
         words = listed(word for word in schema["enum"] if word is not None)
         remark = f"one of: {words}"
     elif keyword == "type":
@@ -78,8 +80,6 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
         return Diagnostic(code, message, place, remark=remark, help=schema["help"])
     fixes = value_fixes(document, path, schema)
     remedy = help_for_value(key, value, form_of(document.value))
-    if keyword == "enum" and left_out():
-        remedy += f"; the plug-in {left_out()} may know it, and validate loads none"
     return Diagnostic(code, message, place, remark=remark, help=remedy, fixes=fixes)
 
 
