@@ -13,6 +13,7 @@ from quantizer.rows import NumberFormat, ObserverClass, RangeMethod
 
 _METHODS = "quantizer.observers.methods"
 _LEAST_ERROR = "quantizer.observers.least_error"
+_BY_VALUES = "quantizer.observers.value_ranges"
 RANGE_METHODS: dict[str, RangeMethod] = {
     "maxmin": RangeMethod(
         f"{_METHODS}:maxmin",
@@ -85,7 +86,7 @@ RANGE_METHODS: dict[str, RangeMethod] = {
         symmetric_only=True,
     ),
     "group_mse": RangeMethod(
-        f"{_LEAST_ERROR}:group_mse",
+        f"{_BY_VALUES}:group_mse",
         "like mse for weights in groups, symmetric or not: the errors are those of the values "
         "themselves, for several ranges",
         reads="values",
@@ -99,7 +100,7 @@ RANGE_METHODS: dict[str, RangeMethod] = {
         },
     ),
     "diffs": RangeMethod(
-        f"{_METHODS}:diffs",
+        f"{_BY_VALUES}:diffs",
         "the power-of-two scale with the least squared error",
         reads="values",
         integers_only=True,
@@ -236,10 +237,11 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
         "values, 4.5 bits a value; for weights",
     ),
 }
-"""The formats other than plain integers, by name. Source of group sizes: OCP Microscaling
-Formats v1.0, section 5, for 32; "With Shared Microexponents, A Little Shifting Goes a Long Way"
-(arXiv 2302.08007), table 2, for 16; ggml's block_q4_K to block_iq4_nl for the last four. The
-exponent of bfp16 is one up where the largest value would round beyond it.
+"""The formats other than plain integers, by name. The exponent of bfp16 is one up where the
+largest value would round beyond it.
+
+Source: OCP Microscaling Formats v1.0, section 5, for groups of 32; arXiv 2302.08007, table 2,
+for those of mx6 and mx9; ggml for the last four formats.
 """
 _BUILT_IN = len(RANGE_METHODS) + len(NUMBER_FORMATS)
 for _plugin in plugins():

@@ -16,9 +16,8 @@ from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.code_range import PAIRS, CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel
 from quantizer.numerics.histogram import BINS
-from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.registry import lookup
-from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
+from quantizer.observers.observed_batch import LowHigh, ObservedValues
 from quantizer.plugins import loaded
 from quantizer.tables import RANGE_METHODS, SEARCHED, listed_format
 
@@ -29,12 +28,8 @@ MICROEXPONENT_GROUP = PAIRS * PAIR
 """How many values share an exponent in formats with microexponents."""
 CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
 """The centres of a histogram's bins, in widths of a bin."""
-_DIFFS_SAMPLE_SIZE = 1 << 15
-"""A small sample: every value is quantized five times, and the candidates are far apart."""
 _LISTED_BITS = 8
 """The most bits of integers for which a search of scales lists all levels."""
-_DIFFS_CANDIDATES = 5
-"""The scale that clips nothing, and 1/2, 1/4, 1/8 and 1/16 of it, as in pytorch_nndct."""
 _ENTROPY_AT_ONCE = 1 << 20
 """How many values an intermediate tensor of "entropy" has at most."""
 
@@ -155,25 +150,6 @@ def percentile(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     wanted = torch.full((len(share), 1), spec.percentage / 100, dtype=torch.float64)
     bins = torch.searchsorted(share, wanted).squeeze(1).clamp(1, BINS)
     return values.clipped(values.width * bins)
-
-
-def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
-    """Return the range with the least squared error: the whole one, or 1/2, 1/4, 1/8 or 1/16 of
-    it. If several have the same error, return the widest.
-    """
-    # `Observer` refuses this method for all batches together
-    assert isinstance(values, ObservedBatch)
-    sample = values.sample(_DIFFS_SAMPLE_SIZE)
-    factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
-    low = (values.low * factors[:, None]).view(-1)
-    high = (values.high * factors[:, None]).view(-1)
-    qparams = qparams_from_range(low, high, code_range_of(spec)).to(sample.device)
-    quantized = sample.new_empty(_DIFFS_CANDIDATES, *sample.shape).copy_(sample)
-    rows = quantized.view(-1, sample.shape[1])
-    round_rows(rows, qparams.scale.to(sample.dtype), qparams.zero_point, spec)
-    errors = quantized.sub_(sample).square_().sum(2)
-    best = factors[errors.argmin(0).cpu()]
-    return values.low * best, values.high * best
 
 
 def entropy(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
