@@ -28,7 +28,7 @@ setup(
         *(f"quantizer.{folder}" for folder in DATA),
     ],
     package_dir={f"quantizer.{folder}": folder for folder in DATA},
-    package_data={"quantizer": ["py.typed"], "quantizer.report.page": PAGE}
+    package_data={"quantizer": ["py.typed", "__init__.pyi"], "quantizer.report.page": PAGE}
     | {f"quantizer.{folder}": ["*.json"] for folder in DATA},
     cmdclass={"build_py": BuildWithExample},
 )

@@ -1,8 +1,8 @@
 """Write what follows from the schemas, from the table of algorithms and from that of formats.
 
 These are: the tables in docs/one_command.md and docs/metrics.md; the table of what was tested
-in README.md; the part on algorithms in both schemas; the rules for editors in
-layered.schema.json; the options of method, round_mode and dtype in
+in README.md; quantizer/__init__.pyi; the part on algorithms in both schemas; the rules for
+editors in layered.schema.json; the options of method, round_mode and dtype in
 quantization_spec.schema.json; the table of presets in docs/hierarchical.md; the table of
 engines in docs/deploy.md and those of families in docs/engines.md. Pages that follow from the
 package as a whole are made with the site (docs/site_pages.py).
@@ -17,6 +17,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from engine_table import with_engines
 from family_table import with_families
+from stub import stub
 from tested_table import with_table
 
 from quantizer.config.algorithm_schema import generated_schema
@@ -35,15 +37,17 @@ from quantizer.config.forms.types import RoundType
 from quantizer.config.load import load_config
 from quantizer.config.model import CAST_ONLY, ROLES, Role
 from quantizer.config.resources import presets
+from quantizer.config.schema_words import with_words
 from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
-from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.plugins import GROUP
 from quantizer.report.metric_words import METRICS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"
 HIERARCHICAL = ROOT / "schemas" / "hierarchical.schema.json"
+STUB = ROOT / "quantizer" / "__init__.pyi"
 SPEC = ROOT / "schemas" / "quantization_spec.schema.json"
 HIERARCHICAL_PAGE = ROOT / "docs" / "hierarchical.md"
 DESTINATIONS_PAGE = ROOT / "docs" / "one_command.md"
@@ -68,10 +72,8 @@ first are about all.
 
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    schemas = {
-        HIERARCHICAL: text_of(generated_schema("hierarchical")),
-        LAYERED: layered_schema(),
-    }
+    hierarchical = with_words(HIERARCHICAL.name, generated_schema("hierarchical"))
+    schemas = {HIERARCHICAL: text_of(hierarchical), LAYERED: layered_schema()}
     schemas[SPEC] = spec_schema()
     pages = {HIERARCHICAL_PAGE: hierarchical_page()}
     pages[DESTINATIONS_PAGE] = destinations_page()
@@ -82,7 +84,7 @@ def generated() -> dict[Path, str]:
     pages[loading] = with_families(loading.read_text("utf-8"))
     readme = ROOT / "README.md"
     pages[readme] = with_table(readme.read_text("utf-8"), ROOT / "tests")
-    return {**schemas, **pages}
+    return {**schemas, **pages, STUB: stub()}
 
 
 def destinations_page() -> str:
@@ -141,37 +143,49 @@ def preset_row(name: str) -> str:
 
 
 def spec_schema() -> str:
-    """Return the spec schema with the words that the other schemas and the table of number
-    formats have for methods, rounding modes and number formats.
+    """Return the spec schema with the words that the other schemas have for rounding modes, and
+    the tables for methods and number formats; also in the rules that list methods.
     """
-    words = block_of("layered", "parameters")["properties"]
-    round_modes = list(words["round_mode"]["enum"])
+    round_modes = list(block_of("layered", "parameters")["properties"]["round_mode"]["enum"])
     for word in block_of("hierarchical", "spec")["properties"]["round_method"]["enum"]:
         if word is None:
             continue
         mode = RoundType[word].value
         if mode not in round_modes:
             round_modes.append(mode)
-    scaled = [name for name in FLOAT_FORMATS if name not in CAST_ONLY]
-    casts = [word for word in words["datatype"]["enum"] if word in CAST_ONLY]
     text = SPEC.read_text("utf-8")
-    text = _with_options(text, "dtype", ["int", *scaled, *casts])
-    text = _with_options(text, "round_mode", round_modes)
-    return _with_options(text, "method", words["method"]["enum"])
+    written = with_words(SPEC.name, json.loads(text))
+    options = {"round_mode": round_modes}
+    for field in ("dtype", "method"):
+        options[field] = written["properties"][field]["enum"]
+    for field, words in options.items():
+        start = f'"{field}": {{"enum": '
+        text = _replaced(text, rf"(?<={re.escape(start)})\[.*?\]", json.dumps(words))
+    for rule in written["then"]["allOf"]:
+        if "$comment" not in rule:
+            continue
+        listing = (rule["if"]["properties"] | rule["then"]["properties"])["method"]
+        start = rf'("code": "{rule["code"]}".*?"method": {{\s*"enum": )'
+        text = _replaced(text, rf"{start}\[.*?\]", rf"\1{json.dumps(listing['enum'])}")
+        if "errorMessage" in listing:
+            message = json.dumps(listing["errorMessage"])
+            text = _replaced(
+                text, rf'{start}(\[.*?\],\s*"errorMessage": )".*?"', rf"\1\2{message}"
+            )
+    return text
 
 
-def _with_options(text: str, field: str, options: Sequence[str]) -> str:
-    """Return the spec schema's text with other options for a field."""
-    pattern = rf'(?<="{field}": {{"enum": )\[.*?\]'
-    return re.sub(pattern, json.dumps(options), text, count=1)
+def _replaced(text: str, pattern: str, new: str) -> str:
+    """Return a text with the first match of a pattern replaced."""
+    return re.sub(pattern, new, text, count=1, flags=re.DOTALL)
 
 
 def layered_schema() -> str:
     """The layered schema with the errors of the spec schema, for editors; a schema knows no
     warnings.
     """
-    schema = {**generated_schema("layered")}
-    spec = json.loads(SPEC.read_text("utf-8"))
+    schema = {**with_words(LAYERED.name, generated_schema("layered"))}
+    spec = json.loads(spec_schema())
     every = (*spec["then"]["allOf"], *spec["allOf"])
     rules = [
         rule
@@ -312,6 +326,8 @@ def _ref(name: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if entry_points(group=GROUP):
+        raise SystemExit("uninstall the plug-ins of other packages first")
     try:
         files = generated()
     except QuantizerError as error:

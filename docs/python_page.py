@@ -13,6 +13,7 @@ from typing import Any
 
 import quantizer
 from quantizer.api.comparison import Comparison, Report
+from quantizer.api.config import OBSERVERS
 from quantizer.api.result import Result
 from quantizer.config.algorithms import AlgoConfig, settings_of
 from quantizer.config.forms.form import block_of
@@ -49,19 +50,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "AlgoConfig",
         "PreQuantOptConfig",
     ),
-    "Observers": (
-        "PerTensorMinMaxObserver",
-        "PerChannelMinMaxObserver",
-        "PerGroupMinMaxObserver",
-        "PerTensorPercentileObserver",
-        "PerTensorMSEObserver",
-        "PerGroupMSEObserver",
-        "PerBlockMXObserver",
-        "PerBlockBFPObserver",
-        "PerBlock2DMinMaxObserver",
-        "PlaceholderObserver",
-        "ObserverBase",
-    ),
+    "Observers": (*OBSERVERS, "ObserverBase"),
     "Enumerations": ("Dtype", "QSchemeType", "RoundType", "ScaleType", "DeviceType"),
 }
 """The sections of the page. Each public name is in one of them."""

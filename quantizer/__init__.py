@@ -1,109 +1,35 @@
 """Post-training quantization of PyTorch models, configured by a JSON file or by dataclasses.
 
 Importing this package does not import torch. Public names are loaded when they are first used.
+`__init__.pyi` has their types.
 """
 
-from __future__ import annotations
-
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantizer.errors import TORCH, pip_line
 
-if TYPE_CHECKING:
-    from quantizer import nn as nn
-    from quantizer.api.calibrate import calibrate, load
-    from quantizer.api.config import (
-        Config,
-        ObserverBase,
-        PerBlock2DMinMaxObserver,
-        PerBlockBFPObserver,
-        PerBlockMXObserver,
-        PerChannelMinMaxObserver,
-        PerGroupMinMaxObserver,
-        PerGroupMSEObserver,
-        PerTensorMinMaxObserver,
-        PerTensorMSEObserver,
-        PerTensorPercentileObserver,
-        PlaceholderObserver,
-        QuantizationConfig,
-        QuantizationSpec,
-    )
-    from quantizer.api.model_quantizer import ModelQuantizer
-    from quantizer.api.quantize import quantize
-    from quantizer.api.result import Quantized
-    from quantizer.config.algorithms import (
-        AlgoConfig,
-        AWQConfig,
-        CLEConfig,
-        GPTAQConfig,
-        GPTQConfig,
-        IMatrixConfig,
-        PreQuantOptConfig,
-        QronosConfig,
-        RotationConfig,
-        SmoothQuantConfig,
-    )
-    from quantizer.config.forms.types import (
-        DeviceType,
-        Dtype,
-        QSchemeType,
-        RoundType,
-        ScaleType,
-    )
-
 __version__ = "0.20.0"
-__all__ = [
-    "AWQConfig",
-    "AlgoConfig",
-    "CLEConfig",
-    "Config",
-    "DeviceType",
-    "Dtype",
-    "GPTAQConfig",
-    "GPTQConfig",
-    "IMatrixConfig",
-    "ModelQuantizer",
-    "ObserverBase",
-    "PerBlock2DMinMaxObserver",
-    "PerBlockBFPObserver",
-    "PerBlockMXObserver",
-    "PerChannelMinMaxObserver",
-    "PerGroupMSEObserver",
-    "PerGroupMinMaxObserver",
-    "PerTensorMSEObserver",
-    "PerTensorMinMaxObserver",
-    "PerTensorPercentileObserver",
-    "PlaceholderObserver",
-    "PreQuantOptConfig",
-    "QSchemeType",
-    "QronosConfig",
-    "QuantizationConfig",
-    "QuantizationSpec",
-    "Quantized",
-    "RotationConfig",
-    "RoundType",
-    "ScaleType",
-    "SmoothQuantConfig",
-    "calibrate",
-    "load",
-    "quantize",
-]
-# `nn` is missing above: a star import must not hide torch.nn
-_HOMES = (
-    "quantizer.config.forms.types",
-    "quantizer.config.algorithms",
-    "quantizer.api.config",
-    "quantizer.api.model_quantizer",
-)
-"""The modules that have the public names, fastest to import first. None imports torch."""
-_HEAVY = {
-    "calibrate": "quantizer.api.calibrate",
-    "load": "quantizer.api.calibrate",
-    "quantize": "quantizer.api.quantize",
-    "Quantized": "quantizer.api.result",
+_CONFIG = "quantizer.api.config"
+_NAMES = {
+    "quantizer.api.calibrate": ("calibrate", "load"),
+    "quantizer.api.quantize": ("quantize",),
+    "quantizer.api.result": ("Quantized",),
+    "quantizer.api.model_quantizer": ("ModelQuantizer",),
+    _CONFIG: (
+        *("Config", "QuantizationConfig", "QuantizationSpec"),
+        *("ObserverBase", "PlaceholderObserver"),
+    ),
+    "quantizer.config.algorithms": (
+        *("AWQConfig", "AlgoConfig", "CLEConfig", "GPTAQConfig", "GPTQConfig"),
+        *("IMatrixConfig", "PreQuantOptConfig", "QronosConfig", "RotationConfig"),
+        "SmoothQuantConfig",
+    ),
+    "quantizer.config.forms.types": (
+        *("DeviceType", "Dtype", "QSchemeType", "RoundType", "ScaleType"),
+    ),
 }
-"""The modules of the names that need torch."""
+"""The public names of each module, without the observers, which rows of range methods name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -115,9 +41,11 @@ def __getattr__(name: str) -> Any:
     """
     if name == "nn":
         return importlib.import_module("quantizer.nn")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = (_HEAVY[name],) if name in _HEAVY else _HOMES
+    if name == "__all__":
+        return _public_names()
+    homes = [home for home, names in _NAMES.items() if name in names]
+    if not homes and name.endswith("Observer"):
+        homes = [_CONFIG]
     for home in homes:
         try:
             module = importlib.import_module(home)
@@ -128,9 +56,18 @@ def __getattr__(name: str) -> Any:
             raise ModuleNotFoundError(message, name=error.name) from None
         if hasattr(module, name):
             globals()[name] = getattr(module, name)
-            break
-    return globals()[name]
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _public_names() -> list[str]:
+    """Return all public names but `nn`: a star import must not hide torch.nn."""
+    observers = importlib.import_module(_CONFIG).OBSERVERS
+    names = {*observers}
+    for known in _NAMES.values():
+        names.update(known)
+    return sorted(names)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "nn"})
+    return sorted({*globals(), *_public_names(), "nn"})

@@ -14,23 +14,24 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from quantizer.errors import first_line
+from quantizer.errors import UsageError, first_line
 from quantizer.option_words import Option, Sentence, marked
+from quantizer.rows import NumberFormat, RangeMethod
 
-_ENTRY_POINTS = ["quantizer.plugins"]
-"""The groups of entry points by which packages of others are found."""
+GROUP = "quantizer.plugins"
+"""The group of entry points by which packages of others are found."""
 HIGHER = "higher"
 LOWER = "lower"
 _PACKAGE = Path(__file__).parent
 _TRANSPOSED_LINEAR = "Conv1D"
 """The linear layers of GPT-2, whose weights are transposed."""
+_left_out: list[str] = []
+"""The names of plug-ins of other packages that are not imported."""
 _logger = logging.getLogger(__name__)
 
 
@@ -356,6 +357,9 @@ class Plugin:
         models: the kinds of models of `--model`. The first that a text names loads it.
         parts: functions ("module:name") by what they do, for the plug-ins in `needs`.
         packages: what it imports, by the extra that installs it.
+        range_methods: the values of `method`, by name.
+        formats: the number formats, by name.
+        operators: "module:name" of rows for the table of operators (`graph/op_row`).
     """
 
     name: str
@@ -374,20 +378,28 @@ class Plugin:
     models: tuple[ModelKind, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    range_methods: Mapping[str, RangeMethod] = field(default_factory=dict)
+    formats: Mapping[str, NumberFormat] = field(default_factory=dict)
+    operators: str = ""
 
     @property
     def words(self) -> frozenset[str]:
         """Return the words that no other plug-in may have: names, and those of `--help`."""
-        options: list[str] = []
+        parts: list[str] = []
         for target in self.targets.values():
-            options += [option.name for option in target.options]
+            parts += [option.name for option in target.options]
         for kind in self.data:
-            options += [*kind.suffixes, *filter(None, [kind.word])]
-        kinds = (self.targets, self.profiles, self.destinations, self.strategies, self.metrics)
+            parts += [*kind.suffixes, *filter(None, [kind.word])]
+        for method in self.range_methods.values():
+            parts += method.observers
+        kinds = (
+            *(self.targets, self.profiles, self.destinations, self.strategies, self.metrics),
+            *(self.range_methods, self.formats),
+        )
         # A target may have the name of an algorithm
-        others = [f"the algorithm {name}" for name in self.algorithms]
-        others += [f"the pass {name}" for name in self.passes]
-        return frozenset([f"the name {self.name}", *others, *options, *itertools.chain(*kinds)])
+        parts += [f"the algorithm {name}" for name in self.algorithms]
+        parts += [f"the pass {name}" for name in self.passes]
+        return frozenset([f"the name {self.name}", *parts, *itertools.chain(*kinds)])
 
 
 @functools.cache
@@ -411,9 +423,23 @@ def plugin_steps() -> list[CalibrationStep]:
 
 
 def loaded(place: str) -> Any:
-    """Return what a "module:name" stands for."""
+    """Return what is named by "module:name".
+
+    Raises:
+        UsageError: it cannot be imported, and is of another package.
+    """
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        package = module.partition(".")[0]
+        if package == _PACKAGE.name:
+            raise
+        raise UsageError(
+            f"{place}, which a plug-in names, cannot be imported: {type(error).__name__}: "
+            f"{first_line(error)}",
+            help=f"install {package} again, or remove it",
+        ) from error
 
 
 def absent(name: str) -> bool:
@@ -434,7 +460,12 @@ def leave_out_foreign() -> None:
 
     It has an effect only before `plugins` is called.
     """
-    _ENTRY_POINTS.clear()
+    _left_out.extend(entry.name for entry in entry_points(group=GROUP))
+
+
+def left_out() -> str:
+    """Return the names of plug-ins that `leave_out_foreign` has left out."""
+    return ", ".join(_left_out)
 
 
 def remedy_for_absent(word: str) -> str:
@@ -474,24 +505,26 @@ def _plugins_by_name() -> dict[str, Plugin]:
 
 
 def _built_in_plugins() -> Iterator[Plugin]:
-    """Yield the plug-ins in folders of this package, without importing their packages."""
+    """Yield the plug-ins in folders of this package.
+
+    Their packages are not imported. They may need the plug-ins themselves.
+    """
     for path in sorted(_PACKAGE.glob("*/*/plugin.py")):
-        room, name = path.parts[-3:-1]
-        full_name = f"{_PACKAGE.name}.{room}.{name}.plugin"
-        if full_name not in sys.modules:
-            spec = cast(ModuleSpec, spec_from_file_location(full_name, path))
+        name = ".".join((_PACKAGE.name, *path.parts[-3:-1], "plugin"))
+        if name not in sys.modules:
+            spec = spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None
             module = module_from_spec(spec)
-            sys.modules[full_name] = module
-            cast(Loader, spec.loader).exec_module(module)
-        yield sys.modules[full_name].PLUGIN
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+        yield sys.modules[name].PLUGIN
 
 
 def _foreign_plugins() -> Iterator[Plugin]:
     """Yield the plug-ins of other packages. One that cannot be imported is a warning."""
-    entries: list[EntryPoint] = []
-    for group in _ENTRY_POINTS:
-        entries += entry_points(group=group)
-    for entry in entries:
+    for entry in entry_points(group=GROUP):
+        if entry.name in _left_out:
+            continue
         try:
             plugin = entry.load()
         except Exception as error:  # noqa: BLE001 - code of others may raise anything

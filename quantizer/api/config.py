@@ -27,6 +27,7 @@ from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
 from quantizer.storage.permission import replacing
 from quantizer.storage.replacing import replace_file
+from quantizer.tables import RANGE_METHODS
 
 
 class ObserverBase:
@@ -40,60 +41,17 @@ class ObserverBase:
         )
 
 
-class PerTensorMinMaxObserver(ObserverBase):
-    """Selects one range for the tensor, from its smallest to its largest value."""
-
-
-class PerChannelMinMaxObserver(ObserverBase):
-    """Selects a range for each channel along `ch_axis`, or for each group of its values, from
-    the smallest to the largest value.
-    """
-
-
-class PerGroupMinMaxObserver(ObserverBase):
-    """Selects a range for each group of `group_size` values along `ch_axis`, from the smallest
-    to the largest value.
-    """
-
-
-class PerTensorPercentileObserver(ObserverBase):
-    """Selects one range that contains `percentage` percent of the values."""
-
-
-class PerTensorMSEObserver(ObserverBase):
-    """Selects the range with the least squared error."""
-
-
-class PerGroupMSEObserver(ObserverBase):
-    """Selects the range with the least squared error for each group of `group_size` values
-    along `ch_axis`.
-    """
-
-
-class PerBlockMXObserver(ObserverBase):
-    """Selects a shared exponent for each block of a microscaling format, from its largest
-    magnitude.
-    """
-
-
-class PerBlockBFPObserver(ObserverBase):
-    """Selects a shared exponent for each block of `bfp16`, from its largest magnitude."""
-
-
-class PerBlock2DMinMaxObserver(ObserverBase):
-    """Selects a range for each block of `block_size` rows and columns, from the smallest to the
-    largest value.
-    """
-
-
 class PlaceholderObserver(ObserverBase):
     """Selects no range, for formats without a scale."""
 
 
-OBSERVERS: dict[str, type[ObserverBase]] = {
-    cls.__name__: cls for cls in ObserverBase.__subclasses__()
-}
+OBSERVERS: dict[str, type[ObserverBase]] = {"PlaceholderObserver": PlaceholderObserver}
 """The classes by their names in config files."""
+for _row in RANGE_METHODS.values():
+    for _name, _observer in _row.observers.items():
+        _members = {"__doc__": f"Selects {_observer.selects}.", "__module__": __name__}
+        OBSERVERS[_name] = type(_name, (ObserverBase,), _members)
+globals().update(OBSERVERS)
 
 
 @type_checked

@@ -58,12 +58,13 @@ def explain(name: str | None, options: Options) -> int | None:
         code: int | None = layers.explain_layer(name, options)
         return code
     refuse_typed(LOOK, "it needs --model, which shows the settings of a layer")
+    words = {word.lower(): word for word in setting_names()}
     if name.upper() in all_codes():
         page = code_page(name.upper())
     elif name.lower() in key_names():
         page = key_page(name.lower())
-    elif name.lower() in setting_names():
-        page = setting_page(name.lower())
+    elif name.lower() in words:
+        page = setting_page(words[name.lower()])
     else:
         raise UsageError(f"there is no code or config key {quoted(name)}", help=_help_for(name))
     click.echo(_LINK.sub(r"\1", page), nl=False)

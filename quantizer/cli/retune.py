@@ -15,7 +15,7 @@ from quantizer.cli.start_folder import from_start
 from quantizer.cli.table_view import view_of
 from quantizer.config.wording import counted, did_you_mean
 from quantizer.errors import UsageError
-from quantizer.observers import BATCH_STATISTICS, RANGE_METHODS
+from quantizer.observers import BATCH_STATISTICS
 from quantizer.printable import json_text
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated_folder import CalibratedFolder
@@ -23,6 +23,7 @@ from quantizer.results.folder import open_written
 from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
 from quantizer.results.retune import Change, RetunedFolder, retune_activations
 from quantizer.results.write import check_owner, require_expendable
+from quantizer.tables import RANGE_METHODS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from quantizer.config.diagnostics import Place
 from quantizer.config.forms.form import Form
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.resources import load_resource
+from quantizer.tables import NUMBER_FORMATS
 
 Role = Literal["input", "weights", "bias", "activation"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -48,9 +49,9 @@ SUPERBLOCK = 256
 "superblock".
 """
 
-_SIGNED_SCALES = frozenset({"q6_k", "iq4_nl"})
+_SIGNED_SCALES = frozenset(name for name, row in NUMBER_FORMATS.items() if row.has_signed_scale)
 """Formats whose scales may be negative, because one more value is."""
-CAST_ONLY = frozenset({"float16", "bfloat16", "float32"})
+CAST_ONLY = frozenset(name for name, row in NUMBER_FORMATS.items() if row.is_cast)
 """Formats that need no scale: a value is cast to them and back."""
 
 

@@ -62,18 +62,35 @@ def key_names() -> tuple[str, ...]:
 
 
 def setting_names() -> tuple[str, ...]:
-    """Return every setting of an algorithm that is not a key elsewhere."""
+    """Return every setting of an algorithm, and every word that a key takes, that is not a key
+    elsewhere.
+    """
     keys = key_names()
     names: dict[str, None] = {}
     for algorithm in entry_kinds("hierarchical"):
-        for key in _settings(algorithm):
-            if key not in keys:
-                names[key] = None
-    return tuple(names)
+        names |= dict.fromkeys(_settings(algorithm))
+    names |= dict.fromkeys(_meanings())
+    return tuple(name for name in names if name not in keys)
+
+
+@cache
+def _meanings() -> Mapping[str, Sequence[str]]:
+    """Return the lines on each word that a key takes: the key, and what the word means."""
+    meanings: dict[str, list[str]] = {}
+    for form in _FORMS:
+        for key, (entry, _) in _keys(form).items():
+            words = zip(entry.get("enum", ()), entry.get("enumDescriptions", ()), strict=False)
+            for word, meaning in words:
+                line = f"- {meaning} (`quantizer explain {key}`, {form} form)"
+                if isinstance(word, str):
+                    meanings.setdefault(word, []).append(line)
+    return meanings
 
 
 def setting_page(key: str) -> str:
-    """Return the page of a setting: its meaning in each algorithm that has it."""
+    """Return the page of a setting or a word: its meaning in each algorithm or key that has
+    it.
+    """
     rows: list[str] = []
     commands: list[str] = []
     for algorithm in entry_kinds("hierarchical"):
@@ -81,6 +98,8 @@ def setting_page(key: str) -> str:
         if key in settings:
             rows.append(f"- {algorithm}: {settings[key]['description']}")
             commands.append(f"`quantizer explain {algorithm}`")
+    if not rows:
+        return _page(f"# {key}", "A word that keys take.", "\n".join(_meanings()[key]))
     intro = f"A setting of algorithms; more is in {' and '.join(commands)}."
     return _page(f"# {key}", intro, "\n".join(rows))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.errors import QuantizerError
+from quantizer.tables import HAS_FOREIGN_ROWS
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -37,8 +38,16 @@ def presets() -> tuple[str, ...]:
 
 @cache
 def load_resource(folder: str, name: str) -> Any:
-    """Return the parsed JSON of a shipped file; shared, so never to be changed."""
-    return json.loads(resource(folder, name).read_text("utf-8"))
+    """Return the parsed JSON of a shipped file, a schema with the words of plug-ins; shared, so
+    never to be changed.
+    """
+    content = json.loads(resource(folder, name).read_text("utf-8"))
+    if not HAS_FOREIGN_ROWS:
+        return content
+    # The shipped schemas have all other words
+    from quantizer.config.schema_words import with_words
+
+    return with_words(name, content)
 
 
 def preset_text(name: str) -> str:

@@ -39,6 +39,7 @@ from quantizer.graph.op_row import (
     pool_op,
     torch_ops,
 )
+from quantizer.plugins import loaded, plugins
 
 OPS: dict[str, Op] = {}
 """The rows by name."""
@@ -421,3 +422,6 @@ _ROWS = (
 )
 for _each in _ROWS:
     register_op(_each)
+for _plugin in plugins():
+    for _each in loaded(_plugin.operators) if _plugin.operators else ():
+        register_op(_each)

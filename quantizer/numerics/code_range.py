@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from quantizer.numerics.formats import FloatFormat, format_named
+from quantizer.numerics.formats import format_named
+from quantizer.rows import NumberFormat
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: 1 / scale stays finite."""
@@ -95,7 +96,7 @@ class IntegerRange:
 
 @dataclass(frozen=True)
 class FloatRange:
-    """A floating-point format whose values are scaled; `dtype` is its name in FLOAT_FORMATS.
+    """A floating-point format whose values are scaled; `dtype` is its name in NUMBER_FORMATS.
 
     The scale types are:
 
@@ -143,7 +144,7 @@ class FloatRange:
             )
 
     @property
-    def row(self) -> FloatFormat:
+    def row(self) -> NumberFormat:
         """Return the format itself."""
         return format_named(self.dtype)
 

@@ -14,8 +14,9 @@ from torch.nn.functional import pad
 
 from quantizer.numerics.blocks import BLOCK_SIZE, Kernel, blocks, workspace
 from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel, work_dtype
-from quantizer.numerics.formats import FloatFormat, format_named, has_minimum
+from quantizer.numerics.formats import format_named, has_minimum, storage_of
 from quantizer.numerics.granularity import from_rows, to_rows
+from quantizer.rows import NumberFormat
 
 _BYTE = 8
 _WORD_DTYPES = {8: torch.uint8, 24: torch.int32}
@@ -238,7 +239,7 @@ def storage_dtype(spec: Spec) -> torch.dtype:
     """Return the dtype of codes of `spec`."""
     if spec.dtype == "int":
         return code_dtype(spec.quant_min, spec.quant_max)
-    return format_named(spec.dtype).storage
+    return storage_of(format_named(spec.dtype))
 
 
 def _factor(spec: Spec) -> float:
@@ -253,7 +254,7 @@ def _has_patterns(spec: Spec) -> bool:
     if spec.dtype == "int":
         return False
     row = format_named(spec.dtype)
-    return bool(row.levels) or row.storage.is_floating_point
+    return bool(row.levels) or storage_of(row).is_floating_point
 
 
 def _offset(dtype: torch.dtype, bits: int) -> int:
@@ -275,14 +276,14 @@ def _looked_up(table: Tensor, numbers: Tensor) -> Tensor:
 
 
 @cache
-def _patterns(row: FloatFormat) -> Tensor:
+def _patterns(row: NumberFormat) -> Tensor:
     """Return the value of each code of a format with few bits, in its `storage` dtype.
 
     A code is sign, exponent and mantissa, from the highest bit on. The values of fp4 are 0,
     0.5, 1, 1.5, 2, 3, 4, 6, and the same with a minus.
     """
     if row.levels:
-        return torch.tensor(row.levels).to(row.storage)
+        return torch.tensor(row.levels).to(storage_of(row))
     assert row.mantissa is not None
     finest = 2.0 ** (row.least - row.mantissa)
     magnitudes = []
@@ -292,11 +293,11 @@ def _patterns(row: FloatFormat) -> Tensor:
             mantissa = ((1 << row.mantissa) + mantissa) << (exponent - 1)
         magnitudes.append(finest * mantissa)
     negative = [-magnitude for magnitude in magnitudes]
-    return torch.tensor(magnitudes + negative).to(row.storage)
+    return torch.tensor(magnitudes + negative).to(storage_of(row))
 
 
 @cache
-def _numbers(row: FloatFormat) -> Tensor:
+def _numbers(row: NumberFormat) -> Tensor:
     """Return the inverse of `_patterns`: for each byte of `storage` the code of its value,
     uint8 [256].
     """

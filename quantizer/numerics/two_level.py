@@ -9,9 +9,9 @@ from torch import Tensor
 
 from quantizer.numerics.code_range import PAIRS
 from quantizer.numerics.codes import pack_bits, unpack_bits
-from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
+from quantizer.numerics.formats import cast_round_trip_, format_named
 
-_LARGEST_E4M3 = FLOAT_FORMATS["fp8_e4m3"].largest
+_LARGEST_E4M3 = format_named("fp8_e4m3").largest
 _LEAST_E4M3 = 2.0**-9
 # With a factor between these, no scale of a group is subnormal in float32
 _LEAST_GLOBAL = 2.0**-117

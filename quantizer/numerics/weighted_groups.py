@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.numerics.formats import FloatFormat, format_named, to_levels_
+from quantizer.numerics.formats import format_named, to_levels_
 from quantizer.numerics.superblocks import SUPERBLOCKS, SuperBlockLayout
+from quantizer.rows import NumberFormat
 
 LEAST = 1e-30
 """Sums below this count as 0."""
@@ -24,7 +25,7 @@ class SearchedFormat:
     `layout` is that of its super-blocks; None if the scale of a group is a float16.
     """
 
-    row: FloatFormat
+    row: NumberFormat
     layout: SuperBlockLayout | None = None
     has_signed_scale: bool = False
 
@@ -57,7 +58,7 @@ class WeightedGroups:
     format: SearchedFormat
 
     @property
-    def row(self) -> FloatFormat:
+    def row(self) -> NumberFormat:
         """Return the format's row in the table of formats."""
         return self.format.row
 

@@ -1,9 +1,7 @@
 """Range methods, statistics over batches, and the observer that applies them to one tensor."""
 
-from quantizer.observers import least_error  # noqa: F401 - registers its methods
 from quantizer.observers.methods import (
     BATCH_STATISTICS,
-    RANGE_METHODS,
     axis_of,
     code_range_of,
     kernel_of,
@@ -22,7 +20,6 @@ from quantizer.observers.observer import (
 
 __all__ = [
     "BATCH_STATISTICS",
-    "RANGE_METHODS",
     "NegativeValuesError",
     "NonFiniteError",
     "ObservationError",

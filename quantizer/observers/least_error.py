@@ -10,25 +10,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantizer.config.model import AUTO_METHOD, QuantizationSpec
+from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.code_range import POWERS_OF_TWO, SHARED_EXPONENTS
 from quantizer.numerics.histogram import BINS
 from quantizer.numerics.qparams import qparams_from_range, symmetric_step, uncut
-from quantizer.numerics.registry import register_in
 from quantizer.numerics.rounding import NEAREST
-from quantizer.observers.methods import (
-    CENTRES,
-    RANGE_METHODS,
-    code_range_of,
-    round_rows,
-    searched_format,
-)
-from quantizer.observers.observed_batch import (
-    LowHigh,
-    ObservedBatch,
-    ObservedValues,
-    PooledBatches,
-)
+from quantizer.observers.methods import CENTRES, code_range_of, round_rows
+from quantizer.observers.observed_batch import LowHigh, ObservedValues, PooledBatches
 
 _MSE_STEPS_PER_OCTAVE = 16
 # Factors by which the range is multiplied if scales are powers of two
@@ -46,7 +34,6 @@ _AUTO_RANGES_AT_ONCE = 128
 _OUTERMOST = 3
 
 
-@register_in(RANGE_METHODS, "mse")
 def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least squared error of the spec's codes.
 
@@ -55,7 +42,7 @@ def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     by the best power of two.
     """
     if spec.scale_type in POWERS_OF_TWO:
-        return _least_power(values, spec)
+        return least_power(values, spec)
     # Both neighbours of a half-way point have the same error, so ties may be rounded either way
     round_mode = "half_even" if spec.round_mode in NEAREST else spec.round_mode
     # Specs that agree in what the errors depend on share a cached table
@@ -74,7 +61,6 @@ def mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     return low * widening, high * widening
 
 
-@register_in(RANGE_METHODS, AUTO_METHOD)
 def auto(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range with the least error, of all ranges that the other
     methods could give. An error counts by its power 2.2.
@@ -242,7 +228,7 @@ def _clips(spec: QuantizationSpec) -> Tensor:
     return torch.cat([lower, upper, BINS * torch.tensor(widest, dtype=torch.float64)])
 
 
-def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+def least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return low and high (R,) of the range, times the power of two with the least squared
     error. Of equally good powers it is the greatest.
 
@@ -264,27 +250,6 @@ def _least_power(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
         errors.append(weighted.sum(1))
     best = factors[torch.stack(errors).argmin(0)]
     return values.low * best, values.high * best
-
-
-@register_in(RANGE_METHODS, "group_mse")
-def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
-    """Return low and high (R,) of the range with the least squared error.
-
-    Each row is a group of few values. So its error is that of the values themselves and not of
-    a histogram. Formats of llama.cpp and scales of either sign have a search of their own,
-    `searched_scales`. `least_error_ranges` tries ranges for others.
-    """
-    # Only groups need it
-    from quantizer.observers.group_ranges import least_error_ranges, searched_range
-
-    if spec.scale_type in POWERS_OF_TWO:
-        return _least_power(values, spec)
-    # `Observer` refuses this method for all batches together
-    assert isinstance(values, ObservedBatch)
-    searched = searched_format(spec)
-    if searched is not None and spec.has_searched_scale:
-        return searched_range(values, searched)
-    return least_error_ranges(values, spec)
 
 
 def _errors(values: ObservedValues, codes: QuantizationSpec) -> Tensor:

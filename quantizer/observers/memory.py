@@ -14,16 +14,15 @@ from torch import Tensor
 from quantizer.config.model import POOLED, QuantizationSpec
 from quantizer.distributed import merge_in_batch_order
 from quantizer.numerics.histogram import Histogram
-from quantizer.numerics.registry import lookup
-from quantizer.observers.methods import RANGE_METHODS, WITHOUT_HISTOGRAM
+from quantizer.observers.methods import ranges_of
 from quantizer.observers.observed_batch import (
     CountedBatches,
     LowHigh,
     ObservedBatch,
-    ObservedValues,
     PooledBatches,
     slices,
 )
+from quantizer.tables import RANGE_METHODS
 
 _ROWS_AT_ONCE = 1 << 10
 """How many rows get their ranges in one call. Their histograms of 4096 bins take 32 MB, and the
@@ -40,11 +39,6 @@ _FIRST_CAPACITY = 16
 def memory_of(spec: QuantizationSpec) -> Memory:
     """Return an empty memory of the kind that the statistic needs."""
     return PooledMemory(spec) if spec.statistic == POOLED else RangeMemory(spec)
-
-
-def _ranges_of(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
-    """Return the range that the spec's method gives each row."""
-    return lookup(RANGE_METHODS, spec.method, "calibration method")(values, spec)
 
 
 class Memory(ABC):
@@ -152,10 +146,11 @@ class RangeMemory(Memory):
         self._buffer[self._count, 2] = batch.low
         self._buffer[self._count, 3] = batch.high
         self._count += 1
-        if self.spec.method == "maxmin":
-            # It reads no histogram, so all rows fit at once
-            self._set_last_range(batch.low, batch.high)
-        elif rows <= _ROWS_TO_DELAY and self.spec.method not in WITHOUT_HISTOGRAM:
+        reads = RANGE_METHODS[self.spec.method].reads
+        if reads == "extremes":
+            # All rows fit at once
+            self._set_last_range(*ranges_of(batch, self.spec))
+        elif rows <= _ROWS_TO_DELAY and reads == "histogram":
             self._delay(batch)
         else:
             lows = []
@@ -165,7 +160,7 @@ class RangeMemory(Memory):
                 # Scales of a super-block are found together
                 rows_at_once = rows
             for part in batch.split(rows_at_once):
-                low, high = _ranges_of(part, self.spec)
+                low, high = ranges_of(part, self.spec)
                 lows.append(low)
                 highs.append(high)
             self._set_last_range(torch.cat(lows), torch.cat(highs))
@@ -303,7 +298,7 @@ def compute_pending_ranges(memories: Iterable[Memory]) -> None:
             by_spec.setdefault(memory.spec, []).append(memory)
     for spec, alike in by_spec.items():
         batches = [memory._pending for memory in alike if memory._pending is not None]
-        low, high = _ranges_of(CountedBatches.stacked(batches), spec)
+        low, high = ranges_of(CountedBatches.stacked(batches), spec)
         rows = [len(batch.low) for batch in batches]
         lows = torch.split(low, rows)
         highs = torch.split(high, rows)
@@ -348,7 +343,7 @@ class PooledMemory(Memory):
         self._batch_count += batches
 
     def ranges(self) -> LowHigh:
-        low, high = _ranges_of(PooledBatches(self._histogram()), self.spec)
+        low, high = ranges_of(PooledBatches(self._histogram()), self.spec)
         return low[None], high[None]
 
     def extremes(self) -> LowHigh:

@@ -1,5 +1,5 @@
-"""The registries of range methods, which find the range of a batch, and of statistics, which
-reduce the values of several batches to one.
+"""Range methods, which find the range of a batch and are rows of `tables`, and the registry of
+statistics, which reduce the values of several batches to one.
 """
 
 from __future__ import annotations
@@ -15,34 +15,21 @@ from quantizer.config.model import PAIR, QuantizationSpec
 from quantizer.numerics.blocks import Kernel, fill
 from quantizer.numerics.code_range import PAIRS, CodeRange, FloatRange, IntegerRange
 from quantizer.numerics.fake_quantize import FloatKernel, IntegerKernel
-from quantizer.numerics.formats import SEARCHED, listed_format
 from quantizer.numerics.histogram import BINS
-from quantizer.numerics.qparams import qparams_from_range
-from quantizer.numerics.registry import lookup, register_in
-from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
+from quantizer.numerics.registry import lookup
+from quantizer.observers.observed_batch import LowHigh, ObservedValues
+from quantizer.plugins import loaded
+from quantizer.tables import RANGE_METHODS, SEARCHED, listed_format
 
 if TYPE_CHECKING:
     from quantizer.numerics.weighted_groups import SearchedFormat
 
-RANGE_METHODS: dict[str, Callable[[ObservedValues, QuantizationSpec], LowHigh]] = {}
 MICROEXPONENT_GROUP = PAIRS * PAIR
 """How many values share an exponent in formats with microexponents."""
-INTEGER_ONLY = frozenset({"entropy", "diffs"})
-"""Methods that need integer codes."""
-WITHOUT_HISTOGRAM = frozenset({"maxmin", "diffs", "group_mse"})
-"""Methods that read no histogram. All others read nothing except histogram and extremes, so
-that the batches of many tensors can be processed at once.
-"""
-READS_VALUES = frozenset({"diffs", "group_mse"})
-"""Methods that read the values of a batch, so that they cannot read all batches together."""
 CENTRES = torch.arange(-BINS, BINS, dtype=torch.float64) + 0.5
 """The centres of a histogram's bins, in widths of a bin."""
-_DIFFS_SAMPLE_SIZE = 1 << 15
-"""A small sample: every value is quantized five times, and the candidates are far apart."""
 _LISTED_BITS = 8
 """The most bits of integers for which a search of scales lists all levels."""
-_DIFFS_CANDIDATES = 5
-"""The scale that clips nothing, and 1/2, 1/4, 1/8 and 1/16 of it, as in pytorch_nndct."""
 _ENTROPY_AT_ONCE = 1 << 20
 """How many values an intermediate tensor of "entropy" has at most."""
 
@@ -111,6 +98,17 @@ def searched_format(spec: QuantizationSpec) -> SearchedFormat | None:
     return SearchedFormat(row, has_signed_scale=spec.has_signed_scale)
 
 
+def ranges_of(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return the range that the spec's method gives each row.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    row = lookup(RANGE_METHODS, spec.method, "calibration method")
+    ranges: LowHigh = loaded(row.function)(values, spec)
+    return ranges
+
+
 def axis_of(spec: QuantizationSpec) -> int | None:
     """Return the spec's `ch_axis`; None if the tensor has one scale or blocks.
 
@@ -130,13 +128,11 @@ def axis_of(spec: QuantizationSpec) -> int | None:
     return spec.ch_axis
 
 
-@register_in(RANGE_METHODS, "maxmin")
 def maxmin(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the exact extremes of every row."""
     return values.low, values.high
 
 
-@register_in(RANGE_METHODS, "percentile")
 def percentile(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the range clipped to the percentile `spec.percentage` of the magnitudes.
 
@@ -156,27 +152,6 @@ def percentile(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     return values.clipped(values.width * bins)
 
 
-@register_in(RANGE_METHODS, "diffs")
-def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
-    """Return the range with the least squared error: the whole one, or 1/2, 1/4, 1/8 or 1/16 of
-    it. If several have the same error, return the widest.
-    """
-    # `Observer` refuses this method for all batches together
-    assert isinstance(values, ObservedBatch)
-    sample = values.sample(_DIFFS_SAMPLE_SIZE)
-    factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
-    low = (values.low * factors[:, None]).view(-1)
-    high = (values.high * factors[:, None]).view(-1)
-    qparams = qparams_from_range(low, high, code_range_of(spec)).to(sample.device)
-    quantized = sample.new_empty(_DIFFS_CANDIDATES, *sample.shape).copy_(sample)
-    rows = quantized.view(-1, sample.shape[1])
-    round_rows(rows, qparams.scale.to(sample.dtype), qparams.zero_point, spec)
-    errors = quantized.sub_(sample).square_().sum(2)
-    best = factors[errors.argmin(0).cpu()]
-    return values.low * best, values.high * best
-
-
-@register_in(RANGE_METHODS, "entropy")
 def entropy(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
     """Return the range clipped where the Kullback-Leibler divergence is least. If several clips
     have the same divergence, take the largest.

@@ -23,16 +23,9 @@ from quantizer.numerics.qparams import (
 )
 from quantizer.numerics.registry import lookup
 from quantizer.observers.memory import Memory, compute_pending_ranges, memory_of
-from quantizer.observers.methods import (
-    BATCH_STATISTICS,
-    INTEGER_ONLY,
-    RANGE_METHODS,
-    READS_VALUES,
-    axis_of,
-    code_range_of,
-    reduce_batches,
-)
+from quantizer.observers.methods import BATCH_STATISTICS, axis_of, code_range_of, reduce_batches
 from quantizer.observers.observed_batch import ObservedBatch
+from quantizer.tables import RANGE_METHODS
 
 
 class ObservationError(ValueError):
@@ -81,23 +74,24 @@ class Observer:
 
     def __init__(self, spec: QuantizationSpec) -> None:
         self._code_range = code_range_of(spec)
-        if spec.method in INTEGER_ONLY and spec.dtype != "int":
+        method = lookup(RANGE_METHODS, spec.method, "calibration method")
+        if method.integers_only and spec.dtype != "int":
             raise ValueError(
                 f"The {spec.method} method needs integer codes, and dtype is {spec.dtype}."
             )
-        if spec.method in ("mse", "entropy") and not spec.symmetric:
+        if method.symmetric_only and not spec.symmetric:
             raise ValueError(f"The {spec.method} method needs a symmetric spec.")
-        if spec.method == "diffs" and spec.scale_type != "poweroftwo":
+        if method.powers_of_two_only and spec.scale_type != "poweroftwo":
             raise ValueError(
-                "The diffs method tries powers of two, so it needs scale_type poweroftwo."
+                f"The {spec.method} method tries powers of two, so it needs scale_type "
+                "poweroftwo."
             )
         self._axis = axis_of(spec)
-        if spec.method in READS_VALUES and spec.statistic == POOLED:
+        if method.reads == "values" and spec.statistic == POOLED:
             raise ValueError(
                 f"The {spec.method} method reads each batch's values, so its statistic is not "
                 "pooled."
             )
-        lookup(RANGE_METHODS, spec.method, "calibration method")
         lookup({**BATCH_STATISTICS, POOLED: None}, spec.statistic, "statistic over batches")
         self.spec = spec
         # The shape of the scale, unknown until the first batch

@@ -13,8 +13,8 @@ from quantizer.config.roles import parameter_role
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.numerics.code_range import scale_bytes
 from quantizer.numerics.codes import bits_of
-from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.plan.model import Plan
+from quantizer.tables import NUMBER_FORMATS
 
 
 def weight_bytes(plan: Plan) -> tuple[int, int]:
@@ -45,8 +45,8 @@ def parameter_bytes(values: int, spec: QuantizationSpec, scales: int) -> int:
     points, too.
     """
     code_bytes = math.ceil(values * bits_of(spec) / 8)
-    if spec.dtype in FLOAT_FORMATS and FLOAT_FORMATS[spec.dtype].scale_bits:
-        return code_bytes + scales * FLOAT_FORMATS[spec.dtype].scale_bits // 8
+    if spec.dtype in NUMBER_FORMATS and NUMBER_FORMATS[spec.dtype].scale_bits:
+        return code_bytes + scales * NUMBER_FORMATS[spec.dtype].scale_bits // 8
     zero_point_bytes = scales if spec.dtype == "int" else 0
     return code_bytes + scale_bytes(spec.scale_type, scales) + zero_point_bytes
 

@@ -15,7 +15,8 @@ from quantizer.numerics.code_range import IntegerRange
 from quantizer.numerics.histogram import BINS, Histogram
 from quantizer.numerics.metrics import decibel
 from quantizer.numerics.qparams import QParams
-from quantizer.observers import RANGE_METHODS, Observer, code_range_of
+from quantizer.observers import Observer, code_range_of
+from quantizer.tables import RANGE_METHODS
 
 _DRAWN_BINS = 128
 _PERCENTAGES = (99.9, 99.99)

@@ -17,9 +17,9 @@ from quantizer.evaluation.network_comparison import LayerNoise, NetworkCompariso
 from quantizer.evaluation.scores import Scores
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_parts import Output
-from quantizer.numerics.formats import SEARCHED
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
+from quantizer.tables import SEARCHED
 
 _BAR_WIDTH = 20
 """Characters of a full bar."""

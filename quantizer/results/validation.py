@@ -15,9 +15,9 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import first_names
-from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.storage.files import damaged, read_json
 from quantizer.storage.opened_files import OpenFile
+from quantizer.tables import NUMBER_FORMATS
 
 _MAX_INPUT_VALUES = 1 << 31
 _SPEC_HINTS = get_type_hints(QuantizationSpec)
@@ -186,7 +186,7 @@ def _format_fault(spec: QuantizationSpec) -> str | None:
         if 2 <= spec.bit_width <= 32:
             return None
         return f"there are no integers of {spec.bit_width} bits"
-    if spec.dtype in FLOAT_FORMATS or not spec.is_scaled:
+    if spec.dtype in NUMBER_FORMATS:
         return None
     return f"there is no number format {spec.dtype!r}"
 

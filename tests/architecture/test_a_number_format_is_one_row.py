@@ -23,17 +23,18 @@ from quantizer.export.exporting import export
 from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
 from quantizer.nn.network import Network
-from quantizer.numerics.formats import FLOAT_FORMATS, FloatFormat
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import weight_bytes
 from quantizer.results.folder import read_info
 from quantizer.results.write import write_results
+from quantizer.rows import NumberFormat
 from quantizer.sources.batches import Batch
+from quantizer.tables import NUMBER_FORMATS
 
 ROWS = {
-    "fp5_e2m2": FloatFormat(5, torch.float8_e4m3fn, 7.0, mantissa=2, least=0),
-    "mx_int4": FloatFormat(4, torch.int8, 7 / 4, mantissa=2, least=0, factor=4.0),
-    "fp16_e5m10": FloatFormat(16, torch.float16, 65504.0, mantissa=10, least=-14),
+    "fp5_e2m2": NumberFormat(5, "float8_e4m3fn", 7.0, mantissa=2, least=0),
+    "mx_int4": NumberFormat(4, "int8", 7 / 4, mantissa=2, least=0, factor=4.0),
+    "fp16_e5m10": NumberFormat(16, "float16", 65504.0, mantissa=10, least=-14),
 }
 FC = "Residual::Residual/Linear[fc]/linear"
 
@@ -41,7 +42,7 @@ FC = "Residual::Residual/Linear[fc]/linear"
 @pytest.fixture(params=ROWS)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name = str(request.param)
-    monkeypatch.setitem(FLOAT_FORMATS, name, ROWS[name])
+    monkeypatch.setitem(NUMBER_FORMATS, name, ROWS[name])
     return name
 
 

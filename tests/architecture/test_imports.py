@@ -18,7 +18,9 @@ ROOT = PACKAGE.parent
 LAYERS = (
     ("printable", "option_words"),
     ("errors", "seeding", "default_device"),
+    ("rows",),
     ("plugins",),
+    ("tables",),
     ("storage",),
     ("config", "numerics", "distributed"),
     ("observers", "graph"),

@@ -158,11 +158,14 @@ def test_the_built_in_default_is_explained_in_the_layered_forms_words(
 
 
 @pytest.mark.parametrize("key", setting_names())
-def test_a_setting_of_an_algorithm_has_a_page(
+def test_a_setting_of_an_algorithm_and_a_word_of_a_key_has_a_page(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["explain", key]) == 0
     printed = capsys.readouterr().out
-    [name, *_] = re.findall(r"`quantizer explain (\w+)`", printed)
-    assert run_command(["explain", name]) == 0
-    assert f"| `{key}` |" in capsys.readouterr().out
+    names = re.findall(r"`quantizer explain (\w+)`", printed)
+    assert names
+    for name in names:
+        assert run_command(["explain", name]) == 0
+        page = capsys.readouterr().out
+        assert f"| `{key}` |" in page or f'- `"{key}"`: ' in page

@@ -10,7 +10,8 @@ import torch
 
 from quantizer.config.forms.types import Dtype
 from quantizer.config.resources import load_resource
-from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
+from quantizer.numerics.formats import cast_round_trip_, storage_of
+from quantizer.tables import NUMBER_FORMATS
 
 # Finite values >= 0 of OCP MX v1.0, tables 3 to 6 (E3M2 by exponent: subnormals, then four
 # values each).
@@ -34,7 +35,7 @@ LEVELS = {
     "iq4_nl": [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
 }
 # All values of float32 are too many to list
-LISTED = [name for name in FLOAT_FORMATS if name != "float32"]
+LISTED = [name for name in NUMBER_FORMATS if name != "float32"]
 
 
 def values_of(name):
@@ -44,7 +45,7 @@ def values_of(name):
     if name in GRIDS:
         positive = torch.tensor(GRIDS[name])
         return torch.cat([-positive.flip(0), positive[1:]])
-    storage = FLOAT_FORMATS[name].storage
+    storage = storage_of(NUMBER_FORMATS[name])
     integer = torch.uint8 if storage.itemsize == 1 else torch.int16
     codes = torch.arange(2 ** (8 * storage.itemsize), dtype=torch.int32).to(integer)
     values = codes.view(storage).float()
@@ -52,16 +53,17 @@ def values_of(name):
 
 
 def test_a_format_that_does_not_fill_its_storage_has_its_values_here():
-    for name, row in FLOAT_FORMATS.items():
-        fills = row.storage.is_floating_point and row.bits == 8 * row.storage.itemsize
+    for name, row in NUMBER_FORMATS.items():
+        storage = storage_of(row)
+        fills = storage.is_floating_point and row.bits == 8 * storage.itemsize
         assert fills != (name in GRIDS or name in LEVELS), name
 
 
 @pytest.mark.parametrize("name", LISTED)
 def test_every_finite_value_stays_and_is_stored_exactly(name):
-    values, row = values_of(name), FLOAT_FORMATS[name]
+    values, row = values_of(name), NUMBER_FORMATS[name]
     assert torch.equal(cast_round_trip_(values.clone(), name), values)
-    assert torch.equal((values * row.factor).to(row.storage).float() / row.factor, values)
+    assert torch.equal((values * row.factor).to(storage_of(row)).float() / row.factor, values)
     assert values.max() == row.largest
     assert 2.0**row.emax <= row.largest < 2.0 ** (row.emax + 1)
 
@@ -71,10 +73,10 @@ def test_files_can_name_every_format():
         load_resource("schemas", f"{name}.schema.json")
         for name in ("quantization_spec", "hierarchical")
     )
-    assert {*spec["properties"]["dtype"]["enum"]} == {"int", *FLOAT_FORMATS}
+    assert {*spec["properties"]["dtype"]["enum"]} == {"int", *NUMBER_FORMATS}
     words = set(json.dumps(form).split('"'))
-    assert {*FLOAT_FORMATS} - {"mx_int8"} <= words
-    assert {dtype.name for dtype in Dtype} >= {*FLOAT_FORMATS} - {"mx_int8"}
+    assert {*NUMBER_FORMATS} - {"mx_int8"} <= words
+    assert {dtype.name for dtype in Dtype} >= {*NUMBER_FORMATS} - {"mx_int8"}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_files_can_name_every_format():
 )
 def test_exponents_of_the_largest_values(name, emax):
     """OCP MX v1.0, section 6.3 and table 1."""
-    assert FLOAT_FORMATS[name].emax == emax
+    assert NUMBER_FORMATS[name].emax == emax
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_exponents_of_the_largest_values(name, emax):
     [(name, torch.float32) for name in LISTED]
     + [
         (name, torch.float64)
-        for name, row in FLOAT_FORMATS.items()
+        for name, row in NUMBER_FORMATS.items()
         if row.mantissa is not None or row.levels
     ],
     ids=str,
@@ -122,24 +124,24 @@ def test_between_two_values_the_nearer_one_is_taken_and_of_a_tie_every_second(na
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_the_rounding_is_that_of_torch(name):
-    row = FLOAT_FORMATS[name]
+    row = NUMBER_FORMATS[name]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(100_000, generator=generator) * 10.0 ** (
         torch.rand(100_000, generator=generator) * 12 - 9
     )
-    expected = x.clamp(-row.largest, row.largest).to(row.storage).float()
+    expected = x.clamp(-row.largest, row.largest).to(storage_of(row)).float()
     assert torch.equal(cast_round_trip_(x, name), expected)
 
 
-@pytest.mark.parametrize("name", FLOAT_FORMATS)
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
 def test_beyond_the_largest_value_it_saturates(name):
-    largest = FLOAT_FORMATS[name].largest
+    largest = NUMBER_FORMATS[name].largest
     least = min(LEVELS.get(name, [-largest]))
     x = torch.tensor([math.inf, -math.inf, 1e300, -1e300, 2 * largest], dtype=torch.float64)
     assert cast_round_trip_(x, name).tolist() == [largest, least, largest, least, largest]
 
 
-@pytest.mark.parametrize("name", FLOAT_FORMATS)
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_works_in_place_for_every_dtype_and_twice_changes_nothing(name, dtype):
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -149,7 +151,7 @@ def test_works_in_place_for_every_dtype_and_twice_changes_nothing(name, dtype):
     assert torch.equal(cast_round_trip_(once.clone(), name), once)
 
 
-@pytest.mark.parametrize("name", FLOAT_FORMATS)
+@pytest.mark.parametrize("name", NUMBER_FORMATS)
 def test_not_a_number_stays(name):
     assert cast_round_trip_(torch.tensor([math.nan]), name).isnan().all()
 

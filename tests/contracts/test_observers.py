@@ -12,17 +12,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.nn.quantizer import quantize_tensor
 from quantizer.numerics.granularity import scale_shape
 from quantizer.numerics.rounding import NEAREST, ROUND_MODES
-from quantizer.observers import (
-    RANGE_METHODS,
-    NonFiniteError,
-    ObservationError,
-    Observer,
-    UnobservedError,
-)
-from quantizer.observers.methods import INTEGER_ONLY
-
-SYMMETRIC_ONLY = ("mse", "entropy")  # restrictions of the config format
-POWER_OF_TWO_ONLY = ("diffs",)
+from quantizer.observers import NonFiniteError, ObservationError, Observer, UnobservedError
+from quantizer.tables import RANGE_METHODS
 
 
 def specs(bit_widths, round_modes):
@@ -45,8 +36,8 @@ def specs(bit_widths, round_modes):
             bit_widths,
             round_modes,
         )
-        if (symmetric or method not in SYMMETRIC_ONLY)
-        and (scale_type != "float" or method not in POWER_OF_TWO_ONLY)
+        if (symmetric or not RANGE_METHODS[method].symmetric_only)
+        and (scale_type != "float" or not RANGE_METHODS[method].powers_of_two_only)
     ]
 
 
@@ -70,9 +61,11 @@ def scaled_specs():
         spec = QuantizationSpec(
             **kind, method=method, qscheme=qscheme, ch_axis=ch_axis, group_size=group_size
         )
-        integer = spec.dtype == "int" and (spec.symmetric or method not in SYMMETRIC_ONLY)
-        if method != "diffs" and (
-            integer or (spec.dtype != "int" and method not in INTEGER_ONLY)
+        integer = spec.dtype == "int" and (
+            spec.symmetric or not RANGE_METHODS[method].symmetric_only
+        )
+        if not RANGE_METHODS[method].powers_of_two_only and (
+            integer or (spec.dtype != "int" and not RANGE_METHODS[method].integers_only)
         ):
             yield pytest.param(spec, id=f"{label(spec)}-{spec.dtype}-{ch_axis}")
 

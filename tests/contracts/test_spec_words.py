@@ -13,9 +13,9 @@ from quantizer.config.forms.types import DeviceType, QSchemeType, RoundType, Sca
 from quantizer.config.model import CAST_ONLY, POOLED, Device, QuantizationSpec, Role
 from quantizer.config.resources import load_resource
 from quantizer.numerics.code_range import SCALE_MODES, SHARED_EXPONENTS, SYMMETRIC_SCALES
-from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.rounding import ROUND_MODES
-from quantizer.observers.methods import BATCH_STATISTICS, RANGE_METHODS
+from quantizer.observers.methods import BATCH_STATISTICS
+from quantizer.tables import NUMBER_FORMATS, RANGE_METHODS
 
 WORDS = get_type_hints(QuantizationSpec)
 SCHEMA = load_resource("schemas", "quantization_spec.schema.json")["properties"]
@@ -53,5 +53,5 @@ def test_a_dtype_may_be_registered_at_run_time_so_only_those_that_are_shipped_ar
     None
 ):
     assert WORDS["dtype"] is str
-    assert set(SCHEMA["dtype"]["enum"]) == {"int", *FLOAT_FORMATS}
-    assert set(FLOAT_FORMATS) >= CAST_ONLY
+    assert set(SCHEMA["dtype"]["enum"]) == {"int", *NUMBER_FORMATS}
+    assert set(NUMBER_FORMATS) >= CAST_ONLY

@@ -22,8 +22,8 @@ from quantizer.numerics.codes import (
     unpack,
     unpack_bits,
 )
-from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.observers import Observer
+from quantizer.tables import NUMBER_FORMATS
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
 KINDS: tuple[dict[str, bool], ...] = (
@@ -38,7 +38,7 @@ SPECS = [
     for kind in KINDS
 ]  # type: ignore[arg-type]
 SPECS += [QuantizationSpec(bit_width=32), QuantizationSpec(bit_width=32, narrow_range=True)]
-SPECS += [QuantizationSpec(dtype=name) for name in FLOAT_FORMATS]
+SPECS += [QuantizationSpec(dtype=name) for name in NUMBER_FORMATS]
 SPECS += [
     QuantizationSpec(dtype=name, scale_type="e8m0") for name in ("fp4", "mx_int8", "bfp16")
 ]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from quantizer.numerics.code_range import FloatRange
 from quantizer.numerics.fake_quantize import fake_cast, fake_cast_plain
-from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
+from quantizer.numerics.formats import cast_round_trip_
 from quantizer.numerics.qparams import qparams_from_range
+from quantizer.tables import NUMBER_FORMATS
 
-SCALED = [name for name, row in FLOAT_FORMATS.items() if row.mantissa is not None]
+SCALED = [name for name, row in NUMBER_FORMATS.items() if row.mantissa is not None]
 KINDS = [
     ("float", "floor"),
     ("poweroftwo", "floor"),
@@ -74,7 +75,7 @@ def test_a_power_of_two_scale_is_the_least_that_cuts_nothing_off(amax, scale):
 
 @pytest.mark.parametrize("name", SCALED)
 def test_a_float_scale_puts_the_largest_magnitude_on_the_largest_value(name):
-    assert scale_of(3.0, name) == pytest.approx(3.0 / FLOAT_FORMATS[name].largest, rel=1e-7)
+    assert scale_of(3.0, name) == pytest.approx(3.0 / NUMBER_FORMATS[name].largest, rel=1e-7)
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -152,7 +153,7 @@ def test_twice_is_once_and_powers_of_two_pass_through(x, name, kind, shift):
 )
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_the_error_is_half_a_step_of_the_value_s_own_exponent(x, name):
-    values, row = torch.tensor(x).double(), FLOAT_FORMATS[name]
+    values, row = torch.tensor(x).double(), NUMBER_FORMATS[name]
     scale = qparams_from_range(values.min(), values.max(), FloatRange(name)).scale
     scaled = (values / scale.double()).abs().clamp(min=2.0**row.least)
     step = torch.exp2(torch.floor(torch.log2(scaled)) - row.mantissa) * scale.double()

@@ -10,7 +10,7 @@ from support.positional import fake_quantize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantizer.numerics.code_range import IntegerRange
-from quantizer.numerics.formats import FLOAT_FORMATS, cast_round_trip_
+from quantizer.numerics.formats import cast_round_trip_
 from quantizer.numerics.metrics import (
     VALUES_PER_SUM,
     Approximation,
@@ -23,6 +23,7 @@ from quantizer.numerics.metrics import (
     top1_agreement,
 )
 from quantizer.numerics.qparams import qparams_from_range
+from quantizer.tables import NUMBER_FORMATS
 
 
 def quantized(x, code_range):
@@ -188,7 +189,7 @@ def test_fp8_does_not_care_for_the_distribution(data, name, expected):
     2209.05433.
     """
     x = DATA[data]
-    scale = x.abs().max() / FLOAT_FORMATS[name].largest
+    scale = x.abs().max() / NUMBER_FORMATS[name].largest
     assert sqnr_db(x, cast_round_trip_(x / scale, name) * scale) == pytest.approx(
         expected, abs=0.3
     )

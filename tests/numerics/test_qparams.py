@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantizer.numerics.code_range import SCALE_MODES, FloatRange, IntegerRange
-from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.numerics.qparams import (
     power_of_two,
     qparams_from_range,
@@ -22,6 +21,7 @@ from quantizer.numerics.qparams import (
     step_from_range,
     uncut,
 )
+from quantizer.tables import NUMBER_FORMATS
 
 SIGNED, UNSIGNED, ASYMMETRIC = (
     IntegerRange(-128, 127),
@@ -269,7 +269,7 @@ def magnitudes() -> Tensor:
 
 @pytest.mark.parametrize("mode", SCALE_MODES)
 @pytest.mark.parametrize(
-    "dtype", [name for name, row in FLOAT_FORMATS.items() if not row.levels]
+    "dtype", [name for name, row in NUMBER_FORMATS.items() if not row.levels]
 )
 def test_shared_exponents_are_read_off_float32_as_float64_has_them(
     dtype: str, mode: str

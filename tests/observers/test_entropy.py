@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.observers import RANGE_METHODS
+from quantizer.observers.methods import entropy
 from quantizer.observers.observed_batch import ObservedBatch
 
 
@@ -50,6 +50,6 @@ def test_the_clip_has_the_least_divergence_of_the_definition(data, bits):
     counts[0] = counts[1]
     clips = [*range(128, 1536, 32), *range(1536, 2049, 16)]
     scores = {clip: divergence(counts, clip, 2 ** (bits - 1)) for clip in clips}
-    low, high = RANGE_METHODS["entropy"](batch, QuantizationSpec(bit_width=bits))
+    low, high = entropy(batch, QuantizationSpec(bit_width=bits))
     found = round(max(-low.item(), high.item()) / batch.amax.item() * 2048)
     assert scores[found] == pytest.approx(min(scores.values()), rel=1e-9)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.observers import RANGE_METHODS, Observer
+from quantizer.observers import Observer
 from quantizer.observers.observed_batch import ObservedBatch
+from quantizer.tables import RANGE_METHODS
 
 MANY = 2**24 + 3
 ONES = torch.ones(1).expand(1, MANY)

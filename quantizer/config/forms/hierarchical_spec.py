@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantizer.config.forms.dtypes import (
-    BLOCK_FORMATS,
-    GROUP_SIZES,
-    INTEGERS,
-    SEARCHED_FORMATS,
-    BlockFormat,
-    dtype_word,
-)
+from quantizer.config.forms.dtypes import BLOCK_FORMATS, GROUP_SIZES, INTEGERS, dtype_word
 from quantizer.config.forms.types import RoundType, ScaleType
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
@@ -28,6 +21,7 @@ from quantizer.config.model import (
     SymmetricScale,
 )
 from quantizer.config.spec_fields import is_foreign, other_weight_axis
+from quantizer.tables import RANGE_METHODS, SEARCHED
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
     "round_method": "round_mode",
@@ -38,15 +32,9 @@ FIELDS_OF_KEYS: Mapping[str, str] = {
 """The field of `QuantizationSpec` that a key decides, where its name differs."""
 
 OBSERVER_METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "PerTensorMinMaxObserver": ("maxmin", ("per_tensor",)),
-    "PerChannelMinMaxObserver": ("maxmin", ("per_channel", "per_group", "per_token")),
-    "PerGroupMinMaxObserver": ("maxmin", ("per_group",)),
-    "PerTensorPercentileObserver": ("percentile", ("per_tensor",)),
-    "PerTensorMSEObserver": ("mse", ("per_tensor",)),
-    "PerGroupMSEObserver": ("group_mse", ("per_group",)),
-    "PerBlockMXObserver": ("maxmin", ("per_group",)),
-    "PerBlockBFPObserver": ("maxmin", ("per_group",)),
-    "PerBlock2DMinMaxObserver": ("maxmin", ("per_block",)),
+    name: (method, observer.schemes)
+    for method, row in RANGE_METHODS.items()
+    for name, observer in row.observers.items()
 }
 """The method of each observer, and the granularities that it supports. The first one is the
 default.
@@ -240,9 +228,7 @@ class Words:
         """Return the fields of the scale of a block format."""
         is_block_dtype = self.dtype in BLOCK_FORMATS
         source = self.raw["dtype" if is_block_dtype else "scale_format"]
-        usual = BlockFormat(GROUP_SIZES["e8m0"])
-        if is_block_dtype:
-            usual = BLOCK_FORMATS[self.dtype]
+        usual = BLOCK_FORMATS[self.dtype if is_block_dtype else "mx"]
         fields = {"scale_type": _mapped(source, usual.scale_type)}
         if self.has_scale_mode and "scale_calculation_mode" in self.raw:
             fields["scale_mode"] = self.raw["scale_calculation_mode"]
@@ -299,7 +285,7 @@ class Words:
             fields["method"] = _mapped(source, method)
             if not is_parameter:
                 fields["statistic"] = _mapped(source, usual_statistic(method))
-        elif self.dtype in SEARCHED_FORMATS and is_parameter:
+        elif self.dtype in SEARCHED and is_parameter:
             fields["method"] = _mapped(self.raw["dtype"], "group_mse")
         if "percentage" in self.raw and self.observer == "PerTensorPercentileObserver":
             percentage = self.raw["percentage"]

@@ -4,6 +4,8 @@ use.
 
 from enum import Enum
 
+from quantizer.tables import HAS_FOREIGN_ROWS, NUMBER_FORMATS
+
 
 class _Named(Enum):
     """An enumeration whose members are written in JSON by their names."""
@@ -45,6 +47,12 @@ class Dtype(_Named):
     q5_k = "q5_k"
     q6_k = "q6_k"
     iq4_nl = "iq4_nl"
+
+
+if HAS_FOREIGN_ROWS:
+    _members = {member.name: member.value for member in Dtype}
+    _members |= {row.word or name: row.word or name for name, row in NUMBER_FORMATS.items()}
+    Dtype = _Named("Dtype", _members)  # type: ignore[misc,assignment,call-arg]
 
 
 class QSchemeType(_Named):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
 from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.dtypes import BLOCK_FORMATS, SEARCHED_FORMATS
+from quantizer.config.forms.dtypes import BLOCK_FORMATS, INTEGERS
 from quantizer.config.forms.form import CACHE_BLOCK
 from quantizer.config.forms.hierarchical import Hierarchical
 from quantizer.config.forms.hierarchical_spec import OBSERVER_METHODS, PARAMETERS, Words
@@ -16,6 +16,7 @@ from quantizer.config.model import CAST_ONLY, Fields, QuantizationSpec
 from quantizer.config.roles import ROLE_OF
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 from quantizer.config.wording import quoted
+from quantizer.tables import RANGE_METHODS, SEARCHED
 
 _PERCENTILE = "PerTensorPercentileObserver"
 _CACHED_LAYERS = "kv_cache_group"
@@ -113,7 +114,14 @@ def _observer(scope: _Scope) -> Diagnostics:
         )
         return
     scheme = scope.scheme
-    _, supported = OBSERVER_METHODS[observer]
+    method, supported = OBSERVER_METHODS[observer]
+    if RANGE_METHODS[method].integers_only and scope.dtype not in INTEGERS:
+        yield scope.finding(
+            "QZ117",
+            f"{observer} needs integers, and {scope.dtype} is none",
+            "observer_cls",
+            help_="remove the key: a MinMax observer is the default",
+        )
     if scheme in supported:
         return
     fitting = next(
@@ -263,7 +271,7 @@ def _unread(scope: _Scope) -> dict[str, str]:
         if scope.is_block:
             reason = f"{dtype} has its own way to find exponents"
         unread["scale_calculation_mode"] = reason
-    if dtype in SEARCHED_FORMATS:
+    if dtype in SEARCHED:
         unread["scale_type"] = f"{dtype} has scales of its own"
         unread["scale_format"] = f"{dtype} has scales of its own"
         return {key: reason for key, reason in unread.items() if key in scope.raw}

@@ -20,6 +20,7 @@ from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import form_of
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import closest_word, listed, quoted
+from quantizer.plugins import left_out
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -60,6 +61,8 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
     remark = None
     if keyword == "enum":
         message = f"{quoted(value)} is not a {schema.get('title', key)}"
+        if left_out():
+            message += f", unless the plug-in {left_out()} adds it: validate loads none"
         words = listed(word for word in schema["enum"] if word is not None)
         remark = f"one of: {words}"
     elif keyword == "type":
@@ -76,14 +79,8 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
     if "help" in schema:
         return Diagnostic(code, message, place, remark=remark, help=schema["help"])
     fixes = value_fixes(document, path, schema)
-    return Diagnostic(
-        code,
-        message,
-        place,
-        remark=remark,
-        help=help_for_value(key, value, form_of(document.value)),
-        fixes=fixes,
-    )
+    remedy = help_for_value(key, value, form_of(document.value))
+    return Diagnostic(code, message, place, remark=remark, help=remedy, fixes=fixes)
 
 
 def _repeated_item(

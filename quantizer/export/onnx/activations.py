@@ -14,7 +14,7 @@ from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.conventions import EXACT, Conventions
 from quantizer.export.onnx.tensors import EIGHT_BITS, activation_type
 from quantizer.nn.quantized_tensor import QuantizedTensor
-from quantizer.numerics.formats import FLOAT_FORMATS
+from quantizer.tables import NUMBER_FORMATS
 
 _CASTS = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 # The scaled formats of QuantizeLinear, and the first operator set that has them.
@@ -206,7 +206,7 @@ def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value)
     do this instead of Clip, which ONNX Runtime's optimizer cannot take before these formats.
     """
     data_type = FLOAT8_TYPES[tensor.spec.dtype]
-    largest = FLOAT_FORMATS[tensor.spec.dtype].largest
+    largest = NUMBER_FORMATS[tensor.spec.dtype].largest
     scale = builder.constant("scale", tensor.scale)
     x = builder.add("Max", x, builder.constant("low", -largest * tensor.scale))
     x = builder.add("Min", x, builder.constant("high", largest * tensor.scale))
@@ -218,7 +218,7 @@ def _quantize_float8(builder: NodeBuilder, tensor: QuantizedTensor, x: ir.Value)
 def _cast(builder: NodeBuilder, dtype: str, x: ir.Value) -> ir.Value:
     if dtype == "float32":
         return builder.add("Identity", x)
-    largest = FLOAT_FORMATS[dtype].largest
+    largest = NUMBER_FORMATS[dtype].largest
     clipped = _clip(builder, x, torch.tensor([-largest, largest]))
     narrow = builder.cast(clipped, _CASTS[dtype])
     return builder.cast(narrow, ir.DataType.FLOAT)

@@ -11,8 +11,8 @@ from quantizer.export.onnx.builder import NodeBuilder
 from quantizer.export.onnx.tensors import UINT8
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.code_range import SMALLEST_SCALE
-from quantizer.numerics.formats import FLOAT_FORMATS
 from quantizer.observers import code_range_of
+from quantizer.tables import NUMBER_FORMATS
 
 _MIDDLE = 128
 """The offset of symmetric 8-bit codes: ONNX Runtime multiplies UINT8 activations 40 times as
@@ -135,7 +135,7 @@ def _rounded(builder: NodeBuilder, spec: QuantizationSpec, x: ir.Value) -> _Roun
     scale = _scale(builder, spec, low, high)
     units = builder.add("Div", x, scale)
     if spec.dtype != "int":
-        largest = FLOAT_FORMATS[spec.dtype].largest
+        largest = NUMBER_FORMATS[spec.dtype].largest
         low = builder.constant("low", -largest)
         high = builder.constant("high", largest)
         clipped = builder.add("Clip", units, low, high)

@@ -1,4 +1,4 @@
-"""Find the ranges of groups of few values, by the error of the values themselves."""
+"""Range methods that read the values of a batch: the errors are those of the values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.numerics.block_search import searched_scales
-from quantizer.numerics.code_range import SMALLEST_SCALE, CodeRange
+from quantizer.numerics.code_range import POWERS_OF_TWO, SMALLEST_SCALE, CodeRange
 from quantizer.numerics.qparams import qparams_from_range
 from quantizer.numerics.weighted_groups import SearchedFormat
-from quantizer.observers.methods import code_range_of, round_rows
-from quantizer.observers.observed_batch import LowHigh, ObservedBatch
+from quantizer.observers.least_error import least_power
+from quantizer.observers.methods import code_range_of, round_rows, searched_format
+from quantizer.observers.observed_batch import LowHigh, ObservedBatch, ObservedValues
 
 # Sixteenths of an octave to cut off from the range of a group; negative ones widen it. All from
 # -4 to 16 gain less than 0.1 dB at 4 and 5 bits, in groups of 32 or 128 normal values
@@ -22,6 +23,48 @@ _GROUP_STEPS = (0, 2, 4, 8, -1, -2)
 _GROUP_FACTORS = tuple(2 ** (-step / 16) for step in _GROUP_STEPS)
 # How often the best range is fitted to its codes again; more gain less than 0.01 dB
 _GROUP_REFITS = 2
+
+
+_DIFFS_SAMPLE_SIZE = 1 << 15
+"""A small sample: every value is quantized five times, and the candidates are far apart."""
+_DIFFS_CANDIDATES = 5
+"""The scale that clips nothing, and 1/2, 1/4, 1/8 and 1/16 of it, as in pytorch_nndct."""
+
+
+def diffs(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return the range with the least squared error: the whole one, or 1/2, 1/4, 1/8 or 1/16 of
+    it. If several have the same error, return the widest.
+    """
+    # `Observer` refuses this method for all batches together
+    assert isinstance(values, ObservedBatch)
+    sample = values.sample(_DIFFS_SAMPLE_SIZE)
+    factors = 0.5 ** torch.arange(_DIFFS_CANDIDATES, dtype=torch.float64)
+    low = (values.low * factors[:, None]).view(-1)
+    high = (values.high * factors[:, None]).view(-1)
+    qparams = qparams_from_range(low, high, code_range_of(spec)).to(sample.device)
+    quantized = sample.new_empty(_DIFFS_CANDIDATES, *sample.shape).copy_(sample)
+    rows = quantized.view(-1, sample.shape[1])
+    round_rows(rows, qparams.scale.to(sample.dtype), qparams.zero_point, spec)
+    errors = quantized.sub_(sample).square_().sum(2)
+    best = factors[errors.argmin(0).cpu()]
+    return values.low * best, values.high * best
+
+
+def group_mse(values: ObservedValues, spec: QuantizationSpec) -> LowHigh:
+    """Return low and high (R,) of the range with the least squared error.
+
+    Each row is a group of few values. So its error is that of the values themselves and not of
+    a histogram. Formats of llama.cpp and scales of either sign have a search of their own,
+    `searched_scales`. `least_error_ranges` tries ranges for others.
+    """
+    if spec.scale_type in POWERS_OF_TWO:
+        return least_power(values, spec)
+    # `Observer` refuses this method for all batches together
+    assert isinstance(values, ObservedBatch)
+    searched = searched_format(spec)
+    if searched is not None and spec.has_searched_scale:
+        return searched_range(values, searched)
+    return least_error_ranges(values, spec)
 
 
 def least_error_ranges(values: ObservedBatch, spec: QuantizationSpec) -> LowHigh:

@@ -1,0 +1,179 @@
+"""Post-training quantization of PyTorch models, configured by a JSON file or by dataclasses.
+
+`python docs/generate.py` writes this file.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal
+
+from torch import nn as _torch_nn
+
+from quantizer import nn as nn
+from quantizer.api.calibrate import CalibrationData
+from quantizer.api.config import AnyConfig
+from quantizer.calibration.events import Events
+from quantizer.api.calibrate import calibrate as calibrate
+from quantizer.api.calibrate import load as load
+from quantizer.api.result import Quantized as Quantized
+from quantizer.api.model_quantizer import ModelQuantizer as ModelQuantizer
+from quantizer.api.config import Config as Config
+from quantizer.api.config import ObserverBase as ObserverBase
+from quantizer.api.config import PlaceholderObserver as PlaceholderObserver
+from quantizer.api.config import QuantizationConfig as QuantizationConfig
+from quantizer.api.config import QuantizationSpec as QuantizationSpec
+from quantizer.config.algorithms import AWQConfig as AWQConfig
+from quantizer.config.algorithms import AlgoConfig as AlgoConfig
+from quantizer.config.algorithms import CLEConfig as CLEConfig
+from quantizer.config.algorithms import GPTAQConfig as GPTAQConfig
+from quantizer.config.algorithms import GPTQConfig as GPTQConfig
+from quantizer.config.algorithms import IMatrixConfig as IMatrixConfig
+from quantizer.config.algorithms import PreQuantOptConfig as PreQuantOptConfig
+from quantizer.config.algorithms import QronosConfig as QronosConfig
+from quantizer.config.algorithms import RotationConfig as RotationConfig
+from quantizer.config.algorithms import SmoothQuantConfig as SmoothQuantConfig
+from quantizer.config.forms.types import DeviceType as DeviceType
+from quantizer.config.forms.types import Dtype as Dtype
+from quantizer.config.forms.types import QSchemeType as QSchemeType
+from quantizer.config.forms.types import RoundType as RoundType
+from quantizer.config.forms.types import ScaleType as ScaleType
+
+__version__: str
+__all__ = [
+    "AWQConfig",
+    "AlgoConfig",
+    "CLEConfig",
+    "Config",
+    "DeviceType",
+    "Dtype",
+    "GPTAQConfig",
+    "GPTQConfig",
+    "IMatrixConfig",
+    "ModelQuantizer",
+    "ObserverBase",
+    "PerBlock2DMinMaxObserver",
+    "PerBlockBFPObserver",
+    "PerBlockMXObserver",
+    "PerChannelMinMaxObserver",
+    "PerGroupMSEObserver",
+    "PerGroupMinMaxObserver",
+    "PerTensorMSEObserver",
+    "PerTensorMinMaxObserver",
+    "PerTensorPercentileObserver",
+    "PlaceholderObserver",
+    "PreQuantOptConfig",
+    "QSchemeType",
+    "QronosConfig",
+    "QuantizationConfig",
+    "QuantizationSpec",
+    "Quantized",
+    "RotationConfig",
+    "RoundType",
+    "ScaleType",
+    "SmoothQuantConfig",
+    "calibrate",
+    "load",
+    "quantize",
+]
+
+class PerBlock2DMinMaxObserver(ObserverBase):
+    """Selects a range for each block of `block_size` rows and columns, from the smallest to the
+    largest value."""
+
+class PerBlockBFPObserver(ObserverBase):
+    """Selects a shared exponent for each block of `bfp16`, from its largest magnitude."""
+
+class PerBlockMXObserver(ObserverBase):
+    """Selects a shared exponent for each block of a microscaling format, from its largest
+    magnitude."""
+
+class PerChannelMinMaxObserver(ObserverBase):
+    """Selects a range for each channel along `ch_axis`, or for each group of its values, from
+    the smallest to the largest value."""
+
+class PerGroupMSEObserver(ObserverBase):
+    """Selects the range with the least squared error for each group of `group_size` values
+    along `ch_axis`."""
+
+class PerGroupMinMaxObserver(ObserverBase):
+    """Selects a range for each group of `group_size` values along `ch_axis`, from the smallest
+    to the largest value."""
+
+class PerTensorMSEObserver(ObserverBase):
+    """Selects the range with the least squared error."""
+
+class PerTensorMinMaxObserver(ObserverBase):
+    """Selects one range for the tensor, from its smallest to its largest value."""
+
+class PerTensorPercentileObserver(ObserverBase):
+    """Selects one range that contains `percentage` percent of the values."""
+
+def quantize(
+    model: _torch_nn.Module,
+    data: CalibrationData | None = None,
+    to: str | None = None,
+    *,
+    folder: str | os.PathLike[str] = "quantize_result",
+    config: AnyConfig | None = None,
+    evaluation_data: Any = None,
+    evaluate: Callable[[Callable[..., Any], Iterable[Any]], dict[str, float]] | None = None,
+    lower_is_better: Collection[str] = (),
+    seed: int = 0,
+    dynamic: str | None = None,
+    max_mb: float | None = None,
+    overwrite: bool = False,
+    events: Events | None = None,
+    onnx_profile: Literal["exact", "fast", "tuned", "tensorrt", "npu"] = ...,
+    onnx_weights: Literal["auto", "uint8", "int8"] = ...,
+    deploy_file: str | os.PathLike[str] = ...,
+    input_names: str = ...,
+    output_names: str = ...,
+    encodings_version: Literal["1.0.0", "2.0.0"] = ...,
+    pt2_activations: Literal["uint8", "int8"] = ...,
+    executorch_batch: str = ...,
+    litert_io: Literal["float", "int8"] = ...,
+    gguf_template: str | os.PathLike[str] = ...,
+    **options: str | os.PathLike[str],
+) -> Quantized:
+    """Quantize a model in one call, as `quantizer run` does: calibrate, test and write it.
+
+    Args:
+        model: as in `calibrate`.
+        data: as in `calibrate`; None for a model of transformers if `to` needs no data.
+        to: "onnx", "openvino", "qnn", "pt2", "executorch", "litert", "tensorrt", "npu", "w8",
+            "w4", "w8a8", "fp8" or "gguf". None: "w4" if the model generates text, else "onnx".
+        folder: the folder for config, results, report and the written file.
+        config: as in `calibrate`. None for `quantize_config.json` in the folder, or a preset.
+        evaluation_data: the data to test and verify with. If it is None, the last quarter of
+            `data` is held back for that, if there are at least 16 samples.
+        evaluate, lower_is_better: as in `Result.test`.
+        seed, dynamic, events: as in `calibrate`.
+        max_mb: with `to="w4"`, 4 or 8 bits for each weight, so that all weights take at most
+            so many 10^6 bytes in the checkpoint.
+        overwrite: whether other results, changed files and the config there are replaced.
+        onnx_profile: An .onnx rounds as the config says, or as ONNX Runtime's fastest
+            kernels do. tuned leaves in float what integers make slower on this machine.
+            tensorrt and npu are for these engines.
+        onnx_weights: 8-bit weights in an .onnx: auto is right on every CPU, int8 on
+            those with VNNI, where it is faster.
+        deploy_file: A deploy.json of --onnx_profile tuned, whose choice is repeated.
+            [default: the one in the folder of the file, if there is one]
+        input_names: Names of the inputs of an .onnx, separated by commas.  [default:
+            the parameters of forward()]
+        output_names: Names of the outputs of an .onnx, separated by commas.  [default:
+            keys and fields of the output, otherwise output_0, output_1, ...]
+        encodings_version: The version of an .encodings file: 2.0.0 also holds axes.
+        pt2_activations: Integers of activations in a .pt2: uint8 for torch's compiler,
+            int8 for ExecuTorch.
+        executorch_batch: The largest batch of a .pte, for which memory is planned.
+            [default: the first one of the data]
+        litert_io: Type of the inputs and outputs of a .tflite: float, or int8 where
+            they are quantized.
+        gguf_template: A .gguf of the same model: --deploy gguf keeps its keys and
+            tokenizer.
+        options: the options of the target, as in `Result.export`.
+
+    Raises:
+        QuantizerError: `calibrate`, `Result.save`, `Result.test` or `Result.export` raises it.
+        UsageError: there is no such destination, or it needs data, or has no `max_mb`.
+    """

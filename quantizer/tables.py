@@ -1,0 +1,254 @@
+"""The tables of range methods and of number formats: built-in rows, and those of plug-ins.
+
+`python docs/generate.py` writes their words into the schemas. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from quantizer.plugins import plugins
+from quantizer.rows import NumberFormat, ObserverClass, RangeMethod
+
+_METHODS = "quantizer.observers.methods"
+_LEAST_ERROR = "quantizer.observers.least_error"
+_BY_VALUES = "quantizer.observers.value_ranges"
+RANGE_METHODS: dict[str, RangeMethod] = {
+    "maxmin": RangeMethod(
+        f"{_METHODS}:maxmin",
+        "the smallest and largest value seen",
+        reads="extremes",
+        observers={
+            "PerTensorMinMaxObserver": ObserverClass(
+                ("per_tensor",),
+                "smallest and largest value; per_tensor",
+                "one range for the tensor, from its smallest to its largest value",
+            ),
+            "PerChannelMinMaxObserver": ObserverClass(
+                ("per_channel", "per_group", "per_token"),
+                "smallest and largest value; per_channel, per_group",
+                "a range for each channel along `ch_axis`, or for each group of its values, "
+                "from the smallest to the largest value",
+            ),
+            "PerGroupMinMaxObserver": ObserverClass(
+                ("per_group",),
+                "smallest and largest value; per_group",
+                "a range for each group of `group_size` values along `ch_axis`, from the "
+                "smallest to the largest value",
+            ),
+            "PerBlockMXObserver": ObserverClass(
+                ("per_group",),
+                "largest absolute value of each block; per_group",
+                "a shared exponent for each block of a microscaling format, from its largest "
+                "magnitude",
+            ),
+            "PerBlockBFPObserver": ObserverClass(
+                ("per_group",),
+                "largest absolute value of each block; per_group",
+                "a shared exponent for each block of `bfp16`, from its largest magnitude",
+            ),
+            "PerBlock2DMinMaxObserver": ObserverClass(
+                ("per_block",),
+                "smallest and largest value; per_block",
+                "a range for each block of `block_size` rows and columns, from the smallest to "
+                "the largest value",
+            ),
+        },
+    ),
+    "percentile": RangeMethod(
+        f"{_METHODS}:percentile",
+        "the range that contains `percentage` percent of the values",
+        observers={
+            "PerTensorPercentileObserver": ObserverClass(
+                ("per_tensor",),
+                "the range that contains `percentage` percent of the values; per_tensor",
+                "one range that contains `percentage` percent of the values",
+            )
+        },
+    ),
+    "mse": RangeMethod(
+        f"{_LEAST_ERROR}:mse",
+        "the threshold with the least squared error",
+        symmetric_only=True,
+        observers={
+            "PerTensorMSEObserver": ObserverClass(
+                ("per_tensor",),
+                "the threshold with the least squared error; per_tensor",
+                "the range with the least squared error",
+            )
+        },
+    ),
+    "entropy": RangeMethod(
+        f"{_METHODS}:entropy",
+        "the threshold with the least Kullback-Leibler divergence",
+        integers_only=True,
+        symmetric_only=True,
+    ),
+    "group_mse": RangeMethod(
+        f"{_BY_VALUES}:group_mse",
+        "like mse for weights in groups, symmetric or not: the errors are those of the values "
+        "themselves, for several ranges",
+        reads="values",
+        observers={
+            "PerGroupMSEObserver": ObserverClass(
+                ("per_group",),
+                "the range with the least squared error, asymmetric too; per_group",
+                "the range with the least squared error for each group of `group_size` values "
+                "along `ch_axis`",
+            )
+        },
+    ),
+    "diffs": RangeMethod(
+        f"{_BY_VALUES}:diffs",
+        "the power-of-two scale with the least squared error",
+        reads="values",
+        integers_only=True,
+        powers_of_two_only=True,
+    ),
+    "auto": RangeMethod(
+        f"{_LEAST_ERROR}:auto",
+        "of all ranges between those that maxmin, percentile and mse find, symmetric or not, "
+        "the one with the least error over all batches at once; `calib_statistic_method` is "
+        "not read",
+    ),
+}
+"""By the values of `method`."""
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def listed_format(bits: int, levels: Iterable[int], **columns: Any) -> NumberFormat:
+    """Return a format of codes in int8 that are the values themselves."""
+    values = tuple(float(level) for level in levels)
+    return NumberFormat(bits, "int8", values[-1], levels=values, **columns)
+
+
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    "fp8_e4m3": NumberFormat(
+        8, "float8_e4m3fn", 448.0, 3, -6, meaning="8-bit float, largest value 448"
+    ),
+    "fp8_e5m2": NumberFormat(
+        8, "float8_e5m2", 57344.0, 2, -14, meaning="8-bit float, largest value 57344"
+    ),
+    "fp6_e3m2": NumberFormat(
+        6, "float8_e4m3fn", 28.0, 2, -2, meaning="6-bit float, largest value 28"
+    ),
+    "fp6_e2m3": NumberFormat(
+        6, "float8_e4m3fn", 7.5, 3, 0, meaning="6-bit float, largest value 7.5"
+    ),
+    "fp4": NumberFormat(
+        4, "float8_e4m3fn", 6.0, 1, 0, meaning="4-bit float: 0, 0.5, 1, 1.5, 2, 3, 4, 6"
+    ),
+    "float16": NumberFormat(16, "float16", 65504.0, meaning="IEEE half precision, no scale"),
+    "bfloat16": NumberFormat(
+        16,
+        "bfloat16",
+        float.fromhex("0x1.fep+127"),
+        meaning="the upper 16 bits of float32, no scale",
+    ),
+    "float32": NumberFormat(
+        32,
+        "float32",
+        float.fromhex("0x1.fffffep+127"),
+        meaning="left in float, also if wider levels quantize it",
+    ),
+    "mx_int8": NumberFormat(
+        8,
+        "int8",
+        127 / 64,
+        6,
+        0,
+        factor=64.0,
+        group_size=32,
+        scale_type="e8m0",
+        word="mx",
+        meaning="blocks of `mx_element_dtype` that share a power of two",
+    ),
+    "mx6": NumberFormat(
+        5,
+        "int8",
+        15 / 8,
+        3,
+        0,
+        factor=8.0,
+        group_size=16,
+        scale_type="microexponent",
+        meaning="blocks of 16 5-bit codes that share a power of two, less by half for some "
+        "pairs: 6 bits a value",
+    ),
+    "mx9": NumberFormat(
+        8,
+        "int8",
+        127 / 64,
+        6,
+        0,
+        factor=64.0,
+        group_size=16,
+        scale_type="microexponent",
+        meaning="the same with 8-bit codes: 9 bits a value",
+    ),
+    "bfp16": NumberFormat(
+        8,
+        "int8",
+        127 / 64,
+        6,
+        0,
+        factor=64.0,
+        group_size=8,
+        scale_type="e8m0",
+        scale_mode="even",
+        meaning="blocks of 8-bit codes that share a power of two",
+    ),
+    "q4_k": listed_format(
+        4,
+        range(16),
+        has_minimum=True,
+        scale_bits=16,
+        group_size=32,
+        scale_type="superblock",
+        meaning="Q4_K of llama.cpp: 4-bit codes and a minimum for 32 values, 4.5 bits a value "
+        "with the scales; for weights",
+    ),
+    "q5_k": listed_format(
+        5,
+        range(32),
+        has_minimum=True,
+        scale_bits=16,
+        group_size=32,
+        scale_type="superblock",
+        meaning="Q5_K of llama.cpp: 5-bit codes and a minimum for 32 values, 5.5 bits a "
+        "value; for weights",
+    ),
+    "q6_k": listed_format(
+        6,
+        range(-32, 32),
+        scale_bits=9,
+        group_size=16,
+        scale_type="superblock",
+        meaning="Q6_K of llama.cpp: 6-bit codes, a scale for 16 values, 6.5625 bits a value; "
+        "for weights",
+    ),
+    "iq4_nl": listed_format(
+        4,
+        _IQ4_LEVELS,
+        scale_bits=16,
+        group_size=32,
+        meaning="IQ4_NL of llama.cpp: 16 levels that are closer near zero, a scale for 32 "
+        "values, 4.5 bits a value; for weights",
+    ),
+}
+"""The formats other than plain integers, by name. The exponent of bfp16 is one up where the
+largest value would round beyond it.
+
+Source: OCP Microscaling Formats v1.0, section 5, for groups of 32; arXiv 2302.08007, table 2,
+for those of mx6 and mx9; ggml for the last four formats.
+"""
+_BUILT_IN = len(RANGE_METHODS) + len(NUMBER_FORMATS)
+for _plugin in plugins():
+    # A word of the package keeps its meaning
+    RANGE_METHODS.update({**_plugin.range_methods, **RANGE_METHODS})
+    NUMBER_FORMATS.update({**_plugin.formats, **NUMBER_FORMATS})
+SEARCHED = frozenset(name for name, row in NUMBER_FORMATS.items() if row.scale_bits)
+"""The formats whose scales are always searched, as `block_search` does."""
+HAS_FOREIGN_ROWS = len(RANGE_METHODS) + len(NUMBER_FORMATS) > _BUILT_IN
+"""Whether plug-ins add words that the shipped schemas lack."""
