@@ -40,7 +40,7 @@ def stub() -> str:
     made = {name for row in RANGE_METHODS.values() for name in row.observers}
     summary, *_ = (quantizer.__doc__ or "").splitlines()
     text = _TITLE.format(docstring=summary)
-    for home, names in quantizer._NAMES.items():
+    for home, names in sorted(quantizer.homes_of_names().items()):
         for name in sorted(names):
             if name != "quantize":
                 text += f"from {home} import {name} as {name}\n"

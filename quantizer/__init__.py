@@ -20,16 +20,14 @@ _NAMES = {
         *("Config", "QuantizationConfig", "QuantizationSpec"),
         *("ObserverBase", "PlaceholderObserver"),
     ),
-    "quantizer.config.algorithms": (
-        *("AWQConfig", "AlgoConfig", "CLEConfig", "GPTAQConfig", "GPTQConfig"),
-        *("IMatrixConfig", "PreQuantOptConfig", "QronosConfig", "RotationConfig"),
-        "SmoothQuantConfig",
-    ),
+    "quantizer.config.algorithms": ("AlgoConfig", "PreQuantOptConfig"),
     "quantizer.config.forms.types": (
         *("DeviceType", "Dtype", "QSchemeType", "RoundType", "ScaleType"),
     ),
 }
-"""The public names of each module, without the observers, which rows of range methods name."""
+"""The public names of each module. Rows of range methods name the observers, and plug-ins the
+settings of their algorithms.
+"""
 
 
 def __getattr__(name: str) -> Any:
@@ -43,7 +41,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("quantizer.nn")
     if name == "__all__":
         return _public_names()
-    homes = [home for home, names in _NAMES.items() if name in names]
+    homes = [home for home, names in homes_of_names().items() if name in names]
     if not homes and name.endswith("Observer"):
         homes = [_CONFIG]
     for home in homes:
@@ -60,11 +58,23 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def homes_of_names() -> dict[str, tuple[str, ...]]:
+    """Return the public names of each module, without the observers."""
+    from quantizer.plugins import plugins
+
+    homes = dict(_NAMES)
+    for plugin in plugins():
+        for row in plugin.algorithms.values():
+            home, _, name = row.settings.partition(":")
+            homes[home] = (*homes.get(home, ()), name)
+    return homes
+
+
 def _public_names() -> list[str]:
     """Return all public names but `nn`: a star import must not hide torch.nn."""
     observers = importlib.import_module(_CONFIG).OBSERVERS
     names = {*observers}
-    for known in _NAMES.values():
+    for known in homes_of_names().values():
         names.update(known)
     return sorted(names)
 

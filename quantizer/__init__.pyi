@@ -13,25 +13,25 @@ from quantizer import nn as nn
 from quantizer.api.calibrate import CalibrationData
 from quantizer.api.config import AnyConfig
 from quantizer.calibration.events import Events
+from quantizer.algorithms.awq.settings import AWQConfig as AWQConfig
+from quantizer.algorithms.equalization.settings import CLEConfig as CLEConfig
+from quantizer.algorithms.gptq.settings import GPTAQConfig as GPTAQConfig
+from quantizer.algorithms.gptq.settings import GPTQConfig as GPTQConfig
+from quantizer.algorithms.gptq.settings import QronosConfig as QronosConfig
+from quantizer.algorithms.imatrix.settings import IMatrixConfig as IMatrixConfig
+from quantizer.algorithms.rotation.settings import RotationConfig as RotationConfig
+from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig as SmoothQuantConfig
 from quantizer.api.calibrate import calibrate as calibrate
 from quantizer.api.calibrate import load as load
-from quantizer.api.result import Quantized as Quantized
-from quantizer.api.model_quantizer import ModelQuantizer as ModelQuantizer
 from quantizer.api.config import Config as Config
 from quantizer.api.config import ObserverBase as ObserverBase
 from quantizer.api.config import PlaceholderObserver as PlaceholderObserver
 from quantizer.api.config import QuantizationConfig as QuantizationConfig
 from quantizer.api.config import QuantizationSpec as QuantizationSpec
-from quantizer.config.algorithms import AWQConfig as AWQConfig
+from quantizer.api.model_quantizer import ModelQuantizer as ModelQuantizer
+from quantizer.api.result import Quantized as Quantized
 from quantizer.config.algorithms import AlgoConfig as AlgoConfig
-from quantizer.config.algorithms import CLEConfig as CLEConfig
-from quantizer.config.algorithms import GPTAQConfig as GPTAQConfig
-from quantizer.config.algorithms import GPTQConfig as GPTQConfig
-from quantizer.config.algorithms import IMatrixConfig as IMatrixConfig
 from quantizer.config.algorithms import PreQuantOptConfig as PreQuantOptConfig
-from quantizer.config.algorithms import QronosConfig as QronosConfig
-from quantizer.config.algorithms import RotationConfig as RotationConfig
-from quantizer.config.algorithms import SmoothQuantConfig as SmoothQuantConfig
 from quantizer.config.forms.types import DeviceType as DeviceType
 from quantizer.config.forms.types import Dtype as Dtype
 from quantizer.config.forms.types import QSchemeType as QSchemeType
