@@ -27,8 +27,8 @@ from engine_table import with_engines
 from family_table import with_families
 from tested_table import with_table
 
+from quantizer.commands.convert.convert import convert_config
 from quantizer.config.algorithm_schema import form_schema
-from quantizer.config.conversion.convert import convert_config
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.forms.types import RoundType
@@ -39,7 +39,7 @@ from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.report.metric_words import METRICS
+from quantizer.report.page.metric_words import METRICS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"

@@ -18,8 +18,8 @@ from quantizer.evaluation.scores import DROP, RATIO, Scores, remark_on_samples
 from quantizer.graph.names import path_names
 from quantizer.report import tables
 from quantizer.report.files import make_report
-from quantizer.report.page.html import element
-from quantizer.report.plots import write_events, write_plots
+from quantizer.report.html import element
+from quantizer.report.page.plots import write_events, write_plots
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults

@@ -14,11 +14,24 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantizer import printable
-from quantizer.cli import interrupts, screen, streams, torchrun
-from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand, was_typed
-from quantizer.cli.options import QUANT_MODES, RUN, Options, each_option, takes, word_of
-from quantizer.cli.screen import print_versions
-from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
+from quantizer.cli.arguments.grouped_command import (
+    NAMES_WIDTH,
+    SETTINGS,
+    GroupedCommand,
+    was_typed,
+)
+from quantizer.cli.arguments.options import (
+    QUANT_MODES,
+    RUN,
+    Options,
+    each_option,
+    takes,
+    word_of,
+)
+from quantizer.cli.arguments.places import as_typed, enter_start_folder, from_start
+from quantizer.cli.modes import torchrun
+from quantizer.cli.terminal import interrupts, screen, streams
+from quantizer.cli.terminal.screen import print_versions
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest_word
 from quantizer.errors import (
@@ -42,20 +55,20 @@ from quantizer.storage.replacing import replace_file
 
 SUBCOMMANDS = {
     "demo": (
-        "quantizer.cli.demo:demo",
+        "quantizer.commands.start.demo:demo",
         "Write a small trained example to try the commands on.",
     ),
     "run": (
-        "quantizer.cli.run:run",
+        "quantizer.commands.run.run:run",
         "Quantize a model in one call: config, calibration, test and export.",
     ),
-    "init": ("quantizer.cli.init:init", "Write a config to start from."),
+    "init": ("quantizer.commands.start.init:init", "Write a config to start from."),
     "validate": (
         "quantizer.cli.validate:validate",
         "Check config files and list all their errors.",
     ),
     "convert": (
-        "quantizer.cli.convert:convert",
+        "quantizer.commands.convert.command:convert",
         "Convert a config to the other form, layered or hierarchical.",
     ),
     "explain": (
@@ -63,49 +76,49 @@ SUBCOMMANDS = {
         "Explain an error code, a config key, or a layer's settings.",
     ),
     "doctor": (
-        "quantizer.cli.doctor:doctor",
+        "quantizer.commands.inspection.doctor:doctor",
         "Check machine, config, data and model before a run.",
     ),
     "inspect": (
-        "quantizer.cli.inspect:inspect",
+        "quantizer.commands.inspection.inspect:inspect",
         "List the layers of a model and what can be quantized.",
     ),
     "plan": (
-        "quantizer.cli.plan:plan",
+        "quantizer.commands.inspection.plan:plan",
         "Show what a config does to a model, without calibrating.",
     ),
     "report": (
-        "quantizer.cli.report:report_command",
+        "quantizer.commands.report.report:report_command",
         "Write report.html of a result folder again.",
     ),
     "analyze": (
-        "quantizer.cli.analyze:analyze",
+        "quantizer.commands.tuning.analyze:analyze",
         "Measure how few bits each layer tolerates, and choose widths.",
     ),
     "tune": (
-        "quantizer.cli.tune:tune",
+        "quantizer.commands.tuning.tune:tune",
         "Change a config until gates hold, from cheap to dear.",
     ),
     "retune": (
-        "quantizer.cli.retune:retune",
+        "quantizer.commands.recalibration.retune:retune",
         "Recompute scales from the statistics of a calibration.",
     ),
     "diff": (
-        "quantizer.cli.diff:diff",
+        "quantizer.commands.diff.diff:diff",
         "Show what differs between two configs or two result folders.",
     ),
     "merge": (
-        "quantizer.cli.merge:merge",
+        "quantizer.commands.recalibration.merge:merge",
         "Merge result folders that were calibrated on parts of the data.",
     ),
     "schema": (
-        "quantizer.cli.schema:schema",
+        "quantizer.cli.validate:schema",
         "Print the JSON Schema of the config, for editors.",
     ),
-    "help": ("quantizer.cli.help:help_command", "Show the help of a command."),
+    "help": ("quantizer.cli.explain:help_command", "Show the help of a command."),
 }
 """The module and help of each subcommand. `--help` imports none of them."""
-_RUN_MODE = "quantizer.cli.modes:run_mode"
+_RUN_MODE = "quantizer.cli.modes.run_mode:run_mode"
 _COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
 """Shells set it to get completions."""
 _EPILOG = """\b
@@ -287,7 +300,7 @@ def _run(arguments: list[str]) -> int:
         code = _call(arguments)
     except click.ClickException as error:
         # Only errors need it
-        from quantizer.cli.click_errors import explained
+        from quantizer.cli.arguments.click_errors import explained
 
         message, remedy = explained(error)
         _show(one_line(message), one_line(remedy))
@@ -303,7 +316,7 @@ def _run(arguments: list[str]) -> int:
         return 130
     except ConfigError as error:
         # Only errors need it
-        from quantizer.cli.render import print_diagnostics
+        from quantizer.cli.terminal.render import print_diagnostics
 
         print_diagnostics(error.diagnostics, error.sources)
         return error.exit_code

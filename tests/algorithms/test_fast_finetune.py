@@ -31,7 +31,7 @@ from quantizer.algorithms.rounding_problem import RoundingProblem, adaquant, ada
 from quantizer.calibration import finetuning
 from quantizer.calibration.finetuning import FinetuningResult, finetune_network
 from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.cli.options import FINETUNE_MODES
+from quantizer.cli.arguments.options import FINETUNE_MODES
 from quantizer.errors import DataError
 from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph

@@ -12,8 +12,8 @@ import click
 import pytest
 from support.without_torch import BLOCKED
 
+from quantizer.cli.arguments.options import RUN, TARGET_OPTIONS, Options, word_of
 from quantizer.cli.main import SUBCOMMANDS, cli, run_command
-from quantizer.cli.options import RUN, TARGET_OPTIONS, Options, word_of
 
 HELPS = [[], *([name] for name in SUBCOMMANDS)]
 FROM_INIT = ("net.json", "my_model.py")

@@ -20,8 +20,8 @@ from support.fresh_processes import QUANTIZER
 import quantizer
 from quantizer import __version__
 from quantizer.cli import main as entry
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.main import SUBCOMMANDS, run_command
-from quantizer.cli.options import Options
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.errors import (
     DataError,
@@ -185,7 +185,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
         return int(outcome)
 
     module = SimpleNamespace(run_mode=stand_in)
-    monkeypatch.setitem(sys.modules, "quantizer.cli.modes", module)
+    monkeypatch.setitem(sys.modules, "quantizer.cli.modes.run_mode", module)
     return seen
 
 
@@ -365,7 +365,7 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
     program = (
         "import sys, time, types; from quantizer.cli import main\n"
         "def wait(options):\n    print('ready', flush=True)\n    time.sleep(60)\n"
-        "sys.modules['quantizer.cli.modes'] = types.SimpleNamespace(run_mode=wait)\n"
+        "sys.modules['quantizer.cli.modes.run_mode'] = types.SimpleNamespace(run_mode=wait)\n"
         "sys.argv = ['quantizer', '--quant_mode', 'calib']\nmain.main()\n"
     )
     with subprocess.Popen(
@@ -384,12 +384,12 @@ def test_every_command_in_the_table_has_an_import_path() -> None:
         target.startswith("quantizer.cli.") and help_text.endswith(".")
         for target, help_text in SUBCOMMANDS.values()
     )
-    assert entry._RUN_MODE == "quantizer.cli.modes:run_mode"
+    assert entry._RUN_MODE == "quantizer.cli.modes.run_mode:run_mode"
 
 
 def test_a_traced_run_imports_nothing_of_modules_in_place() -> None:
     code = (
-        "import sys, quantizer.cli.calib_mode, quantizer.cli.test_mode, quantizer.sources.models;"
+        "import sys, quantizer.cli.modes.calib_mode, quantizer.cli.modes.test_mode, quantizer.sources.models;"
         "print(*(name for name in sys.modules if name.startswith('quantizer.')))"
     )
     done = subprocess.run(

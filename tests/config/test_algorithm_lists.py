@@ -13,6 +13,7 @@ import pytest
 from support.configs import document
 
 from quantizer import Config, Dtype, QuantizationConfig, QuantizationSpec
+from quantizer.commands.convert.convert import convert_config
 from quantizer.config.algorithm_settings import algorithm
 from quantizer.config.algorithms import (
     ALGORITHMS,
@@ -23,7 +24,6 @@ from quantizer.config.algorithms import (
     RotationConfig,
     SmoothQuantConfig,
 )
-from quantizer.config.conversion.convert import convert_config
 from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.algorithm_words import algorithm_entry

@@ -27,8 +27,8 @@ OF_THE_SHELL = {
     "api/python_words.py",
     "config/forms/level_edits.py",
     "config/run_config.py",
-    "evaluation/checkup.py",
-    "evaluation/search/steps.py",
+    "commands/inspection/checkup.py",
+    "commands/searching/steps.py",
     "export/targets.py",
     "option_words.py",
 }

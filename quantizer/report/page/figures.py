@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.wording import counted, first_names
+from quantizer.report.html import Markup, page_file
 from quantizer.report.page import charts
 from quantizer.report.page.charts import DrawnRange, Point, Series
-from quantizer.report.page.html import Markup, page_file
-from quantizer.report.page.rows import rows_in_order, tensor_name
+from quantizer.report.rows import rows_in_order, tensor_name
 
 _LEAST = "value of the least code"
 _GREATEST = "value of the greatest code"

@@ -10,7 +10,6 @@ from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
 from quantizer.evaluation.pass_loss import pass_loss_line
 from quantizer.evaluation.scores import DROP, RATIO
-from quantizer.report.metric_words import metric_meaning, metric_sentence
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextFacts,
@@ -21,7 +20,8 @@ from quantizer.report.next_step import (
     options_of,
 )
 from quantizer.report.page.axes import number
-from quantizer.report.page.rows import layer_name, most_damaged, tensor_name
+from quantizer.report.page.metric_words import metric_meaning, metric_sentence
+from quantizer.report.rows import layer_name, most_damaged, tensor_name
 from quantizer.report.tables import number_text
 from quantizer.report.verdict import measured_lines
 from quantizer.sources.directions import Directions
