@@ -39,7 +39,7 @@ from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
 from quantizer.numerics.formats import FLOAT_FORMATS
-from quantizer.report.page.metric_words import METRICS
+from quantizer.report.page.summary import METRICS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"

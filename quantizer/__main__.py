@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 from quantizer import plugins
-from quantizer.cli.terminal import interrupts, streams
+from quantizer.cli.terminal import process
 
 _WITHOUT = "validate"
 _WITH_VALUE = "--color"
@@ -15,9 +15,9 @@ _WITH_VALUE = "--color"
 
 def main() -> NoReturn:
     """Run the command line."""
-    streams.open_closed()
+    process.open_closed()
     _leave_out_foreign_plugins()
-    with interrupts.at_once():
+    with process.at_once():
         from quantizer.cli import main as command_line
     command_line.main()
 

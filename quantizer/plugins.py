@@ -25,6 +25,8 @@ _ENTRY_POINTS = ["quantizer.plugins"]
 HIGHER = "higher"
 LOWER = "lower"
 _PACKAGE = Path(__file__).parent
+_COMMANDS = "commands"
+"""The folder of plug-ins that add only commands, which modes do without."""
 _TRANSPOSED_LINEAR = "Conv1D"
 """The linear layers of GPT-2, whose weights are transposed."""
 _logger = logging.getLogger(__name__)
@@ -217,6 +219,21 @@ def int8_share_metrics(target: str, engine: str, more: str = "") -> dict[str, Me
 
 
 @dataclass(frozen=True)
+class Command:
+    """One command of the command line.
+
+    Attributes:
+        function: the command of click ("module:name").
+        help: its line in `--help`.
+        place: in the list of commands; those of other packages come last.
+    """
+
+    function: str
+    help: str
+    place: int = 1000
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds.
 
@@ -230,6 +247,9 @@ class Plugin:
         about_destinations: a sentence on them for `--help`.
         strategies: the preset of each value of `init --strategy`.
         metrics: what it measures, by name.
+        commands: of the command line, by name.
+        report: functions ("module:name") that show the content of report.json: its "page", its
+            "plots" and its "events" for TensorBoard.
     """
 
     name: str
@@ -241,6 +261,8 @@ class Plugin:
     about_destinations: str = ""
     strategies: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, MetricWords] = field(default_factory=dict)
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    report: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> frozenset[str]:
@@ -249,19 +271,45 @@ class Plugin:
         for target in self.targets.values():
             options += [option.name for option in target.options]
         kinds = (self.targets, self.profiles, self.destinations, self.strategies, self.metrics)
-        return frozenset([self.name, *options, *itertools.chain(*kinds)])
+        names = itertools.chain(*kinds, self.commands)
+        return frozenset([self.name, *options, *names])
 
 
 @functools.cache
-def plugins() -> tuple[Plugin, ...]:
-    """Return the plug-ins that can be used, in the order of their ranks."""
-    usable = dict(_plugins_by_name())
+def plugins(*, with_commands: bool = False) -> tuple[Plugin, ...]:
+    """Return the plug-ins that can be used, in the order of their ranks.
+
+    Args:
+        with_commands: whether those that add only commands are among them.
+    """
+    found = _plugins_by_name(with_commands=with_commands)
+    usable = dict(found)
     # Leaving one out may leave another without what it needs
-    for _ in _plugins_by_name():
+    for _ in found:
         for name, plugin in list(usable.items()):
             if not usable.keys() >= set(plugin.needs):
                 del usable[name]
     return tuple(sorted(usable.values(), key=lambda plugin: (plugin.rank, plugin.name)))
+
+
+@functools.cache
+def commands() -> Mapping[str, Command]:
+    """Return the commands of all plug-ins, by name."""
+    found: dict[str, Command] = {}
+    for plugin in plugins(with_commands=True):
+        found.update(plugin.commands)
+    return found
+
+
+def if_command(name: str, sentence: str) -> str:
+    """Return a sentence that names a command; an empty text if no plug-in adds it."""
+    return sentence if name in commands() else ""
+
+
+def named(place: str) -> Any:
+    """Return what a declaration names by "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def leave_out_foreign() -> None:
@@ -278,8 +326,8 @@ def remedy_for_absent(word: str) -> str:
     Args:
         word: such as the name of a target.
     """
-    usable = {plugin.name for plugin in plugins()}
-    for plugin in _plugins_by_name().values():
+    usable = {plugin.name for plugin in plugins(with_commands=True)}
+    for plugin in _plugins_by_name(with_commands=True).values():
         if plugin.name not in usable and word in plugin.words:
             missing = ", ".join(name for name in plugin.needs if name not in usable)
             return (
@@ -290,11 +338,16 @@ def remedy_for_absent(word: str) -> str:
 
 
 @functools.cache
-def _plugins_by_name() -> dict[str, Plugin]:
+def _plugins_by_name(*, with_commands: bool) -> dict[str, Plugin]:
     """Return all plug-ins, also those that miss others."""
     by_name: dict[str, Plugin] = {}
-    taken: set[str] = set()
-    for plugin in (*_built_in_plugins(), *_foreign_plugins()):
+    found = [*_built_in_plugins(of_commands=with_commands)]
+    if with_commands:
+        by_name |= _plugins_by_name(with_commands=False)
+    else:
+        found += _foreign_plugins()
+    taken = set(itertools.chain(*(plugin.words for plugin in by_name.values())))
+    for plugin in found:
         twice = sorted(taken & plugin.words)
         if twice:
             _logger.warning(
@@ -308,10 +361,12 @@ def _plugins_by_name() -> dict[str, Plugin]:
     return by_name
 
 
-def _built_in_plugins() -> Iterator[Plugin]:
-    """Yield the plug-ins in folders of this package."""
+def _built_in_plugins(*, of_commands: bool) -> Iterator[Plugin]:
+    """Yield the plug-ins in folders of this package: those of commands, or all others."""
     for path in sorted(_PACKAGE.glob("*/*/plugin.py")):
         room, name = path.parts[-3:-1]
+        if (room == _COMMANDS) != of_commands:
+            continue
         module = importlib.import_module(f"{_PACKAGE.name}.{room}.{name}.plugin")
         yield module.PLUGIN
 

@@ -2,7 +2,7 @@
 code.
 """
 
-import importlib
+import functools
 import os
 import sys
 import traceback
@@ -30,7 +30,7 @@ from quantizer.cli.arguments.options import (
 )
 from quantizer.cli.arguments.places import as_typed, enter_start_folder, from_start
 from quantizer.cli.modes import torchrun
-from quantizer.cli.terminal import interrupts, screen, streams
+from quantizer.cli.terminal import process, screen
 from quantizer.cli.terminal.screen import print_versions
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest_word
@@ -47,77 +47,28 @@ from quantizer.errors import (
     lost_worker,
     pip_line,
 )
+from quantizer.plugins import Command, commands, named, remedy_for_absent
 from quantizer.printable import one_line
 from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory
 from quantizer.storage.ownership import is_owned
 from quantizer.storage.replacing import replace_file
 
-SUBCOMMANDS = {
-    "demo": (
-        "quantizer.commands.start.demo:demo",
-        "Write a small trained example to try the commands on.",
+_COMMANDS = {
+    "validate": Command(
+        "quantizer.cli.validate:validate", "Check config files and list all their errors.", 4
     ),
-    "run": (
-        "quantizer.commands.run.run:run",
-        "Quantize a model in one call: config, calibration, test and export.",
-    ),
-    "init": ("quantizer.commands.start.init:init", "Write a config to start from."),
-    "validate": (
-        "quantizer.cli.validate:validate",
-        "Check config files and list all their errors.",
-    ),
-    "convert": (
-        "quantizer.commands.convert.command:convert",
-        "Convert a config to the other form, layered or hierarchical.",
-    ),
-    "explain": (
+    "explain": Command(
         "quantizer.cli.explain:explain",
         "Explain an error code, a config key, or a layer's settings.",
+        6,
     ),
-    "doctor": (
-        "quantizer.commands.inspection.doctor:doctor",
-        "Check machine, config, data and model before a run.",
+    "schema": Command(
+        "quantizer.cli.validate:schema", "Print the JSON Schema of the config, for editors.", 16
     ),
-    "inspect": (
-        "quantizer.commands.inspection.inspect:inspect",
-        "List the layers of a model and what can be quantized.",
-    ),
-    "plan": (
-        "quantizer.commands.inspection.plan:plan",
-        "Show what a config does to a model, without calibrating.",
-    ),
-    "report": (
-        "quantizer.commands.report.report:report_command",
-        "Write report.html of a result folder again.",
-    ),
-    "analyze": (
-        "quantizer.commands.tuning.analyze:analyze",
-        "Measure how few bits each layer tolerates, and choose widths.",
-    ),
-    "tune": (
-        "quantizer.commands.tuning.tune:tune",
-        "Change a config until gates hold, from cheap to dear.",
-    ),
-    "retune": (
-        "quantizer.commands.recalibration.retune:retune",
-        "Recompute scales from the statistics of a calibration.",
-    ),
-    "diff": (
-        "quantizer.commands.diff.diff:diff",
-        "Show what differs between two configs or two result folders.",
-    ),
-    "merge": (
-        "quantizer.commands.recalibration.merge:merge",
-        "Merge result folders that were calibrated on parts of the data.",
-    ),
-    "schema": (
-        "quantizer.cli.validate:schema",
-        "Print the JSON Schema of the config, for editors.",
-    ),
-    "help": ("quantizer.cli.explain:help_command", "Show the help of a command."),
+    "help": Command("quantizer.cli.explain:help_command", "Show the help of a command.", 17),
 }
-"""The module and help of each subcommand. `--help` imports none of them."""
+"""The commands that are always there."""
 _RUN_MODE = "quantizer.cli.modes.run_mode:run_mode"
 _COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
 """Shells set it to get completions."""
@@ -140,18 +91,25 @@ Environment variables set options: QUANTIZER_SEED=1 stands for --seed 1, and
 QUANTIZER_PLAN_MODEL=my_model.py for --model of `quantizer plan`."""
 
 
+@functools.cache
+def subcommands() -> dict[str, Command]:
+    """Return all commands in the order of `--help`, which imports none of them."""
+    found = {**_COMMANDS, **commands()}
+    return dict(sorted(found.items(), key=lambda item: item[1].place))
+
+
 class LazyCommands(GroupedCommand, click.Group):
     """A group that imports a subcommand when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all subcommands."""
-        return list(SUBCOMMANDS)
+        return list(subcommands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a subcommand and return it; return None if there is none of this name."""
-        if cmd_name not in SUBCOMMANDS:
+        if cmd_name not in subcommands():
             return None
-        command: click.Command = _load(SUBCOMMANDS[cmd_name][0])
+        command: click.Command = _load(subcommands()[cmd_name].function)
         return command
 
     def resolve_command(
@@ -162,11 +120,11 @@ class LazyCommands(GroupedCommand, click.Group):
         Raises:
             UsageError: there is no such command; the nearest one is named.
         """
-        if args[0] not in SUBCOMMANDS:
-            near = closest_word(args[0], [*SUBCOMMANDS, *QUANT_MODES])
+        if args[0] not in subcommands():
+            near = closest_word(args[0], [*subcommands(), *QUANT_MODES])
             if near in QUANT_MODES:
                 near = f"--quant_mode {near} …"
-            remedy = "`quantizer --help` lists all commands"
+            remedy = f"`quantizer --help` lists all commands; {remedy_for_absent(args[0])}"
             if near is not None:
                 remedy = f"did you mean `quantizer {near}`? {remedy}"
             raise UsageError(f"there is no command {args[0]!r}", help=remedy)
@@ -182,9 +140,9 @@ class LazyCommands(GroupedCommand, click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the subcommands and options that begin with a word. None is imported."""
         items = []
-        for name, (_, text) in SUBCOMMANDS.items():
+        for name, command in subcommands().items():
             if name.startswith(incomplete):
-                items.append(CompletionItem(name, help=text))
+                items.append(CompletionItem(name, help=command.help))
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -197,8 +155,8 @@ class LazyCommands(GroupedCommand, click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands before that of options. No command is imported."""
         rows = []
-        for name, (_, text) in SUBCOMMANDS.items():
-            rows.append((name.ljust(NAMES_WIDTH), text))
+        for name, command in subcommands().items():
+            rows.append((name.ljust(NAMES_WIDTH), command.help))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
         super().format_options(ctx, formatter)
@@ -266,8 +224,8 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
 
 def main() -> NoReturn:
     """Run the console script."""
-    output = streams.install()
-    interrupts.handle_termination()
+    output = process.install()
+    process.handle_termination()
     code = run_command(sys.argv[1:])
     # The interpreter would search all objects for cycles before it ends
     process_memory.stop_collecting()
@@ -309,10 +267,10 @@ def _run(arguments: list[str]) -> int:
         # click raises it for the end of any file, too
         if isinstance(error.__cause__, EOFError):
             return _internal_error(error.__cause__, arguments)
-        if isinstance(error.__context__, interrupts.Terminated):
-            click.echo(f"{streams.cleared()}terminated", err=True)
+        if isinstance(error.__context__, process.Terminated):
+            click.echo(f"{process.cleared()}terminated", err=True)
             return 143
-        click.echo(f"{streams.cleared()}interrupted", err=True)
+        click.echo(f"{process.cleared()}interrupted", err=True)
         return 130
     except ConfigError as error:
         # Only errors need it
@@ -378,9 +336,9 @@ def _call(arguments: list[str]) -> Any:
 
 
 def _load(target: str) -> Any:
-    module, _, name = target.partition(":")
-    with interrupts.at_once(), process_memory.importing(module):
-        return getattr(importlib.import_module(module), name)
+    module, _, _ = target.partition(":")
+    with process.at_once(), process_memory.importing(module):
+        return named(target)
 
 
 def _show(message: str, help_text: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,7 +18,7 @@ from quantizer.export.targets import CHECKED_TARGETS, offered
 from quantizer.export.targets import EXPORTERS as EXPORTERS
 from quantizer.export.targets import checked_target as checked_target
 from quantizer.option_words import marked_text
-from quantizer.plugins import CheckedTarget
+from quantizer.plugins import CheckedTarget, named
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def exporter_of(target: str, choices: Mapping[str, str] | None = None) -> Export
     Args:
         choices: values of the target's options, by name.
     """
-    return cast(Exporter[Any], _named(EXPORTERS[target].exporter)(choices))
+    return cast(Exporter[Any], named(EXPORTERS[target].exporter)(choices))
 
 
 def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> Verification:
@@ -70,17 +69,11 @@ def export_modules(model: nn.Module, folder: Path, batches: Iterable[Batch]) -> 
     """
     for row in EXPORTERS.values():
         if row.modules_exporter:
-            return cast("Verification", _named(row.modules_exporter)(model, folder, batches))
+            return cast("Verification", named(row.modules_exporter)(model, folder, batches))
     raise UsageError(
         "no plug-in is there that writes a model that was quantized in place",
         help="`save` writes the state of its modules",
     )
-
-
-def _named(place: str) -> Any:
-    """Return what is named by "module:name"."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def require_extras(targets: Iterable[str], *, to_plan: bool = False) -> None:

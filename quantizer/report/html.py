@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from html import escape
-from importlib import resources
 
 
 class Markup(str):
@@ -68,9 +67,3 @@ def with_code(text: str) -> Markup:
             piece = element("code", piece)
         parts.append(piece)
     return fragment(*parts)
-
-
-def page_file(name: str) -> str:
-    """Return the text of a file in this folder."""
-    file = resources.files("quantizer.report.page").joinpath(name)
-    return file.read_text(encoding="utf-8")

@@ -46,7 +46,7 @@ NAMED = {
     "plan/kept_float.py": "a setting that is about additions",
     "plan/dpu_limits.py": "what the DPU has",
     "plan/dpu_support.py": "what the DPU has",
-    "report/dpu_tables.py": "what the DPU approximates",
+    "commands/inspection/inspect.py": "what the DPU approximates",
     "algorithms/dpu_alignment.py": "what the DPU's shifters can take",
     "algorithms/residual_stream.py": "finds norms that are written out by what they are made "
     "of",

@@ -21,7 +21,7 @@ import quantizer
 from quantizer import __version__
 from quantizer.cli import main as entry
 from quantizer.cli.arguments.options import Options
-from quantizer.cli.main import SUBCOMMANDS, run_command
+from quantizer.cli.main import run_command, subcommands
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.errors import (
     DataError,
@@ -47,7 +47,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_help_lists_every_command_and_exit_code() -> None:
     done = run("-h")
     assert done.returncode == 0
-    assert all(name in done.stdout for name in SUBCOMMANDS)
+    assert all(name in done.stdout for name in subcommands())
     assert all(f"{code} " in done.stdout for code in (0, 1, 2, 6, 70, 130))
     versions = run("--version").stdout.splitlines()
     assert versions == [f"quantizer, version {__version__}", f"torch {version('torch')}"]
@@ -381,8 +381,8 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
 
 def test_every_command_in_the_table_has_an_import_path() -> None:
     assert all(
-        target.startswith("quantizer.cli.") and help_text.endswith(".")
-        for target, help_text in SUBCOMMANDS.values()
+        command.function.startswith("quantizer.") and command.help.endswith(".")
+        for command in subcommands().values()
     )
     assert entry._RUN_MODE == "quantizer.cli.modes.run_mode:run_mode"
 

@@ -27,7 +27,6 @@ from quantizer.config.wording import counted
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import UntraceableError
 from quantizer.export import checked_target, planned_refusals, refuse
-from quantizer.export.destinations import DESTINATIONS
 from quantizer.graph.ir import Graph
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.report import tables
@@ -250,6 +249,9 @@ def with_remedy(error: UntraceableError, reason: str = "") -> UntraceableError:
         error: of the trace.
         reason: why this run cannot go that way, if it is known.
     """
+    # Only a model without a trace needs it
+    from quantizer.export.destinations import DESTINATIONS
+
     options: list[str] = []
     for name, row in DESTINATIONS.items():
         if row.wider:

@@ -9,6 +9,7 @@ from quantizer.cli.modes.gates import (
     Gate,
     about_all,
     names_in_test,
+    not_measured_by_targets,
     parse_gate,
     require_known,
     require_measured,
@@ -20,7 +21,6 @@ from quantizer.cli.terminal.follow import progress
 from quantizer.cli.terminal.output import Outcome, config_to_look, metric_lines, show_layers
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import UsageError
-from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.evaluation.scores import measure
 from quantizer.results.calibrated_inputs import window_length
 from quantizer.seeding import seed_everything

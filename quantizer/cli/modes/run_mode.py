@@ -1,6 +1,5 @@
 """Runs `--quant_mode float|calib|test`, and returns the exit code."""
 
-import importlib
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -19,7 +18,7 @@ from quantizer.cli.modes.gates import (
     parse_gate,
     require_known,
 )
-from quantizer.cli.terminal import interrupts, output
+from quantizer.cli.terminal import output, process
 from quantizer.cli.terminal.annotations import annotate, append_summary
 from quantizer.cli.terminal.output import Outcome
 from quantizer.cli.terminal.screen import notes_on_stderr
@@ -27,6 +26,7 @@ from quantizer.distributed import Ranks, require_alike
 from quantizer.errors import GateError, UsageError
 from quantizer.export import require_extras
 from quantizer.export.targets import require_choices
+from quantizer.plugins import named
 from quantizer.seeding import seed_everything
 from quantizer.storage import process_memory
 
@@ -163,8 +163,8 @@ _MODES = {
 
 def _function_of(mode: str) -> Callable[[Options, Ranks], Outcome]:
     """Return the function that runs a mode."""
-    module, _, name = _MODES[mode].partition(":")
+    module, _, _ = _MODES[mode].partition(":")
     function: Callable[[Options, Ranks], Outcome]
-    with interrupts.at_once(), process_memory.importing(module):
-        function = getattr(importlib.import_module(module), name)
+    with process.at_once(), process_memory.importing(module):
+        function = named(_MODES[mode])
     return function

@@ -22,6 +22,8 @@ from quantizer.cli.modes.gates import (
     about_all,
     failed_gates,
     names_in_test,
+    never_measured_metrics,
+    not_measured_by_targets,
     parse_gate,
     require_known,
     require_known_parts,
@@ -42,8 +44,7 @@ from quantizer.comparison.output_figures import POOLED_FIGURE
 from quantizer.config.dpu_accuracy import require_calibrated_with
 from quantizer.distributed import ALONE, Ranks, require_alike
 from quantizer.errors import GateError, UsageError
-from quantizer.evaluation.followed_data import same_in_each_pass
-from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
+from quantizer.evaluation.compare import same_in_each_pass
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export import FOLDER, as_run
 from quantizer.export.choosing import chosen_layers

@@ -24,6 +24,7 @@ from quantizer.cli.modes.gates import (
     failed_gates,
     gate_lines,
     names_in_test,
+    not_measured_by_targets,
     parse_gate,
     require_known,
     require_known_parts,
@@ -53,7 +54,6 @@ from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text, presets
 from quantizer.config.run_config import MadeFor, restored_if_refused, run_config
 from quantizer.errors import UntraceableError, UsageError
-from quantizer.evaluation.measurable import not_measured_by_targets
 from quantizer.export import require_extras, require_model
 from quantizer.export.destinations import (
     DESTINATIONS,
@@ -379,7 +379,7 @@ def _show(finished: FinishedRun, lines: Sequence[str], *, as_json: bool) -> None
         }
         if finished.tuning is not None:
             content["tune"] = finished.tuning.content
-        print(as_typed(json_text(content)))
+        click.echo(as_typed(json_text(content)))
         return
     if finished.tuning is not None:
         finished.tuning.show()

@@ -9,6 +9,8 @@ from quantizer.cli.modes.gates import (
     Gate,
     about_all,
     names_in_test,
+    never_measured_metrics,
+    not_measured_by_targets,
     parse_gate,
     require_known,
     require_known_parts,
@@ -33,7 +35,6 @@ from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate_calibrated
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
-from quantizer.evaluation.measurable import never_measured_metrics, not_measured_by_targets
 from quantizer.graph.output_parts import output_parts
 from quantizer.report.tables import finite_row
 from quantizer.results.calibrated import Calibrated
