@@ -4,6 +4,7 @@ code.
 
 import functools
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -47,7 +48,7 @@ from quantizer.errors import (
     lost_worker,
     pip_line,
 )
-from quantizer.plugins import Command, commands, named, remedy_for_absent
+from quantizer.plugins import Command, commands, if_command, named, remedy_for_absent
 from quantizer.printable import one_line
 from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory
@@ -72,6 +73,7 @@ _COMMANDS = {
 _RUN_MODE = "quantizer.cli.modes.run_mode:run_mode"
 _COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
 """Shells set it to get completions."""
+_EXAMPLE = re.compile(r"quantizer (\w+)")
 _EPILOG = """\b
 Exit codes:
   0    success
@@ -88,7 +90,7 @@ Exit codes:
 
 \b
 Environment variables set options: QUANTIZER_SEED=1 stands for --seed 1, and
-QUANTIZER_PLAN_MODEL=my_model.py for --model of `quantizer plan`."""
+QUANTIZER_EXPLAIN_MODEL=my_model.py for --model of `quantizer explain`."""
 
 
 @functools.cache
@@ -152,6 +154,16 @@ class LazyCommands(GroupedCommand, click.Group):
         )
         formatter.write_usage("quantizer", "COMMAND [ARGS]...", prefix="       ")
 
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the program is for, without examples of commands that are not there."""
+        lines = []
+        for line in (self.help or "").splitlines():
+            example = _EXAMPLE.match(line)
+            if example is None or example[1] in subcommands():
+                lines.append(line)
+        self.help = "\n".join(lines)
+        super().format_help_text(ctx, formatter)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands before that of options. No command is imported."""
         rows = []
@@ -185,7 +197,7 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
     \b
     quantizer run my_model.py --to onnx
 
-    The same in steps:
+    In steps:
 
     \b
     quantizer init -o net.json
@@ -328,9 +340,8 @@ def _call(arguments: list[str]) -> Any:
         peak = process_memory.peak_bytes()
         if peak:
             message += f"; this process used up to {process_memory.size_text(peak)}"
-        remedy = (
-            "use a smaller --batch_size or --memory; `quantizer plan` with the same options "
-            "predicts the memory of a run"
+        remedy = "use a smaller --batch_size or --memory" + if_command(
+            "plan", "; `quantizer plan` with the same options predicts the memory of a run"
         )
         raise OutOfMemoryError(message, help=remedy) from error
 

@@ -29,6 +29,7 @@ from quantizer.errors import UntraceableError
 from quantizer.export import checked_target, planned_refusals, refuse
 from quantizer.graph.ir import Graph
 from quantizer.plan.remarks import left_parameters, share_left
+from quantizer.plugins import commands
 from quantizer.report import tables
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.view import TableView
@@ -256,10 +257,11 @@ def with_remedy(error: UntraceableError, reason: str = "") -> UntraceableError:
     for name, row in DESTINATIONS.items():
         if row.wider:
             options += [f"`quantizer run MODEL --to {name}`", f"`--to {row.wider}`"]
-    if not options:
+    if not options or "run" not in commands():
         return error
-    commands = " or ".join(options)
-    way = f"{commands} needs no trace: it quantizes the weights of layers as modules"
+    way = (
+        f"{' or '.join(options)} needs no trace: it quantizes the weights of layers as modules"
+    )
     if reason:
         way += f"; this run cannot: {reason}"
     lines = [] if error.help is None else error.help.splitlines()

@@ -46,7 +46,7 @@ _COMPARED_OPTIONS = (
 )
 """Options that affect the result, and have to be the same on all ranks."""
 _ONLY_IN_CALIB = {
-    "for_": "--for needs calib mode, or `quantizer plan`: it checks a plan before calibration",
+    "for_": "--for needs calib mode: it checks a plan before calibration",
     "dynamic": "--dynamic needs calib mode: results say which sizes are open",
     "memory": "--memory needs calib mode: the other modes keep no activations",
     "resume": "--resume needs calib mode: it continues an interrupted calibration",

@@ -31,6 +31,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan
+from quantizer.plugins import if_command
 from quantizer.results.calibrated import reuse_or_trace, trace_module
 from quantizer.results.folder import OpenedResults
 from quantizer.sources.batches import Batch
@@ -78,8 +79,8 @@ def read_config_file(path: str | None) -> ReadConfig:
     """
     if path is None:
         _logger.info(
-            "there is no --config_file: the built-in default for the DPU is used; `quantizer "
-            "init --list` shows others"
+            "there is no --config_file: the built-in default for the DPU is used%s",
+            if_command("init", "; `quantizer init --list` shows others"),
         )
         return ReadConfig(default_config(), (), {})
     result = load_config(str(unmoved(path)))
