@@ -156,7 +156,7 @@ def test_verbose_prints_details_of_this_command_only(
     assert run_command(["init", "-o", str(path)]) == 0
     check = ["validate", str(path)]
     shown = said(order, ["-v"], check, capsys)
-    assert f"debug: cli.screen: quantizer {__version__}, torch" in shown.err
+    assert f"debug: cli.terminal.screen: quantizer {__version__}, torch" in shown.err
     assert f"debug: config.load: {path} has the layered form: 0 findings" in shown.err
     assert "debug" not in said(order, [], check, capsys).err
 
