@@ -27,7 +27,7 @@ OF_THE_SHELL = {
     "api/python_words.py",
     "config/forms/level_edits.py",
     "config/run_config.py",
-    "commands/inspection/checkup.py",
+    "commands/inspection/doctor.py",
     "commands/searching/steps.py",
     "export/targets.py",
     "option_words.py",

@@ -220,6 +220,18 @@ def names_in_test(
     return names | _figures_of_files(options.deploy)
 
 
+def require_known_names(
+    gates: Iterable[Gate],
+    options: Options,
+    metrics: Iterable[str] = MEASURED,
+    directions: Directions = BY_NAME,
+) -> None:
+    """Raise `UsageError` for the first gate about a metric that test mode does not have. Those
+    about outputs are not checked. The arguments are those of `names_in_test`.
+    """
+    require_known(about_all(gates), names_in_test(metrics, options, directions))
+
+
 def _figures_of_files(targets: Iterable[str]) -> set[str]:
     """Return the metrics that are measured on the files of these targets."""
     figures: set[str] = set()

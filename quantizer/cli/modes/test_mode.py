@@ -17,15 +17,12 @@ from quantizer.cli.arguments.places import from_start
 from quantizer.cli.arguments.reproduction import names_same_source, remember, words_of
 from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.gates import (
-    MEASURED,
     Gate,
-    about_all,
     failed_gates,
-    names_in_test,
     never_measured_metrics,
     not_measured_by_targets,
     parse_gate,
-    require_known,
+    require_known_names,
     require_known_parts,
     require_measured,
     require_products,
@@ -101,7 +98,7 @@ def run_test(
     evaluator = evaluator_of(options, loaded)
     gates = [parse_gate(text) for text in options.gate]
     if evaluator is None:
-        require_known(about_all(gates), names_in_test(MEASURED, options))
+        require_known_names(gates, options)
         if loaded.evaluate is not None:
             _logger.warning(
                 "evaluate() is not called: the data are synthetic. Give --eval_data, or "
@@ -250,8 +247,7 @@ class _TestRun:
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if self.evaluator is None else self.evaluator.directions
-            names = names_in_test(metrics, options, directions)
-            require_known(about_all(self.gates), names)
+            require_known_names(self.gates, options, metrics, directions)
 
         return score(
             calibrated,

@@ -3,7 +3,7 @@
 from quantizer.plugins import Command, Plugin
 
 _CONVERT = Command(
-    "quantizer.commands.convert.command:convert",
+    "quantizer.commands.convert.convert:convert",
     "Convert a config to the other form, layered or hierarchical.",
     5,
 )

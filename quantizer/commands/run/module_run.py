@@ -1,10 +1,13 @@
 """Runs `quantizer run` on the modules of a model that cannot be traced: only weights are
-quantized, and only files that need no graph are written.
+quantized, and only files that need no graph are written. Holds what any run has done,
+for its verdict.
 """
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -15,14 +18,14 @@ from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.arguments.places import from_start
+from quantizer.cli.arguments.reproduction import data_options
 from quantizer.cli.modes.calib_mode import with_remedy
 from quantizer.cli.modes.gates import (
-    MEASURED,
     Gate,
-    about_all,
     failed_gates,
-    names_in_test,
+    gate_lines,
     require_known,
+    require_known_names,
 )
 from quantizer.cli.opening import session
 from quantizer.cli.opening.evaluation import evaluates_on_synthetic, evaluator_of
@@ -31,8 +34,9 @@ from quantizer.cli.opening.session import OpenedRun
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.output import Outcome, metric_lines
 from quantizer.cli.terminal.render import say_note
-from quantizer.commands.run.finished_run import FinishedRun
 from quantizer.commands.run.module_scores import ModulePair
+from quantizer.commands.searching.divided_data import DividedData
+from quantizer.commands.searching.tuned_run import TunedRun
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.model import Config
 from quantizer.config.roles import is_parameter
@@ -55,6 +59,7 @@ from quantizer.graph.untraced import Untraced
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report import tables
+from quantizer.report.verdict import VerdictFacts
 from quantizer.results.result_set import locked
 from quantizer.results.write import check_owner
 from quantizer.sources.data import EXAMPLE_STAMP, Batches
@@ -135,7 +140,7 @@ class RunOnModules:
         model = self.opened.loaded.module
         evaluator = evaluator_of(options, self.opened.loaded)
         if evaluator is None:
-            require_known(about_all(self.gates), names_in_test(MEASURED, options))
+            require_known_names(self.gates, options)
         read = session.read_config_file(options.config_file)
         require_weights_only(model, read.config, self.error)
         _load_values(model)
@@ -216,8 +221,7 @@ class RunOnModules:
 
         def check(metrics: Collection[str]) -> None:
             directions = BY_NAME if evaluator is None else evaluator.directions
-            names = names_in_test(metrics, options, directions)
-            require_known(about_all(self.gates), names)
+            require_known_names(self.gates, options, metrics, directions)
 
         events = progress(quiet=options.quiet)
         scores = pair.scores(batches, events, function=evaluator, check=check)
@@ -277,3 +281,62 @@ class RunOnModules:
         path = folder / f"{name}{_SUFFIX}"
         verified = save_verified(pair.quantized, pair.reference, path, pair.moved(batches))
         return path, replace(verified, remarks=remarks)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run after its last step.
+
+    Attributes:
+        destination: what its user calls the target.
+        test_options: the options of its test.
+        opened: the model and its data.
+        calibrated, tested: the results of both modes.
+        plan: of the calibration.
+        data: that calibrate and judge; None on modules, whose weights need no data.
+        tuning: the search for a better config, if there was one.
+        remedy: what to do if a gate does not hold; empty to name the page of the report.
+        untraced: what the file holds besides the layers of the plan.
+    """
+
+    destination: str
+    test_options: Options
+    opened: OpenedRun
+    calibrated: Outcome
+    tested: Outcome
+    plan: Plan
+    data: DividedData | None = None
+    tuning: TunedRun | None = None
+    remedy: str = ""
+    untraced: Untraced = field(default_factory=Untraced)
+
+    def facts(self, gates: Sequence[Gate]) -> VerdictFacts:
+        """Return what the verdict is about."""
+        tested = self.tested
+        options = self.test_options
+        path: str | None = None
+        size = 0
+        verified: Verification | None = None
+        for written, verification in tested.deployed.items():
+            verified = verification
+            path = str(written)
+            size = tested.exports[-1]["bytes"]
+        of_data = options
+        if self.data is not None:
+            # As the page joins the options of both modes
+            calibrated_samples = self.data.calib_options.subset_len
+            of_data = replace(options, subset_len=calibrated_samples)
+        return VerdictFacts.of(
+            self.plan,
+            verified,
+            untraced=self.untraced,
+            path=path,
+            size=size,
+            tested=tested.report,
+            config=options.config_file or "",
+            model_option=options.model or "",
+            data_options=data_options(of_data),
+            gates=gate_lines(gates, tested.metrics),
+            not_met=failed_gates(gates, tested.metrics),
+            improvement=self.opened.improvement,
+        )

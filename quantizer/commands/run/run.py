@@ -17,16 +17,14 @@ from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.calib_mode import run_calib, with_remedy
 from quantizer.cli.modes.float_mode import with_float_metrics
 from quantizer.cli.modes.gates import (
-    MEASURED,
     Gate,
-    about_all,
     about_networks,
     failed_gates,
     gate_lines,
-    names_in_test,
     not_measured_by_targets,
     parse_gate,
     require_known,
+    require_known_names,
     require_known_parts,
     require_measured,
     require_products,
@@ -41,7 +39,7 @@ from quantizer.cli.terminal.annotations import append_summary
 from quantizer.cli.terminal.follow import one_display
 from quantizer.cli.terminal.render import say_note
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.commands.run.finished_run import FinishedRun
+from quantizer.commands.run.module_run import FinishedRun, RunOnModules, require_weights_only
 from quantizer.commands.searching.divided_data import data_of_run, divide_data
 from quantizer.commands.searching.search_context import watched_data
 from quantizer.commands.searching.tuned_run import (
@@ -264,7 +262,7 @@ def _require_checkable(gates: Sequence[Gate], options: Options, opened: OpenedRu
         UsageError: there is no metric of a gate.
     """
     if evaluator_of(options, opened.loaded) is None:
-        require_known(about_all(gates), names_in_test(MEASURED, options))
+        require_known_names(gates, options)
     if evaluates_on_synthetic(options, opened.loaded):
         example = opened.batches.for_shapes().first()
         require_measured(gates, not_measured_by_targets(example))
@@ -340,9 +338,6 @@ def _on_modules(
     Raises:
         UntraceableError: the config or the destination needs a trace.
     """
-    # Few runs need it
-    from quantizer.commands.run.module_run import RunOnModules, require_weights_only
-
     model = opened.loaded.module
     destination = DESTINATIONS[name]
     target = destination.target_of(model)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quantizer.algorithms.fold import SCALE_OP
-from quantizer.commands.searching.context import plan_of
+from quantizer.commands.searching.search import plan_of
 from quantizer.commands.searching.trial import Figures, Trial
 from quantizer.config.forms.layer_entries import with_float
 from quantizer.config.roles import base_role, is_parameter

@@ -14,7 +14,7 @@ from quantizer.calibration.request import CalibrationRequest
 from quantizer.calibration.target import TracedTarget
 from quantizer.cli.arguments.options import Options
 from quantizer.cli.modes.calib_mode import require_calibration_room
-from quantizer.cli.modes.gates import Gate, about_all, names_in_test, require_known
+from quantizer.cli.modes.gates import Gate, require_known_names
 from quantizer.cli.opening import session
 from quantizer.cli.opening.evaluation import evaluator_of
 from quantizer.cli.opening.session import ReadConfig
@@ -177,10 +177,9 @@ class SearchContext:
                     function=self._evaluator,
                 )
                 # A misspelt metric is refused before the first calibration
-                names = names_in_test(
-                    self._float_metrics, self._options, self._evaluator.directions
+                require_known_names(
+                    self.gates, self._options, self._float_metrics, self._evaluator.directions
                 )
-                require_known(about_all(self.gates), names)
             yield whole
 
     def measure(self, trial: Trial) -> Figures:

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 
 from quantizer.calibration.events import Events, RunStage
 from quantizer.cli.modes.gates import (
-    MEASURED,
     Gate,
-    about_all,
-    names_in_test,
     never_measured_metrics,
     not_measured_by_targets,
     parse_gate,
     require_known,
+    require_known_names,
     require_known_parts,
     require_measured,
 )
@@ -127,7 +125,7 @@ def cheapest_floats(subject: Subject, metric: str) -> tuple[FloatLayers, Ablatio
     gate = parse_gate(metric, "--metric")
     evaluator = evaluator_of(options, subject.loaded)
     if evaluator is None:
-        require_known(about_all([gate]), names_in_test(MEASURED, options))
+        require_known_names([gate], options)
     require_known_parts([gate], output_parts(subject.original))
     require_measured([gate], never_measured_metrics(subject.original))
     evaluation = session.open_data(options, subject.loaded, evaluation=True)

@@ -13,13 +13,10 @@ from quantizer.cli.arguments.options import MODEL, Options, command, takes
 from quantizer.cli.arguments.places import from_start
 from quantizer.cli.modes import torchrun
 from quantizer.cli.modes.gates import (
-    MEASURED,
     Gate,
-    about_all,
     gate_lines,
-    names_in_test,
     parse_gate,
-    require_known,
+    require_known_names,
     require_known_parts,
 )
 from quantizer.cli.modes.run_mode import require_met
@@ -121,7 +118,7 @@ def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
     if opened.batches.stands_in:
         raise session.missing_data()
     if evaluator_of(options, opened.loaded) is None:
-        require_known(about_all(gates), names_in_test(MEASURED, options))
+        require_known_names(gates, options)
     require_known_parts(gates, output_parts(opened.graph))
     with locked(folder):
         check_owner(folder, opened.graph.model, overwrite=options.overwrite)
