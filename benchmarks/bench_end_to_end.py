@@ -61,24 +61,24 @@ JOBS = {
 
 
 COMMON_CLOCKS = (
-    ("quantizer.cli.session", "open_data", "make the model and the data"),
-    ("quantizer.cli.session", "open_model", "make the model and the data"),
+    ("quantizer.cli.opening.session", "open_data", "make the model and the data"),
+    ("quantizer.cli.opening.session", "open_model", "make the model and the data"),
 )
 CLOCKS = {
     "calib": (
         *COMMON_CLOCKS,
-        ("quantizer.cli.session", "trace_model", "trace"),
-        ("quantizer.cli.calib_mode", "write_results", "write"),
-        ("quantizer.cli.calib_mode", "write_report", "report"),
+        ("quantizer.cli.opening.session", "trace_model", "trace"),
+        ("quantizer.cli.modes.calib_mode", "write_results", "write"),
+        ("quantizer.cli.modes.calib_mode", "write_report", "report"),
     ),
     "test": (
         *COMMON_CLOCKS,
-        ("quantizer.cli.test_mode", "read_info", "open the results"),
-        ("quantizer.cli.session", "recall_graph", "compare with the stored graph"),
-        ("quantizer.cli.test_mode", "reopen_calibration", "make the quantized network"),
-        ("quantizer.cli.session", "resolved_plan", "plan"),
-        ("quantizer.cli.test_mode", "score", "run both networks"),
-        ("quantizer.cli.test_mode", "write_report", "report"),
+        ("quantizer.cli.modes.test_mode", "read_info", "open the results"),
+        ("quantizer.cli.opening.session", "recall_graph", "compare with the stored graph"),
+        ("quantizer.cli.modes.test_mode", "reopen_calibration", "make the quantized network"),
+        ("quantizer.cli.opening.session", "resolved_plan", "plan"),
+        ("quantizer.cli.modes.test_mode", "score", "run both networks"),
+        ("quantizer.cli.modes.test_mode", "write_report", "report"),
     ),
 }
 """Functions that the steps do not call, where each mode finds them, and the part that their

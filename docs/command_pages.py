@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from quantizer.cli.main import SUBCOMMANDS, cli
+from quantizer.cli.main import cli, subcommands
 
 _TITLE = """# All commands
 
@@ -24,7 +24,7 @@ def commands_page() -> str:
     """Return the text of cli.md."""
     context = click.Context(cli, info_name="quantizer")
     parts = [_TITLE, _section(cli, _ROOT_NAME)]
-    for name in SUBCOMMANDS:
+    for name in subcommands():
         command = cli.get_command(context, name)
         assert command is not None
         parts.append(_section(command, f"quantizer {name}"))

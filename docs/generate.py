@@ -29,8 +29,8 @@ from family_table import with_families
 from stub import stub
 from tested_table import with_table
 
+from quantizer.commands.convert.convert import convert_config
 from quantizer.config.algorithm_schema import generated_schema
-from quantizer.config.conversion.convert import convert_config
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.forms.types import RoundType
@@ -42,7 +42,7 @@ from quantizer.errors import QuantizerError
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.export.targets import EXPORTERS
 from quantizer.plugins import GROUP
-from quantizer.report.metric_words import METRICS
+from quantizer.report.page.summary import METRICS
 
 ROOT = Path(__file__).parents[1]
 LAYERED = ROOT / "schemas" / "layered.schema.json"

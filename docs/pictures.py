@@ -31,9 +31,9 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.trace import trace
 from quantizer.numerics.hadamard import factors, rotate_rows
+from quantizer.report.html import Markup
 from quantizer.report.page import charts, figures
 from quantizer.report.page.charts import Point, Series
-from quantizer.report.page.html import Markup
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

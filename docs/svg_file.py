@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from quantizer.report.html import Markup
 from quantizer.report.page import figures
-from quantizer.report.page.html import Markup, page_file
+from quantizer.report.page.figures import page_file
 
 
 def in_both_schemes(drawing: Markup) -> str:

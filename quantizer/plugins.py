@@ -28,6 +28,8 @@ GROUP = "quantizer.plugins"
 HIGHER = "higher"
 LOWER = "lower"
 _PACKAGE = Path(__file__).parent
+_COMMANDS = "commands"
+"""The folder of plug-ins that add only commands, which modes do without."""
 _TRANSPOSED_LINEAR = "Conv1D"
 """The linear layers of GPT-2, whose weights are transposed."""
 _left_out: list[str] = []
@@ -337,6 +339,21 @@ class ModelKind:
 
 
 @dataclass(frozen=True)
+class Command:
+    """One command of the command line.
+
+    Attributes:
+        function: the command of click ("module:name").
+        help: its line in `--help`.
+        place: in the list of commands; those of other packages come last.
+    """
+
+    function: str
+    help: str
+    place: int = 1000
+
+
+@dataclass(frozen=True)
 class Plugin:
     """What a plug-in adds.
 
@@ -360,6 +377,9 @@ class Plugin:
         range_methods: the values of `method`, by name.
         formats: the number formats, by name.
         operators: "module:name" of rows for the table of operators (`graph/op_row`).
+        commands: of the command line, by name.
+        report: functions ("module:name") that show the content of report.json: its "page", its
+            "plots" and its "events" for TensorBoard.
     """
 
     name: str
@@ -381,6 +401,8 @@ class Plugin:
     range_methods: Mapping[str, RangeMethod] = field(default_factory=dict)
     formats: Mapping[str, NumberFormat] = field(default_factory=dict)
     operators: str = ""
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    report: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> frozenset[str]:
@@ -394,7 +416,7 @@ class Plugin:
             parts += method.observers
         kinds = (
             *(self.targets, self.profiles, self.destinations, self.strategies, self.metrics),
-            *(self.range_methods, self.formats),
+            *(self.range_methods, self.formats, self.commands),
         )
         # A target may have the name of an algorithm
         parts += [f"the algorithm {name}" for name in self.algorithms]
@@ -403,11 +425,16 @@ class Plugin:
 
 
 @functools.cache
-def plugins() -> tuple[Plugin, ...]:
-    """Return the plug-ins that can be used, in the order of their ranks."""
-    usable = dict(_plugins_by_name())
+def plugins(*, with_commands: bool = False) -> tuple[Plugin, ...]:
+    """Return the plug-ins that can be used, in the order of their ranks.
+
+    Args:
+        with_commands: whether those that add only commands are among them.
+    """
+    found = _plugins_by_name(with_commands=with_commands)
+    usable = dict(found)
     # Leaving one out may leave another without what it needs
-    for _ in _plugins_by_name():
+    for _ in found:
         for name, plugin in list(usable.items()):
             if not usable.keys() >= set(plugin.needs):
                 del usable[name]
@@ -455,6 +482,20 @@ def part(does: str) -> Any:
     return None
 
 
+@functools.cache
+def commands() -> Mapping[str, Command]:
+    """Return the commands of all plug-ins, by name."""
+    found: dict[str, Command] = {}
+    for plugin in plugins(with_commands=True):
+        found.update(plugin.commands)
+    return found
+
+
+def if_command(name: str, sentence: str) -> str:
+    """Return a sentence that names a command; an empty text if no plug-in adds it."""
+    return sentence if name in commands() else ""
+
+
 def leave_out_foreign() -> None:
     """Find no plug-ins of other packages: a check of a file runs no code of theirs.
 
@@ -474,8 +515,8 @@ def remedy_for_absent(word: str) -> str:
     Args:
         word: such as the name of a target.
     """
-    usable = {plugin.name for plugin in plugins()}
-    for plugin in _plugins_by_name().values():
+    usable = {plugin.name for plugin in plugins(with_commands=True)}
+    for plugin in _plugins_by_name(with_commands=True).values():
         if plugin.name not in usable and word in plugin.words:
             missing = ", ".join(name for name in plugin.needs if name not in usable)
             return (
@@ -486,11 +527,16 @@ def remedy_for_absent(word: str) -> str:
 
 
 @functools.cache
-def _plugins_by_name() -> dict[str, Plugin]:
+def _plugins_by_name(*, with_commands: bool) -> dict[str, Plugin]:
     """Return all plug-ins, also those that miss others."""
     by_name: dict[str, Plugin] = {}
-    taken: set[str] = set()
-    for plugin in (*_built_in_plugins(), *_foreign_plugins()):
+    found = [*_built_in_plugins(of_commands=with_commands)]
+    if with_commands:
+        by_name |= _plugins_by_name(with_commands=False)
+    else:
+        found += _foreign_plugins()
+    taken = set(itertools.chain(*(plugin.words for plugin in by_name.values())))
+    for plugin in found:
         twice = sorted(taken & plugin.words)
         if twice:
             _logger.warning(
@@ -504,13 +550,16 @@ def _plugins_by_name() -> dict[str, Plugin]:
     return by_name
 
 
-def _built_in_plugins() -> Iterator[Plugin]:
-    """Yield the plug-ins in folders of this package.
+def _built_in_plugins(*, of_commands: bool) -> Iterator[Plugin]:
+    """Yield the plug-ins in folders of this package: those of commands, or all others.
 
     Their packages are not imported. They may need the plug-ins themselves.
     """
     for path in sorted(_PACKAGE.glob("*/*/plugin.py")):
-        name = ".".join((_PACKAGE.name, *path.parts[-3:-1], "plugin"))
+        room, folder = path.parts[-3:-1]
+        if (room == _COMMANDS) != of_commands:
+            continue
+        name = f"{_PACKAGE.name}.{room}.{folder}.plugin"
         if name not in sys.modules:
             spec = spec_from_file_location(name, path)
             assert spec is not None and spec.loader is not None

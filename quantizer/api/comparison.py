@@ -17,9 +17,8 @@ from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.scores import DROP, RATIO, Scores, remark_on_samples
 from quantizer.graph.names import path_names
 from quantizer.report import tables
-from quantizer.report.files import make_report
-from quantizer.report.page.html import element
-from quantizer.report.plots import write_events, write_plots
+from quantizer.report.files import make_report, shown_by_plugin
+from quantizer.report.html import element
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults
@@ -182,7 +181,7 @@ class Report:
 
     Attributes:
         values: the content of report.json.
-        html: the content of report.html.
+        html: the content of report.html; empty if no plug-in makes it.
     """
 
     def __init__(self, opened: OpenedResults, tested: dict[str, Any]) -> None:
@@ -197,11 +196,12 @@ class Report:
             overwrite: whether a file that exists is replaced.
 
         Raises:
-            UsageError: the file exists.
+            UsageError: the file exists, or no plug-in makes the page.
             ResultError: it cannot be written.
         """
         with replacing(overwrite=overwrite):
-            write_text(Path(path), self.html)
+            html: str = self.html or shown_by_plugin("page")(self.values)
+            write_text(Path(path), html)
 
     @called_from_python()
     def save_plots(
@@ -219,7 +219,8 @@ class Report:
             ResultError: a file cannot be written.
         """
         with replacing(overwrite=overwrite):
-            return write_plots(self.values, Path(folder), kind)
+            paths: list[Path] = shown_by_plugin("plots")(self.values, Path(folder), kind)
+            return paths
 
     @called_from_python()
     def save_tensorboard(self, folder: str | os.PathLike[str]) -> None:
@@ -232,13 +233,15 @@ class Report:
             UsageError: the package tensorboard is missing.
             ResultError: the folder cannot be written.
         """
-        write_events(self.values, Path(folder))
+        shown_by_plugin("events")(self.values, Path(folder))
 
     def __repr__(self) -> str:
         return f"Report({len(self.values['layers'])} tensors of {self.values['model']})"
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, which keeps its style apart."""
+        if not self.html:
+            return element("p", repr(self))
         return element(
             "iframe",
             srcdoc=self.html,

@@ -25,6 +25,7 @@ from quantizer.config.load import LoadResult, check_document, default_config, lo
 from quantizer.config.typed_fields import check_field_types, type_checked
 from quantizer.config.wording import a_kind
 from quantizer.errors import UsageError
+from quantizer.plugins import if_command
 from quantizer.storage.permission import replacing
 from quantizer.storage.replacing import replace_file
 from quantizer.tables import RANGE_METHODS
@@ -209,7 +210,7 @@ class Config:
         if config.form != "hierarchical":
             raise UsageError(
                 f"{config.source} has the layered form, which the dataclasses cannot express",
-                help="`quantizer convert --to hierarchical` converts it",
+                help=if_command("convert", "`quantizer convert --to hierarchical` converts it"),
             )
         document, _ = canonical(result.document)
         converted: Config = _from_json(cls, document.value)

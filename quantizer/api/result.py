@@ -40,7 +40,7 @@ from quantizer.plan.size import weight_bytes
 from quantizer.plugins import remedy_for_absent
 from quantizer.report import tables
 from quantizer.report.files import REPORT_INPUTS, write_report
-from quantizer.report.page.html import element
+from quantizer.report.html import element
 from quantizer.report.view import TableView
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.folder import OpenedResults, open_written

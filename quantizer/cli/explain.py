@@ -5,9 +5,9 @@ import re
 
 import click
 
-from quantizer.cli.completion import layers_of_results
-from quantizer.cli.grouped_command import refuse_typed
-from quantizer.cli.options import LOOK, Options, command, takes
+from quantizer.cli.arguments.grouped_command import refuse_typed
+from quantizer.cli.arguments.options import LOOK, QUANT_MODES, Options, command, takes
+from quantizer.cli.arguments.places import layers_of_results
 from quantizer.config.pages import (
     code_page,
     contents,
@@ -78,3 +78,30 @@ def _help_for(name: str) -> str:
         near = listed(codes)
     overview = "`quantizer explain` lists all codes and keys, and --model M explains a layer"
     return f"did you mean {near}? {overview}" if near else overview
+
+
+@command()
+@click.argument("name", metavar="[COMMAND]", required=False)
+@click.pass_context
+def help_command(ctx: click.Context, name: str | None) -> None:
+    """Show the help of a command, or of all of them.
+
+    \b
+    quantizer help
+    quantizer help plan
+    """
+    root = ctx.find_root()
+    if name is None or name in QUANT_MODES:
+        click.echo(root.get_help())
+        return
+    group = root.command
+    assert isinstance(group, click.Group)
+    shown = group.get_command(root, name)
+    if shown is None:
+        near = closest_word(name, group.list_commands(root))
+        remedy = "`quantizer help` lists all commands, `quantizer explain` all config keys"
+        if near is not None:
+            remedy = f"did you mean `quantizer help {near}`? {remedy}"
+        raise UsageError(f"there is no command {quoted(name)}", help=remedy)
+    with click.Context(shown, info_name=name, parent=root) as context:
+        click.echo(shown.get_help(context))

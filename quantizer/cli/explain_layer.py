@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from quantizer.cli import session
-from quantizer.cli.options import Options
-from quantizer.cli.render import say
-from quantizer.cli.traced_model import traced_model
+from quantizer.cli.arguments.options import Options
+from quantizer.cli.opening import session
+from quantizer.cli.opening.traced_model import traced_model
+from quantizer.cli.terminal.render import say
+from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
@@ -32,7 +33,7 @@ def explain_layer(name: str, options: Options) -> None:
     Raises:
         UsageError: no layer has this name.
     """
-    with session.notes_on_stderr(options.json):
+    with notes_on_stderr(options.json):
         read = session.read_config_file(options.config_file)
         original = traced_model(options).graph
     plan = session.resolved_plan(read, original, quiet=True)

@@ -2,8 +2,9 @@
 code.
 """
 
-import importlib
+import functools
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -14,11 +15,24 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantizer import printable
-from quantizer.cli import interrupts, screen, streams, torchrun
-from quantizer.cli.grouped_command import NAMES_WIDTH, SETTINGS, GroupedCommand, was_typed
-from quantizer.cli.options import QUANT_MODES, RUN, Options, each_option, takes, word_of
-from quantizer.cli.screen import print_versions
-from quantizer.cli.start_folder import as_typed, enter_start_folder, from_start
+from quantizer.cli.arguments.grouped_command import (
+    NAMES_WIDTH,
+    SETTINGS,
+    GroupedCommand,
+    was_typed,
+)
+from quantizer.cli.arguments.options import (
+    QUANT_MODES,
+    RUN,
+    Options,
+    each_option,
+    takes,
+    word_of,
+)
+from quantizer.cli.arguments.places import as_typed, enter_start_folder, from_start
+from quantizer.cli.modes import torchrun
+from quantizer.cli.terminal import process, screen
+from quantizer.cli.terminal.screen import print_versions
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest_word
 from quantizer.errors import (
@@ -34,80 +48,32 @@ from quantizer.errors import (
     lost_worker,
     pip_line,
 )
+from quantizer.plugins import Command, commands, if_command, loaded, remedy_for_absent
 from quantizer.printable import one_line
 from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory
 from quantizer.storage.ownership import is_owned
 from quantizer.storage.replacing import replace_file
 
-SUBCOMMANDS = {
-    "demo": (
-        "quantizer.cli.demo:demo",
-        "Write a small trained example to try the commands on.",
+_COMMANDS = {
+    "validate": Command(
+        "quantizer.cli.validate:validate", "Check config files and list all their errors.", 4
     ),
-    "run": (
-        "quantizer.cli.run:run",
-        "Quantize a model in one call: config, calibration, test and export.",
-    ),
-    "init": ("quantizer.cli.init:init", "Write a config to start from."),
-    "validate": (
-        "quantizer.cli.validate:validate",
-        "Check config files and list all their errors.",
-    ),
-    "convert": (
-        "quantizer.cli.convert:convert",
-        "Convert a config to the other form, layered or hierarchical.",
-    ),
-    "explain": (
+    "explain": Command(
         "quantizer.cli.explain:explain",
         "Explain an error code, a config key, or a layer's settings.",
+        6,
     ),
-    "doctor": (
-        "quantizer.cli.doctor:doctor",
-        "Check machine, config, data and model before a run.",
+    "schema": Command(
+        "quantizer.cli.validate:schema", "Print the JSON Schema of the config, for editors.", 16
     ),
-    "inspect": (
-        "quantizer.cli.inspect:inspect",
-        "List the layers of a model and what can be quantized.",
-    ),
-    "plan": (
-        "quantizer.cli.plan:plan",
-        "Show what a config does to a model, without calibrating.",
-    ),
-    "report": (
-        "quantizer.cli.report:report_command",
-        "Write report.html of a result folder again.",
-    ),
-    "analyze": (
-        "quantizer.cli.analyze:analyze",
-        "Measure how few bits each layer tolerates, and choose widths.",
-    ),
-    "tune": (
-        "quantizer.cli.tune:tune",
-        "Change a config until gates hold, from cheap to dear.",
-    ),
-    "retune": (
-        "quantizer.cli.retune:retune",
-        "Recompute scales from the statistics of a calibration.",
-    ),
-    "diff": (
-        "quantizer.cli.diff:diff",
-        "Show what differs between two configs or two result folders.",
-    ),
-    "merge": (
-        "quantizer.cli.merge:merge",
-        "Merge result folders that were calibrated on parts of the data.",
-    ),
-    "schema": (
-        "quantizer.cli.schema:schema",
-        "Print the JSON Schema of the config, for editors.",
-    ),
-    "help": ("quantizer.cli.help:help_command", "Show the help of a command."),
+    "help": Command("quantizer.cli.explain:help_command", "Show the help of a command.", 17),
 }
-"""The module and help of each subcommand. `--help` imports none of them."""
-_RUN_MODE = "quantizer.cli.modes:run_mode"
+"""The commands that are always there."""
+_RUN_MODE = "quantizer.cli.modes.run_mode:run_mode"
 _COMPLETION_VARIABLE = "_QUANTIZER_COMPLETE"
 """Shells set it to get completions."""
+_EXAMPLE = re.compile(r"quantizer (\w+)")
 _EPILOG = """\b
 Exit codes:
   0    success
@@ -124,7 +90,14 @@ Exit codes:
 
 \b
 Environment variables set options: QUANTIZER_SEED=1 stands for --seed 1, and
-QUANTIZER_PLAN_MODEL=my_model.py for --model of `quantizer plan`."""
+QUANTIZER_EXPLAIN_MODEL=my_model.py for --model of `quantizer explain`."""
+
+
+@functools.cache
+def subcommands() -> dict[str, Command]:
+    """Return all commands in the order of `--help`, which imports none of them."""
+    found = {**_COMMANDS, **commands()}
+    return dict(sorted(found.items(), key=lambda item: item[1].place))
 
 
 class LazyCommands(GroupedCommand, click.Group):
@@ -132,13 +105,13 @@ class LazyCommands(GroupedCommand, click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all subcommands."""
-        return list(SUBCOMMANDS)
+        return list(subcommands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a subcommand and return it; return None if there is none of this name."""
-        if cmd_name not in SUBCOMMANDS:
+        if cmd_name not in subcommands():
             return None
-        command: click.Command = _load(SUBCOMMANDS[cmd_name][0])
+        command: click.Command = _load(subcommands()[cmd_name].function)
         return command
 
     def resolve_command(
@@ -149,11 +122,11 @@ class LazyCommands(GroupedCommand, click.Group):
         Raises:
             UsageError: there is no such command; the nearest one is named.
         """
-        if args[0] not in SUBCOMMANDS:
-            near = closest_word(args[0], [*SUBCOMMANDS, *QUANT_MODES])
+        if args[0] not in subcommands():
+            near = closest_word(args[0], [*subcommands(), *QUANT_MODES])
             if near in QUANT_MODES:
                 near = f"--quant_mode {near} …"
-            remedy = "`quantizer --help` lists all commands"
+            remedy = f"`quantizer --help` lists all commands; {remedy_for_absent(args[0])}"
             if near is not None:
                 remedy = f"did you mean `quantizer {near}`? {remedy}"
             raise UsageError(f"there is no command {args[0]!r}", help=remedy)
@@ -169,9 +142,9 @@ class LazyCommands(GroupedCommand, click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the subcommands and options that begin with a word. None is imported."""
         items = []
-        for name, (_, text) in SUBCOMMANDS.items():
+        for name, command in subcommands().items():
             if name.startswith(incomplete):
-                items.append(CompletionItem(name, help=text))
+                items.append(CompletionItem(name, help=command.help))
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -181,11 +154,21 @@ class LazyCommands(GroupedCommand, click.Group):
         )
         formatter.write_usage("quantizer", "COMMAND [ARGS]...", prefix="       ")
 
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the program is for, without examples of commands that are not there."""
+        lines = []
+        for line in (self.help or "").splitlines():
+            example = _EXAMPLE.match(line)
+            if example is None or example[1] in subcommands():
+                lines.append(line)
+        self.help = "\n".join(lines)
+        super().format_help_text(ctx, formatter)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands before that of options. No command is imported."""
         rows = []
-        for name, (_, text) in SUBCOMMANDS.items():
-            rows.append((name.ljust(NAMES_WIDTH), text))
+        for name, command in subcommands().items():
+            rows.append((name.ljust(NAMES_WIDTH), command.help))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
         super().format_options(ctx, formatter)
@@ -214,7 +197,7 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
     \b
     quantizer run my_model.py --to onnx
 
-    The same in steps:
+    In steps:
 
     \b
     quantizer init -o net.json
@@ -253,8 +236,8 @@ def cli(ctx: click.Context, /, options: Options) -> int | None:
 
 def main() -> NoReturn:
     """Run the console script."""
-    output = streams.install()
-    interrupts.handle_termination()
+    output = process.install()
+    process.handle_termination()
     code = run_command(sys.argv[1:])
     # The interpreter would search all objects for cycles before it ends
     process_memory.stop_collecting()
@@ -287,7 +270,7 @@ def _run(arguments: list[str]) -> int:
         code = _call(arguments)
     except click.ClickException as error:
         # Only errors need it
-        from quantizer.cli.click_errors import explained
+        from quantizer.cli.arguments.click_errors import explained
 
         message, remedy = explained(error)
         _show(one_line(message), one_line(remedy))
@@ -296,14 +279,14 @@ def _run(arguments: list[str]) -> int:
         # click raises it for the end of any file, too
         if isinstance(error.__cause__, EOFError):
             return _internal_error(error.__cause__, arguments)
-        if isinstance(error.__context__, interrupts.Terminated):
-            click.echo(f"{streams.cleared()}terminated", err=True)
+        if isinstance(error.__context__, process.Terminated):
+            click.echo(f"{process.cleared()}terminated", err=True)
             return 143
-        click.echo(f"{streams.cleared()}interrupted", err=True)
+        click.echo(f"{process.cleared()}interrupted", err=True)
         return 130
     except ConfigError as error:
         # Only errors need it
-        from quantizer.cli.render import print_diagnostics
+        from quantizer.cli.terminal.render import print_diagnostics
 
         print_diagnostics(error.diagnostics, error.sources)
         return error.exit_code
@@ -357,17 +340,16 @@ def _call(arguments: list[str]) -> Any:
         peak = process_memory.peak_bytes()
         if peak:
             message += f"; this process used up to {process_memory.size_text(peak)}"
-        remedy = (
-            "use a smaller --batch_size or --memory; `quantizer plan` with the same options "
-            "predicts the memory of a run"
+        remedy = "use a smaller --batch_size or --memory" + if_command(
+            "plan", "; `quantizer plan` with the same options predicts the memory of a run"
         )
         raise OutOfMemoryError(message, help=remedy) from error
 
 
 def _load(target: str) -> Any:
-    module, _, name = target.partition(":")
-    with interrupts.at_once(), process_memory.importing(module):
-        return getattr(importlib.import_module(module), name)
+    module, _, _ = target.partition(":")
+    with process.at_once(), process_memory.importing(module):
+        return loaded(target)
 
 
 def _show(message: str, help_text: str | None) -> None:

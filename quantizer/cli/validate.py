@@ -5,15 +5,18 @@ from difflib import unified_diff
 
 import click
 
-from quantizer.cli.options import command
-from quantizer.cli.places import WrittenPath, write_output
-from quantizer.cli.render import RENDERERS, say
-from quantizer.cli.screen import screen
+from quantizer.cli.arguments.options import command
+from quantizer.cli.arguments.places import WrittenPath, write_output
+from quantizer.cli.terminal.render import RENDERERS, say
+from quantizer.cli.terminal.screen import screen
 from quantizer.config.diagnostics import ConfigError, Diagnostic
 from quantizer.config.document.read import read_text
 from quantizer.config.load import LoadResult, fix_text, load_config
+from quantizer.config.resources import resource
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
+
+_SCHEMA_NAMES = ("layered", "hierarchical", "quantization_spec")
 
 
 @command()
@@ -125,3 +128,22 @@ def _exit_code(diagnostics: tuple[Diagnostic, ...], strict: bool) -> int:
     if any(finding.code.startswith("QZ0") for finding in diagnostics):
         return 2
     return int(any(_decides(finding, strict) for finding in diagnostics))
+
+
+@command()
+@click.argument("name", type=click.Choice(_SCHEMA_NAMES), default="layered")
+@click.option(
+    "--print/--path", "as_text", default=True, help="Print the schema, or the path of its file."
+)
+def schema(name: str, as_text: bool) -> None:
+    """Print a JSON Schema, for editors: that of a config in the form `layered` or
+    `hierarchical`, or that of one tensor's `quantization_spec`.
+
+    \b
+    quantizer schema --path
+    """
+    path = resource("schemas", f"{name}.schema.json")
+    if as_text:
+        click.echo(path.read_text("utf-8"), nl=False)
+    else:
+        click.echo(str(path))

@@ -33,6 +33,7 @@ from quantizer.numerics.metrics import decibel
 from quantizer.plan.model import Plan
 from quantizer.plan.size import parameter_bytes, weight_bytes
 from quantizer.plan.tied_scales import fused_layers
+from quantizer.plugins import if_command
 from quantizer.sources.batches import Batch
 
 NOISE_BATCHES = 4
@@ -166,10 +167,8 @@ def analyze_weights(
         reason = "the config quantizes no weights"
         for name, why in list(fixed_widths.items())[:1]:
             reason = f"for example {name}: {why}"
-        raise GateError(
-            "no weight can get another width",
-            help=f"{reason}. `quantizer plan` shows all weights",
-        )
+        reason += if_command("plan", ". `quantizer plan` shows all weights")
+        raise GateError("no weight can get another width", help=reason)
     compared = min(data.total or NOISE_BATCHES, NOISE_BATCHES)
     total = len(candidates) * compared
     unit = "layers"

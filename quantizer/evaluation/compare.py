@@ -1,9 +1,11 @@
-"""Compares a float and a quantized network on the same batches, tensor by tensor."""
+"""Compares a float and a quantized network on the same batches, tensor by tensor. Reads them in
+several passes, which have to be alike.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from quantizer.calibration.events import RunStage
 from quantizer.calibration.memory_prediction import (
     MOST_BATCHES_IN_STEP,
     MOST_BYTES_IN_STEP,
@@ -31,6 +34,8 @@ from quantizer.nn.recorded_outputs import RecordedOutputs
 from quantizer.nn.segments import deferred_weights, segments, total_bytes
 from quantizer.numerics.metrics import Approximation
 from quantizer.sources.batches import Batch, prefix_batch_errors
+from quantizer.sources.data import Batches
+from quantizer.sources.repeated_passes import RepeatedPasses
 from quantizer.storage.deferred_tensor import CPU, keep_loaded, loaded
 
 _BATCHES_BETWEEN_EXCHANGES = 16
@@ -286,3 +291,46 @@ def _traced_values(graph: Graph) -> int:
             sizes = [1 if size is None else size for size in node.shape]
             largest = max(largest, math.prod(sizes))
     return largest
+
+
+@dataclass
+class FollowedBatches:
+    """Batches on a device, whose first pass a stage counts."""
+
+    batches: Iterable[Batch]
+    stage: RunStage
+    device: torch.device | str = "cpu"
+    passes: int = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        moved = (batch.to(self.device) for batch in self.batches)
+        self.passes += 1
+        return moved if self.passes > 1 else self.stage.counted(moved)
+
+
+@dataclass(frozen=True)
+class UserItems:
+    """The items of the user's data, as `evaluate(model, data)` gets them."""
+
+    batches: FollowedBatches
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch.raw for batch in self.batches)
+
+
+def same_in_each_pass(batches: Batches) -> RepeatedPasses:
+    """Require that all passes over some data give the same batches, from now on. Return what
+    watches them.
+    """
+    if batches.passes is None:
+        batches.passes = RepeatedPasses(batches.label)
+    return batches.passes
+
+
+def judged_on(batches: Batches) -> Mapping[str, Any]:
+    """Return which samples were compared, as report.json has it, after a pass; empty if nothing
+    is known of them.
+    """
+    if batches.passes is None or batches.fingerprint is None:
+        return {}
+    return batches.passes.judged_on(batches.fingerprint["samples"], batches.skip_len or 0)

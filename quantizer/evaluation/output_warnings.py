@@ -17,6 +17,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key
+from quantizer.plugins import if_command
 
 LOW_DB = 15.0
 """No network that was tried kept its accuracy below this output SQNR."""
@@ -385,11 +386,12 @@ def remark_on_low_sqnr(compared: NetworkComparison, networks: Networks) -> str |
         compared.layers, key=lambda noise: (noise.layer not in sources, noise.local.sqnr_db)
     )
     sentences += _most_helpful(candidates[:_MAX_TRIED], networks)
-    sentences.append(
-        "`quantizer analyze --tensors` measures all tensors; `--metric` finds the layers "
-        "that have to stay in float"
+    more = if_command(
+        "analyze",
+        "`quantizer analyze --tensors` measures all tensors; `--metric` finds the layers that "
+        "have to stay in float",
     )
-    return ". ".join(sentences)
+    return ". ".join(filter(None, (*sentences, more)))
 
 
 def _accumulated_db(noise: LayerNoise) -> float:

@@ -18,12 +18,14 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.wording import quoted
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError, ModelError
-from quantizer.evaluation.compare import compare, keep_on_device, target_metrics
-from quantizer.evaluation.followed_data import (
+from quantizer.evaluation.compare import (
     FollowedBatches,
     UserItems,
+    compare,
     judged_on,
+    keep_on_device,
     same_in_each_pass,
+    target_metrics,
 )
 from quantizer.evaluation.network_comparison import NetworkComparison, Networks
 from quantizer.evaluation.output_warnings import (

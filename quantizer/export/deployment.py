@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from quantizer.calibration.events import RunStage
 from quantizer.calibration.fingerprint import input_shapes
 from quantizer.calibration.solution import Solution, encode_parameters, quantized_network
-from quantizer.evaluation.followed_data import FollowedBatches
+from quantizer.evaluation.compare import FollowedBatches
 from quantizer.export.layer_choice import LayerChoice
 from quantizer.export.origin import Origin
 from quantizer.export.targets import CHOICES

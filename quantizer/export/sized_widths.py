@@ -26,6 +26,7 @@ from quantizer.graph.passes import run_passes
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
+from quantizer.plugins import if_command
 from quantizer.sources.kinds import advice_without_data
 
 WIDTHS = (4, 8)
@@ -58,6 +59,7 @@ def require_sized(
     """
     if max_mb is None:
         return
+    otherwise = if_command("analyze", ", or use `quantizer analyze --max_mb`")
     if not isinstance(max_mb, (int, float)) or not 0 < max_mb < LARGEST_SIZE:
         raise UsageError(
             f"<--max_mb {max_mb}> is not a size", help="write for example <--max_mb 1500>"
@@ -65,18 +67,19 @@ def require_sized(
     if has_config:
         raise UsageError(
             "<--max_mb> chooses the widths of a new config, and this run has one already",
-            help="leave one of them out, or use `quantizer analyze --max_mb`",
+            help=f"leave one of them out{otherwise}",
         )
     if destination not in SIZED:
         raise UsageError(
             f"<--max_mb> chooses 4 or 8 bits for weights, and <--to {destination}> has one "
             "width",
-            help=f"give <--to {' or '.join(SIZED)}>, or use `quantizer analyze --max_mb`",
+            help=f"give <--to {' or '.join(SIZED)}>{otherwise}",
         )
     if target != SIZED[destination].transformers_target:
         raise UsageError(
             f"<--max_mb> limits checkpoints for engines, and this model becomes {target}",
-            help="it needs a model of transformers; `quantizer analyze --max_mb` takes any",
+            help="it needs a model of transformers"
+            + if_command("analyze", "; `quantizer analyze --max_mb` takes any"),
         )
     if not has_data:
         raise UsageError(

@@ -16,6 +16,7 @@ from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.code_range import SHARED_EXPONENTS
+from quantizer.plugins import if_command
 
 _SAMPLE_AXIS = 0
 _FP8 = ("fp8_e4m3", "fp8_e5m2")
@@ -327,11 +328,12 @@ def _super_block_misfit(
 ) -> Diagnostic:
     """Return the error about tensors that super-blocks do not divide."""
     instead = super_block_substitute(dtype)
+    how = if_command("init", " (`quantizer init --model` writes that)")
     return Diagnostic(
         "QZ407",
         f"{dtype} has super-blocks of {SUPERBLOCK}, which do not divide the axis of {count} "
         f"tensor(s): {'; '.join(rows)}",
         place,
-        help=f"use {instead} in groups of 32 for these layers, as llama.cpp does (`quantizer "
-        "init --model` and `quantizer run` write that), or exclude them",
+        help=f"use {instead} in groups of 32 for these layers, as llama.cpp does{how}, or "
+        "exclude them",
     )

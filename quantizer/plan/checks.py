@@ -14,7 +14,7 @@ from quantizer.config.rules.spec_rules import conflicts
 from quantizer.config.wording import listed
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import PlannedTensor
-from quantizer.plan.match import RANKS, SELECTED_KINDS, MatchedRule, advice
+from quantizer.plan.match import RANKS, SELECTED_KINDS, MatchedRule, advice, how_to_list_layers
 from quantizer.plan.model import Key, TensorPlan
 
 _KEYS = {
@@ -52,7 +52,7 @@ def unmatched_selectors(
                     f"{row.rule.label} applies to no layer: {original.model} has none with "
                     "weights of its own",
                     selector.place,
-                    help="`quantizer inspect --top all` lists all layers",
+                    help=how_to_list_layers(),
                 )
         elif row.match.absorbed:
             yield Diagnostic(

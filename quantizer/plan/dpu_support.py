@@ -24,6 +24,7 @@ from quantizer.plan.dpu_limits import (
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import EVERY_JOIN, Layout, quantization_point
 from quantizer.plan.model import Plan
+from quantizer.plugins import if_command
 
 _RESTRICTIONS = (
     "the DPU's restrictions on a configuration: 8 bits, symmetric, one power-of-two scale"
@@ -370,7 +371,15 @@ def with_dpu_findings(plan: Plan) -> Plan:
         f"{_LOSES * is_encoder}",
         settings.places.get("target_device"),
         "warning",
-        help="`quantizer inspect --target DPU` says why for each layer; `quantizer init "
-        "--device CPU` writes a config for a CPU",
+        help=_ways_out(),
     )
     return replace(plan, diagnostics=(*plan.diagnostics, warning))
+
+
+def _ways_out() -> str:
+    """Return what to do if the DPU runs few of the layers."""
+    ways = (
+        if_command("inspect", "`quantizer inspect --target DPU` says why for each layer"),
+        if_command("init", "`quantizer init --device CPU` writes a config for a CPU"),
+    )
+    return "; ".join(filter(None, ways))

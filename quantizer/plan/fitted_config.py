@@ -34,6 +34,7 @@ from quantizer.plan.fitting import Fitting
 from quantizer.plan.match import SELECTED_KINDS, match
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import group_size_remarks
+from quantizer.plugins import if_command
 
 LayersToLeave = Callable[[Plan], Mapping[str, str]]
 """Returns the layers of a plan to leave in float for the file to write, with the reason."""
@@ -213,7 +214,8 @@ def _require_accepted(fitting: Fitting) -> None:
     raise UsageError(
         f"{fitting.name} does not fit {fitting.original.model}, of which nothing would be "
         f"quantized: {reasons}",
-        help="choose another preset: `quantizer init --list` says when to use each",
+        help="choose another preset"
+        + if_command("init", ": `quantizer init --list` says when to use each"),
     )
 
 

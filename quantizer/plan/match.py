@@ -18,6 +18,7 @@ from quantizer.graph.language_parts import (
 )
 from quantizer.graph.names import around, call_paths, is_operator_name, module_of
 from quantizer.plan.model import Key, RuleMatch
+from quantizer.plugins import if_command
 
 # Weakest first: a rule of a higher rank overrides others, field by field
 RANKS = ("all", "weighted", "type", "pattern", "path", "name", "exclude", "cache")
@@ -229,12 +230,17 @@ def _scope(name: str) -> str:
     return name.rpartition("/")[0]
 
 
+def how_to_list_layers() -> str:
+    """Return a remedy for a word that stands for no layer."""
+    return if_command("inspect", "`quantizer inspect --top all` lists all layers")
+
+
 def advice(selector: Selector, original: Graph) -> str:
     """Return a remedy for a selector that matches nothing."""
     near = closest_layers(selector, original)
     if near:
         return f"closest: {', '.join(near)}"
-    return "`quantizer inspect --top all` lists all layers"
+    return how_to_list_layers()
 
 
 def _by_name(text: str, graph: Graph, original: Graph) -> Match:

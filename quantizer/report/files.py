@@ -1,15 +1,16 @@
 """Write the report of a result folder: report.json with values, and report.html, which shows
-them.
+them if a plug-in is there that makes the page.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.errors import DAMAGE_ERRORS, ResultError
+from quantizer.errors import DAMAGE_ERRORS, ResultError, UsageError
+from quantizer.plugins import loaded, plugins, remedy_for_absent
 from quantizer.report.content import collect_report
-from quantizer.report.page.page import page
 from quantizer.results.folder import (
     ALGORITHMS_FILE,
     PLAN_FILE,
@@ -28,7 +29,8 @@ Commands = Mapping[str, list[str]]
 def make_report(
     opened: OpenedResults, tested: JsonMapping, commands: Commands | None = None
 ) -> tuple[JsonObject, str]:
-    """Return the content of report.json and of report.html.
+    """Return the content of report.json, and of report.html, which is empty without a plug-in
+    that makes it.
 
     Args:
         opened: the calibration.
@@ -42,7 +44,7 @@ def make_report(
         text = json.dumps(collect_report(opened, tested, commands), sort_keys=True)
         # The page must be the same when it is made from report.json later
         values: JsonObject = json.loads(text)
-        return values, page(values)
+        return values, _page(values)
     except DAMAGE_ERRORS as error:
         why = (
             f"{opened.folder} has no results that a report can be made of: "
@@ -58,7 +60,7 @@ def write_report(
     *,
     commands: Commands | None = None,
 ) -> JsonObject:
-    """Write report.json and report.html of a calibration, and return the values.
+    """Write the report of a calibration, and return the values of report.json.
 
     Args:
         opened: the calibration. To write into its folder, the caller must hold the lock and
@@ -93,10 +95,33 @@ def add_to_report(
         ResultError: the report cannot be written.
     """
     whole: JsonObject = json.loads(json.dumps({**values, **added}, sort_keys=True))
-    _write(opened, whole, page(whole), folder)
+    _write(opened, whole, _page(whole), folder)
     return whole
 
 
 def _write(opened: OpenedResults, values: JsonMapping, html: str, folder: Path) -> None:
     write_json(folder / REPORT_FILE, opened.with_checksum(values))
-    write_text(folder / REPORT_PAGE, html)
+    if html:
+        write_text(folder / REPORT_PAGE, html)
+
+
+def _page(values: JsonMapping) -> str:
+    for plugin in plugins():
+        if "page" in plugin.report:
+            html: str = loaded(plugin.report["page"])(values)
+            return html
+    return ""
+
+
+def shown_by_plugin(name: str) -> Any:
+    """Return the function of a plug-in that shows reports, as `Plugin.report` has it.
+
+    Raises:
+        UsageError: no plug-in has one.
+    """
+    for plugin in plugins():
+        if name in plugin.report:
+            return loaded(plugin.report[name])
+    raise UsageError(
+        f"no plug-in is there that makes the {name} of a report", help=remedy_for_absent("page")
+    )

@@ -10,6 +10,7 @@ from quantizer.comparison.output_figures import WORST_SAMPLES
 from quantizer.comparison.sample_noise import BELOW_DB
 from quantizer.config.json_types import JsonMapping
 from quantizer.evaluation.scores import DROP, MAX_RELATIVE_CHANGE, RATIO
+from quantizer.plugins import commands
 
 CLOSE_DB = 30.0
 """Above this SQNR of the worst output, networks of 8 bits keep their accuracy."""
@@ -85,14 +86,14 @@ def next_step(facts: NextFacts) -> NextStep:
     if facts.improvement:
         return NextStep(facts.improvement)
     missed = facts.not_met[0] if facts.not_met else _lost_metric(facts.tested)
-    if missed is not None:
+    if missed is not None and "analyze" in commands():
         gate = shlex.quote(missed)
         command = f"quantizer analyze --metric {gate} {option_words(facts.options)}"
         if "config_file" in facts.options:
             command += " --apply"
         text = f"`{command}` finds the layers that have to stay in float."
         return NextStep(text, (command,))
-    if _is_far_from_float(facts):
+    if _is_far_from_float(facts) and "analyze" in commands():
         options = option_words(facts.options, without=TEST_OPTIONS)
         command = f"quantizer analyze --tensors {options}"
         text = (

@@ -31,7 +31,7 @@ FORKS = "storage/child_process.py"
 def test_only_cli_prints_exits_or_reads_the_environment() -> None:
     faults: list[str] = []
     for path in MODULES:
-        if path.is_relative_to(PACKAGE / "cli"):
+        if path.is_relative_to(PACKAGE / "cli") or path == PACKAGE / "__main__.py":
             continue
         nodes = source(path).nodes
         caught: set[int] = set()

@@ -34,6 +34,7 @@ LAYERS = (
     ("evaluation",),
     ("export", "report"),
     ("cli", "api"),
+    ("commands",),
 )
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 ROOT_FILES = {"__init__", "__main__"}

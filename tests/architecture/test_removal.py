@@ -15,18 +15,21 @@ from typing import Any
 import pytest
 from support.ledger import MODULES, PACKAGE, source
 
+from quantizer.cli.main import subcommands
 from quantizer.config.resources import load_resource
 from quantizer.export.targets import EXPORTERS
 from quantizer.plugins import plugins
 
 ROOT = PACKAGE.parent
 FOLDERS = {path.parent.name: path.parent for path in sorted(PACKAGE.glob("*/*/plugin.py"))}
+PLUGINS = plugins(with_commands=True)
 CALIBRATING = [plugin.name for plugin in plugins() if plugin.steps or plugin.algorithms]
 """The plug-ins that calibrations may need."""
-TARGETS = {plugin.name: list(plugin.targets) for plugin in plugins()}
+TARGETS = {plugin.name: list(plugin.targets) for plugin in PLUGINS}
+COMMANDS = {plugin.name: list(plugin.commands) for plugin in PLUGINS}
 _IN_ONE_PROCESS = """
 import json, sys
-from quantizer.cli.main import run_command
+from quantizer.cli.main import run_command, subcommands
 from quantizer.export.destinations import DESTINATIONS
 from quantizer.config.resources import load_resource
 from quantizer.export.targets import EXPORTERS
@@ -34,7 +37,7 @@ from quantizer.export.targets import EXPORTERS
 codes = [run_command(words) for words in json.loads(sys.argv[1])]
 torch = "torch" in sys.modules
 words = {"targets": list(EXPORTERS), "destinations": list(DESTINATIONS)}
-print(json.dumps({"codes": codes, "torch": torch, **words}))
+print(json.dumps({"codes": codes, "torch": torch, "commands": list(subcommands()), **words}))
 """
 
 
@@ -79,8 +82,8 @@ def run_mode(
 def dependents(name: str) -> set[str]:
     """Return a plug-in and those that need it."""
     names = {name}
-    for _ in plugins():
-        names |= {plugin.name for plugin in plugins() if names & set(plugin.needs)}
+    for _ in PLUGINS:
+        names |= {plugin.name for plugin in PLUGINS if names & set(plugin.needs)}
     return names
 
 
@@ -93,17 +96,23 @@ def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
     asked = [
         ["--quant_mode", "test", "--deploy", word] for gone in lost for word in TARGETS[gone]
     ]
-    commands = [["--help"], ["init", "--help"], *asked]
-    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(commands))
+    asked += [[word] for gone in lost for word in COMMANDS[gone]]
+    helps = [[word, "--help"] for word in ("explain", "init") if [word] not in asked]
+    done = run(place, "-c", _IN_ONE_PROCESS, json.dumps([["--help"], *helps, *asked]))
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["codes"] == [0, 0, *[2] * len(asked)]
+    assert facts["codes"] == [*[0] * (1 + len(helps)), *[2] * len(asked)]
     kept = [word for word in EXPORTERS if not any(word in TARGETS[gone] for gone in lost)]
     assert facts["targets"] == kept
+    gone_commands = [word for gone in lost for word in COMMANDS[gone]]
+    assert facts["commands"] == [word for word in subcommands() if word not in gone_commands]
     named = [plugin.destinations for plugin in plugins() if plugin.name not in lost]
     assert facts["destinations"] == [word for words in named for word in words]
     assert not facts["torch"]
-    assert done.stderr.count("is not one of its values") == len(asked)
+    of_targets = sum(len(TARGETS[gone]) for gone in lost)
+    assert done.stderr.count("is not one of its values") == of_targets
+    for word in gone_commands:
+        assert f"there is no command '{word}'" in done.stderr
     for gone in lost - {name}:
         if not TARGETS[gone]:
             continue
@@ -112,6 +121,8 @@ def test_without_one_plugin_its_words_are_unknown_and_all_others_are_there(
             f"'{word}' is not one of its values\nhelp: did you" for word in TARGETS[gone]
         ]
         assert any(said in done.stderr for said in (needed, *guessed))
+    if gone_commands and lost == {name}:
+        assert f"install the package whose plug-in adds {gone_commands[0]}" in done.stderr
 
 
 def test_without_kinds_of_data_and_models_what_asks_for_them_is_refused(tmp_path: Path) -> None:
@@ -208,11 +219,15 @@ def test_without_any_plugin_the_core_works_and_one_alone_writes_its_files(
     assert done.returncode == 0, done.stderr
     done = run_mode(place, "test")
     assert done.returncode == 0, done.stderr
-    asked = [["--quant_mode", "test", "--deploy", "gguf"], ["run", "examples/digits.py"]]
+    assert (place / "quantize_result" / "report.json").exists()
+    assert not (place / "quantize_result" / "report.html").exists()
+    asked = [["--quant_mode", "test", "--deploy", "gguf"], ["tune", "--help"]]
     done = run(place, "-c", _IN_ONE_PROCESS, json.dumps(asked))
-    assert json.loads(done.stdout.splitlines()[-1])["codes"] == [2, 2]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["codes"] == [2, 2]
+    assert facts["commands"] == ["validate", "explain", "schema", "help"]
     assert "there is none; install the package whose plug-in adds gguf" in done.stderr
-    assert "no plug-in is there that writes a network" in done.stderr
+    assert "install the package whose plug-in adds tune" in done.stderr
     for name in ("safetensors", "torch_export"):
         shutil.copytree(FOLDERS[name], place / FOLDERS[name].relative_to(ROOT))
     done = run_mode(place, "test", "--deploy", "safetensors", "--deploy", "pt2")
@@ -230,7 +245,7 @@ def folder_of(path: Path) -> str:
 
 
 def test_the_core_imports_no_plugin_and_a_plugin_those_that_it_needs() -> None:
-    needs = {plugin.name: set(plugin.needs) for plugin in plugins()}
+    needs = {plugin.name: set(plugin.needs) for plugin in PLUGINS}
     packages = {
         ".".join(folder.relative_to(ROOT).parts): name for name, folder in FOLDERS.items()
     }

@@ -21,10 +21,10 @@ def _shared_pages() -> Iterator[None]:
         return
     from support.shared_pages import SharedPages
 
-    from quantizer.report import files
+    from quantizer.report.page import page
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(files, "page", SharedPages(files.page))
+        patched.setattr(page, "page", SharedPages(page.page))
         yield
 
 

@@ -369,7 +369,7 @@ def test_what_was_done_is_reported(model: str, tmp_path: Path, capsys: Capture) 
 def test_progress_has_an_estimate(
     model: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.cli.follow._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("quantizer.cli.terminal.follow._SECONDS_BETWEEN_LINES", 0.0)
     words = [
         "--quant_mode",
         "calib",

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from quantizer.cli.completion import layers_of_results
+from quantizer.cli.arguments.places import layers_of_results
 
 SHELLS = {
     "bash": """
@@ -90,7 +90,7 @@ def test_a_damaged_plan_completes_nothing(text: str, tmp_path: Path) -> None:
 def test_completion_imports_no_torch(calibrated: Path) -> None:
     code = (
         "import sys, click\n"
-        "from quantizer.cli.completion import layers_of_results\n"
+        "from quantizer.cli.arguments.places import layers_of_results\n"
         "context = click.Context(click.Command('plan'))\n"
         "assert layers_of_results(context, None, 'layer1')\n"
         "assert 'torch' not in sys.modules\n"

@@ -78,7 +78,7 @@ def test_every_linear_layer_gets_a_correction(folder: Path, model: str) -> None:
 def test_progress_and_result_are_told_unless_quiet(
     model: str, config: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.cli.follow._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("quantizer.cli.terminal.follow._SECONDS_BETWEEN_LINES", 0.0)
     from quantizer.cli.main import run_command
 
     command = [

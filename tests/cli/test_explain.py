@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from support.configs import document
 
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.main import run_command
-from quantizer.cli.options import Options
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.pages import key_names, key_page, rules_page, setting_names
 from quantizer.config.rules.spec_rules import all_codes

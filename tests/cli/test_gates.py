@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from support.runs import calibrate, check
 
-from quantizer.cli.gates import MEASURED, names_in_test, parse_gate
+from quantizer.cli.arguments.options import Options
 from quantizer.cli.main import run_command
-from quantizer.cli.options import Options
+from quantizer.cli.modes.gates import MEASURED, names_in_test, parse_gate
 
 LABELLED = "return [(torch.eye(4, 3), torch.zeros(4, dtype=torch.long))] * 2"
 EVALUATE = """

@@ -12,10 +12,10 @@ import click
 import pytest
 from support.without_torch import BLOCKED
 
-from quantizer.cli.main import SUBCOMMANDS, cli, run_command
-from quantizer.cli.options import RUN, TARGET_OPTIONS, Options, word_of
+from quantizer.cli.arguments.options import RUN, TARGET_OPTIONS, Options, word_of
+from quantizer.cli.main import cli, run_command, subcommands
 
-HELPS = [[], *([name] for name in SUBCOMMANDS)]
+HELPS = [[], *([name] for name in subcommands())]
 FROM_INIT = ("net.json", "my_model.py")
 
 
@@ -76,7 +76,7 @@ def test_examples_are_commands_for_files_that_a_user_of_the_wheel_has(
     for example in examples:
         words = example[: example.index(">")] if ">" in example else example
         context = cli.make_context("quantizer", list(words))
-        name = words[0] if words[0] in SUBCOMMANDS else None
+        name = words[0] if words[0] in subcommands() else None
         if name is not None:
             inner = cli.get_command(context, name)
             assert inner is not None

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.llamas import llama, saved
 
-from quantizer.cli.analyze import analyze
 from quantizer.cli.main import run_command
+from quantizer.commands.tuning.analyze import analyze
 from quantizer.report.next_step import DATA_OPTIONS
 from quantizer.report.page.summary import try_next
 from quantizer.report.verdict import MAX_LINES

@@ -20,8 +20,8 @@ from support.fresh_processes import QUANTIZER
 import quantizer
 from quantizer import __version__
 from quantizer.cli import main as entry
-from quantizer.cli.main import SUBCOMMANDS, run_command
-from quantizer.cli.options import Options
+from quantizer.cli.arguments.options import Options
+from quantizer.cli.main import run_command, subcommands
 from quantizer.config.diagnostics import ConfigError, Diagnostic, Place
 from quantizer.errors import (
     DataError,
@@ -47,7 +47,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_help_lists_every_command_and_exit_code() -> None:
     done = run("-h")
     assert done.returncode == 0
-    assert all(name in done.stdout for name in SUBCOMMANDS)
+    assert all(name in done.stdout for name in subcommands())
     assert all(f"{code} " in done.stdout for code in (0, 1, 2, 6, 70, 130))
     versions = run("--version").stdout.splitlines()
     assert versions == [f"quantizer, version {__version__}", f"torch {version('torch')}"]
@@ -156,7 +156,7 @@ def test_verbose_prints_details_of_this_command_only(
     assert run_command(["init", "-o", str(path)]) == 0
     check = ["validate", str(path)]
     shown = said(order, ["-v"], check, capsys)
-    assert f"debug: cli.screen: quantizer {__version__}, torch" in shown.err
+    assert f"debug: cli.terminal.screen: quantizer {__version__}, torch" in shown.err
     assert f"debug: config.load: {path} has the layered form: 0 findings" in shown.err
     assert "debug" not in said(order, [], check, capsys).err
 
@@ -185,7 +185,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Options]:
         return int(outcome)
 
     module = SimpleNamespace(run_mode=stand_in)
-    monkeypatch.setitem(sys.modules, "quantizer.cli.modes", module)
+    monkeypatch.setitem(sys.modules, "quantizer.cli.modes.run_mode", module)
     return seen
 
 
@@ -365,7 +365,7 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
     program = (
         "import sys, time, types; from quantizer.cli import main\n"
         "def wait(options):\n    print('ready', flush=True)\n    time.sleep(60)\n"
-        "sys.modules['quantizer.cli.modes'] = types.SimpleNamespace(run_mode=wait)\n"
+        "sys.modules['quantizer.cli.modes.run_mode'] = types.SimpleNamespace(run_mode=wait)\n"
         "sys.argv = ['quantizer', '--quant_mode', 'calib']\nmain.main()\n"
     )
     with subprocess.Popen(
@@ -381,15 +381,15 @@ def test_sigterm_is_exit_code_143(tmp_path: Path) -> None:
 
 def test_every_command_in_the_table_has_an_import_path() -> None:
     assert all(
-        target.startswith("quantizer.cli.") and help_text.endswith(".")
-        for target, help_text in SUBCOMMANDS.values()
+        command.function.startswith("quantizer.") and command.help.endswith(".")
+        for command in subcommands().values()
     )
-    assert entry._RUN_MODE == "quantizer.cli.modes:run_mode"
+    assert entry._RUN_MODE == "quantizer.cli.modes.run_mode:run_mode"
 
 
 def test_a_traced_run_imports_nothing_of_modules_in_place() -> None:
     code = (
-        "import sys, quantizer.cli.calib_mode, quantizer.cli.test_mode, quantizer.sources.models;"
+        "import sys, quantizer.cli.modes.calib_mode, quantizer.cli.modes.test_mode, quantizer.sources.models;"
         "print(*(name for name in sys.modules if name.startswith('quantizer.')))"
     )
     done = subprocess.run(

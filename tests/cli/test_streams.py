@@ -13,7 +13,7 @@ import pytest
 from support.runs import ROOT, calibrate, check
 
 from quantizer.cli.main import run_command
-from quantizer.cli.streams import Outlet
+from quantizer.cli.terminal.process import Outlet
 from quantizer.results.result_set import mark_result_folder
 from quantizer.storage import plain_files
 

@@ -14,8 +14,8 @@ import pytest
 from support.runs import ROOT
 
 from quantizer.cli.main import run_command
-from quantizer.cli.search_context import SearchContext
-from quantizer.evaluation.search.trial import Figures, Trial
+from quantizer.commands.searching.search_context import SearchContext
+from quantizer.commands.searching.trial import Figures, Trial
 
 MODEL = """import torch
 from torch import nn
@@ -168,7 +168,7 @@ def test_a_gate_that_nothing_meets_ends_with_the_best_config_and_exit_1(
 def test_progress_counts_the_configs_that_were_tested(
     net: Callable[[str], str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.cli.follow._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("quantizer.cli.terminal.follow._SECONDS_BETWEEN_LINES", 0.0)
     command = ["tune", "--config_file", "w4.json", "--model", net(MODEL + APART)]
     assert run_command([*command, "--gate", "sqnr_db>=23"]) == 0
     lines = capsys.readouterr().err.splitlines()

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from quantizer.cli.main import run_command
-from quantizer.cli.render import MAX_SHOWN, RENDERERS, render_text
+from quantizer.cli.terminal.render import MAX_SHOWN, RENDERERS, render_text
 from quantizer.config.diagnostics import Diagnostic, Place
 
 ROOT = Path(__file__).parents[2]

@@ -53,7 +53,7 @@ def test_test_mode_imports_no_tracer(tmp_path: Path) -> None:
         f"{run}"
         "assert 'torch._dynamo' not in sys.modules\n"
         "assert 'torch.export._trace' not in sys.modules\n"
-        "assert 'quantizer.cli.calib_mode' not in sys.modules\n"
+        "assert 'quantizer.cli.modes.calib_mode' not in sys.modules\n"
     )
     given = ["--model", DIGITS, "--output_dir", str(tmp_path), "-q", "--subset_len", "64"]
     # Both processes have loaded the same files of tests

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import pytest
 
-from quantizer.cli.render import render_text
+from quantizer.cli.terminal.render import render_text
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.load import LoadResult, load_config
 from quantizer.config.rules.spec_rules import spec_rules

@@ -15,7 +15,7 @@ from support.toys import traced
 from torch import Tensor, nn
 
 from quantizer.cli.main import run_command
-from quantizer.config.conversion.convert import (
+from quantizer.commands.convert.convert import (
     WEIGHTED,
     WRITERS,
     ConvertedDocument,

@@ -29,7 +29,7 @@ import torch
 import quantizer
 from quantizer.api.config import OBSERVERS
 from quantizer.api.result import Result
-from quantizer.cli.main import SUBCOMMANDS, cli, run_command
+from quantizer.cli.main import cli, run_command, subcommands
 from quantizer.config.algorithms import ALGORITHMS
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
@@ -207,7 +207,7 @@ def _is_command(word: str) -> bool:
         } <= _options(command)
     every = {
         option
-        for name in SUBCOMMANDS
+        for name in subcommands()
         for option in _options(cli.get_command(click.Context(cli), name))
     }
     return {each for each in words if each.startswith("--")} <= every | _options(cli)

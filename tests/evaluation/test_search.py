@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.configs import document
 
-from quantizer.errors import DataError, UsageError
-from quantizer.evaluation.search.search import (
+from quantizer.commands.searching.search import (
     KEPT,
     NOT_TRIED,
     OUT_OF_TIME,
@@ -25,8 +24,9 @@ from quantizer.evaluation.search.search import (
     Search,
     SearchStep,
 )
-from quantizer.evaluation.search.steps import STEPS
-from quantizer.evaluation.search.trial import Change, Figures, Trial
+from quantizer.commands.searching.steps import STEPS
+from quantizer.commands.searching.trial import Change, Figures, Trial
+from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.trace import trace
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import drawn_configs
 from support.toys import traced
 
-from quantizer.config.conversion.convert import ConvertedDocument, convert_config
+from quantizer.commands.convert.convert import ConvertedDocument, convert_config
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config, QuantizationSpec

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from quantizer.cli import torchrun
 from quantizer.cli.main import run_command
+from quantizer.cli.modes import torchrun
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from quantizer.config.diagnostics import Diagnostic, Edit, Fix
 from quantizer.config.document.document import Text, TextSpan, pointer_to
 from quantizer.config.json_types import JsonObject, JsonPath
+from quantizer.plugins import if_command
 
 MAX_DEPTH = 64
 MAX_PROBLEMS = 1000
@@ -59,7 +60,7 @@ class Parser:
             if not self._next():
                 self._fail(
                     "the file is empty",
-                    "`quantizer init` writes a config to start from",
+                    if_command("init", "`quantizer init` writes a config to start from"),
                     code="QZ009",
                 )
             value = self._value(())

@@ -10,6 +10,7 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.parse import Parser
 from quantizer.config.resources import presets
 from quantizer.config.wording import closest_word
+from quantizer.plugins import if_command
 from quantizer.storage.plain_files import read_start
 
 MAX_CONFIG_BYTES = 1_000_000
@@ -121,7 +122,8 @@ def _unreadable(
 def _help_for_missing(path: Path) -> str:
     """Return the name of a neighbour that may be meant, or how to write a preset."""
     if path.stem in presets():
-        return f"`quantizer init --preset {path.stem} -o {path.stem}.json` writes this preset"
+        words = f"`quantizer init --preset {path.stem} -o {path.stem}.json` writes this preset"
+        return if_command("init", words)
     try:
         neighbours = [entry.name for entry in path.parent.iterdir() if entry.suffix == ".json"]
     except (OSError, ValueError):
@@ -129,4 +131,4 @@ def _help_for_missing(path: Path) -> str:
     name = closest_word(path.name, neighbours)
     if name:
         return f'did you mean "{path.parent / name}"?'
-    return "`quantizer init` writes a config to start from"
+    return if_command("init", "`quantizer init` writes a config to start from")

@@ -20,7 +20,7 @@ from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import form_of
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.wording import closest_word, listed, quoted
-from quantizer.plugins import left_out
+from quantizer.plugins import if_command, left_out
 
 if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
@@ -165,7 +165,5 @@ def _kind(value: Any) -> str:
 def _selector_help(entry: Any) -> str:
     if isinstance(entry, str):
         return 'write "layer_name": null, or "layer_type": null to select by name'
-    return (
-        'write "layer_type": "torch.nn.Conv2d", or a "layer_name" that `quantizer inspect` '
-        "prints"
-    )
+    where = if_command("inspect", " that `quantizer inspect` prints")
+    return f'write "layer_type": "torch.nn.Conv2d", or a "layer_name"{where}'

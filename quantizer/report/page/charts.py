@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from quantizer.report.html import Markup, element
 from quantizer.report.page.axes import (
     DATA_WIDTH,
     ROW,
@@ -17,7 +18,6 @@ from quantizer.report.page.axes import (
     round_ticks,
     three_ticks,
 )
-from quantizer.report.page.html import Markup, element
 
 _HISTOGRAM_HEIGHT = 96
 _STRIP_HEIGHT = 80

@@ -4,13 +4,14 @@ notebooks.
 
 import re
 from collections.abc import Iterator
+from importlib import resources
 
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.wording import counted, first_names
+from quantizer.report.html import Markup
 from quantizer.report.page import charts
 from quantizer.report.page.charts import DrawnRange, Point, Series
-from quantizer.report.page.html import Markup, page_file
-from quantizer.report.page.rows import rows_in_order, tensor_name
+from quantizer.report.rows import rows_in_order, tensor_name
 
 _LEAST = "value of the least code"
 _GREATEST = "value of the greatest code"
@@ -202,3 +203,9 @@ def standalone(drawing: Markup) -> str:
         'font-family="sans-serif"'
     )
     return f"{head} {sizes}><style>{style}</style>{paper}{body}\n"
+
+
+def page_file(name: str) -> str:
+    """Return the text of a file in this folder."""
+    file = resources.files("quantizer.report.page").joinpath(name)
+    return file.read_text(encoding="utf-8")

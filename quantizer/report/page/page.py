@@ -6,11 +6,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.json_types import JsonMapping
+from quantizer.report.html import Markup, fragment, with_code
 from quantizer.report.page import figures, sections, summary
 from quantizer.report.page.axes import number
-from quantizer.report.page.html import Markup, fragment, page_file, with_code
-from quantizer.report.page.rows import layer_name, rows_in_order, severity, value_text
+from quantizer.report.page.figures import page_file
 from quantizer.report.page.sections import layer_columns, layers_legend
+from quantizer.report.rows import layer_name, rows_in_order, severity, value_text
 from quantizer.report.view import TableView
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.report.page.axes import number
 from quantizer.report.page.figures import ACCUMULATED, LOCAL, measured_rows
-from quantizer.report.page.rows import (
+from quantizer.report.rows import (
     LOW,
     POOR,
     Bounds,

@@ -1,0 +1,95 @@
+"""Run `--quant_mode float`: measure the float model alone."""
+
+from collections.abc import Sequence
+
+from quantizer.calibration.fingerprint import input_shapes
+from quantizer.cli.arguments.options import Options
+from quantizer.cli.modes.gates import (
+    MEASURED,
+    Gate,
+    about_all,
+    names_in_test,
+    not_measured_by_targets,
+    parse_gate,
+    require_known,
+    require_measured,
+)
+from quantizer.cli.opening import session
+from quantizer.cli.opening.evaluation import evaluator_of
+from quantizer.cli.opening.session import OpenedRun
+from quantizer.cli.terminal.follow import progress
+from quantizer.cli.terminal.output import Outcome, config_to_look, metric_lines, show_layers
+from quantizer.distributed import ALONE, Ranks
+from quantizer.errors import UsageError
+from quantizer.evaluation.scores import measure
+from quantizer.results.calibrated_inputs import window_length
+from quantizer.seeding import seed_everything
+
+
+def run_float(options: Options, ranks: Ranks = ALONE) -> Outcome:
+    """Measure the float model on the evaluation data, on rank 0 only."""
+    if not ranks.is_first:
+        return Outcome({}, {})
+    loaded = session.open_model(options)
+    evaluator = evaluator_of(options, loaded)
+    gates = [parse_gate(text) for text in options.gate]
+    if evaluator is None:
+        require_known(gates, MEASURED)
+    batches = session.open_data(options, loaded, evaluation=True)
+    if evaluator is None:
+        require_measured(gates, not_measured_by_targets(batches.first()))
+    if options.inspect:
+        graph = session.trace_model(options, loaded, batches)
+        read = config_to_look(options.config_file)
+        plan = session.resolved_plan(read, graph, quiet=options.quiet)
+        show_layers(options, plan.graph, plan.tensors, plan.floats)
+    metrics = measure(
+        loaded.module,
+        batches,
+        session.device_of(options),
+        progress(quiet=options.quiet),
+        label="float",
+        function=evaluator,
+    )
+    if not metrics:
+        raise UsageError(
+            "there is nothing to measure: there is no evaluate(model, data), and the data has "
+            "no targets",
+            help="add evaluate() to the model's file, give --evaluate, or use data of (input, "
+            "target) pairs",
+        )
+    return Outcome(metrics, {"metrics": metrics}, metric_lines(metrics))
+
+
+def with_float_metrics(opened: OpenedRun, options: Options, gates: Sequence[Gate]) -> OpenedRun:
+    """Return the run with the user's metrics of the float model, if a gate may be about one of
+    them. So a misspelt metric is refused before calibration, which may take long.
+
+    Args:
+        opened: the model and its data.
+        options: of the test.
+        gates: of the run.
+
+    Raises:
+        UsageError: the metric of a gate is not among them.
+    """
+    evaluator = evaluator_of(options, opened.loaded)
+    known = names_in_test((), options)
+    of_user = [gate for gate in about_all(gates) if gate.metric not in known]
+    is_on_example = opened.batches.stands_in and not options.eval_data
+    if evaluator is None or not of_user or is_on_example:
+        return opened
+    # The windows of texts that test mode will have
+    seq_len = window_length(input_shapes(opened.graph))
+    batches = session.open_data(options, opened.loaded, evaluation=True, seq_len=seq_len)
+    metrics = measure(
+        opened.loaded.module,
+        batches,
+        session.device_of(options),
+        progress(quiet=options.quiet),
+        label="evaluate float",
+        function=evaluator,
+    )
+    require_known(of_user, names_in_test(metrics, options, evaluator.directions))
+    seed_everything(options.seed)
+    return opened.changed(float_metrics=metrics, evaluation=batches)

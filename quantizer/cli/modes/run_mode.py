@@ -1,0 +1,173 @@
+"""Runs `--quant_mode float|calib|test`, and returns the exit code."""
+
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+
+import quantizer
+from quantizer.cli.arguments.options import RAISING, Options
+from quantizer.cli.modes import torchrun
+from quantizer.cli.modes.gates import (
+    Gate,
+    failed_gates,
+    gate_lines,
+    met_gate_lines,
+    parse_gate,
+    require_known,
+)
+from quantizer.cli.terminal import output, process
+from quantizer.cli.terminal.annotations import annotate, append_summary
+from quantizer.cli.terminal.output import Outcome
+from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.distributed import Ranks, require_alike
+from quantizer.errors import GateError, UsageError
+from quantizer.export.targets import require_choices
+from quantizer.plugins import loaded
+from quantizer.seeding import seed_everything
+from quantizer.storage import process_memory
+
+_COMPARED_OPTIONS = (
+    "quant_mode",
+    "batch_size",
+    "subset_len",
+    "skip_len",
+    "seq_len",
+    "stride",
+    "shuffle",
+    "seed",
+    "fast_finetune",
+    "dpu_accuracy",
+    "dynamic",
+    "deploy",
+)
+"""Options that affect the result, and have to be the same on all ranks."""
+_ONLY_IN_CALIB = {
+    "for_": "--for needs calib mode: it checks a plan before calibration",
+    "dynamic": "--dynamic needs calib mode: results say which sizes are open",
+    "memory": "--memory needs calib mode: the other modes keep no activations",
+    "resume": "--resume needs calib mode: it continues an interrupted calibration",
+}
+_ONLY_IN_TEST = {
+    "deploy": "--deploy needs test mode: it writes the network that is tested",
+    "report_dir": "--report_dir needs test mode: it is the folder of its report",
+    "exact": "--exact needs test mode: it compares with the network that is tested",
+}
+"""Why an option is refused in other modes."""
+
+
+def run_mode(options: Options) -> int:
+    """Run one mode and return exit code 0; errors are raised."""
+    gates = [parse_gate(text) for text in options.gate]
+    _require_mode(options)
+    if options.deploy or options.for_:
+        # Only runs for a target need it
+        from quantizer.export.exporting import require_extras
+
+        require_extras(options.deploy)
+        require_extras(options.for_, to_plan=True)
+    seed_everything(options.seed)
+    run_one = _function_of(options.quant_mode)
+    # With --json only the result is printed to stdout. Output of the user's code goes to
+    # stderr.
+    stdout = sys.stderr if options.json else sys.stdout
+    with (
+        torchrun.joined_ranks(options) as (ranks, rank_options),
+        notes_on_stderr(rank_options.quiet),
+        redirect_stdout(stdout),
+    ):
+        require_alike(ranks, _compared_facts(options), "the versions and options")
+        outcome = run_one(rank_options, ranks)
+    if not ranks.is_first:
+        return 0
+    output.show(outcome, options)
+    is_silent = options.json or options.quiet or options.quant_mode == "float"
+    peak = process_memory.peak_bytes()
+    if peak and not is_silent:
+        print(f"peak memory {process_memory.size_text(peak)}")
+    if not options.json:
+        for line in met_gate_lines(gates, outcome.metrics):
+            print(line)
+    append_summary(outcome.report, gate_lines(gates, outcome.metrics))
+    require_met(options, gates, outcome)
+    if outcome.error:
+        raise outcome.error
+    require_known(gates, outcome.metrics)
+    return 0
+
+
+def _require_mode(options: Options) -> None:
+    """Raise `UsageError` if an option has no effect in this mode, or without another option."""
+    mode = options.quant_mode
+    if options.gate and mode == "calib":
+        raise UsageError("--gate needs test or float mode: calibration measures no metrics")
+    if options.skip_len and mode == "calib":
+        raise UsageError("--skip_len needs test or float mode: it leaves out calibration data")
+    for name, refusal in _ONLY_IN_TEST.items():
+        if getattr(options, name) and mode != "test":
+            raise UsageError(refusal)
+    require_choices(options.target_choices, options.deploy)
+    for name, refusal in _ONLY_IN_CALIB.items():
+        value = getattr(options, name)
+        is_set = value is not None and value is not False and value != ()
+        if is_set and mode != "calib":
+            raise UsageError(refusal)
+    for name in RAISING:
+        if getattr(options, name) and mode == "float":
+            raise UsageError(
+                f"--{name} needs calib mode; test mode accepts it to check that it was used"
+            )
+
+
+def require_met(
+    options: Options,
+    gates: list[Gate],
+    outcome: Outcome,
+    *,
+    remedy: str = "the table above shows which layers lose most",
+) -> None:
+    """Raise `GateError` if a gate does not hold, or its metric was not measured.
+
+    Args:
+        options: of the run.
+        gates: of the run.
+        outcome: of the run.
+        remedy: what to do.
+    """
+    not_met = failed_gates(gates, outcome.metrics)
+    if options.quant_mode == "test" and outcome.error is None:
+        for gate in gates:
+            if gate.metric not in outcome.metrics:
+                not_met.append(f"{gate.text} (not measured)")
+    if not not_met:
+        return
+    annotate(options, not_met, outcome.report)
+    text = f"not met: {', '.join(not_met)}"
+    if options.deploy and "deployed" not in outcome.content:
+        text += "; nothing is deployed"
+    raise GateError(text, help=remedy)
+
+
+def _compared_facts(options: Options) -> dict[str, Any]:
+    """Return versions and options, which have to be the same on all ranks."""
+    values = {f"--{name}": getattr(options, name) for name in _COMPARED_OPTIONS}
+    return {"quantizer": quantizer.__version__, "torch": torch.__version__, **values}
+
+
+_MODES = {
+    "float": "quantizer.cli.modes.float_mode:run_float",
+    "calib": "quantizer.cli.modes.calib_mode:run_calib",
+    "test": "quantizer.cli.modes.test_mode:run_test",
+}
+"""The module and the function of each mode. A run imports only its own, which saves time."""
+
+
+def _function_of(mode: str) -> Callable[[Options, Ranks], Outcome]:
+    """Return the function that runs a mode."""
+    module, _, _ = _MODES[mode].partition(":")
+    function: Callable[[Options, Ranks], Outcome]
+    with process.at_once(), process_memory.importing(module):
+        function = loaded(_MODES[mode])
+    return function

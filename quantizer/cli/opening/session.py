@@ -1,0 +1,336 @@
+"""Opens config, model and data of a command, and resolves the plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from quantizer.cli.arguments.options import Options
+from quantizer.cli.arguments.places import from_start, unmoved
+from quantizer.cli.opening.evaluation import evaluation_option, options_of_kinds, sample_length
+from quantizer.cli.terminal.screen import timed
+from quantizer.config.diagnostics import ConfigError, Diagnostic
+from quantizer.config.document.document import Document
+from quantizer.config.dpu_accuracy import with_finetuning
+from quantizer.config.dynamic_sizes import dynamic_sizes
+from quantizer.config.json_types import JsonMapping
+from quantizer.config.load import default_config, load_config
+from quantizer.config.model import Config
+from quantizer.config.wording import counted
+from quantizer.errors import UsageError
+from quantizer.graph.ir import Graph
+from quantizer.graph.parameters import move_module, with_views
+from quantizer.graph.passes import run_passes
+from quantizer.plan.model import Plan
+from quantizer.plan.remarks import plan_remarks
+from quantizer.plan.resolve import resolve_plan
+from quantizer.plugins import if_command
+from quantizer.results.calibrated import reuse_or_trace, trace_module
+from quantizer.results.folder import OpenedResults
+from quantizer.sources.batches import Batch
+from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, load_batches
+from quantizer.sources.kinds import advice_without_data
+from quantizer.sources.models import LoadedModel, load_model
+from quantizer.storage import process_memory
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """A config, its findings, and the texts of its files."""
+
+    config: Config
+    diagnostics: tuple[Diagnostic, ...]
+    sources: dict[str, str]
+    document: Document | None = None
+
+    def text_of(self, value: JsonMapping) -> str:
+        """Return the text of a changed config, laid out as the file is."""
+        # Only configs that are changed need it
+        from quantizer.config.document.edited import edited_text
+
+        return edited_text(self.document or Document.of({}, ""), value)
+
+    @property
+    def encoding(self) -> str:
+        """Return the encoding of the file."""
+        return "utf-8" if self.document is None else self.document.source.encoding
+
+
+def read_config_file(path: str | None) -> ReadConfig:
+    """Return the config of `--config_file`, or the built-in default.
+
+    Raises:
+        ConfigError: with all findings, if it cannot be used.
+    """
+    if path is None:
+        _logger.info(
+            "there is no --config_file: the built-in default for the DPU is used%s",
+            if_command("init", "; `quantizer init --list` shows others"),
+        )
+        return ReadConfig(default_config(), (), {})
+    result = load_config(str(unmoved(path)))
+    sources = dict(result.sources)
+    return ReadConfig(result.require(), result.diagnostics, sources, result.document)
+
+
+def config_as_asked(
+    path: str | None, level: str | None, mode: str | None = None
+) -> tuple[ReadConfig, str | None]:
+    """Return the config of a run, and its mode of finetuning.
+
+    Args:
+        path: of the config.
+        level: of `--dpu_accuracy`.
+        mode: of `--fast_finetune`.
+
+    Raises:
+        ConfigError: with all findings, if it cannot be used.
+        UsageError: the config excludes one of the options.
+    """
+    read = read_config_file(path)
+    config, mode = with_finetuning(read.config, level, mode)
+    return replace(read, config=config), mode
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """The model and the calibration data of a run, which several modes may share.
+
+    Attributes:
+        options: of the run.
+        loaded: the model.
+        batches: of its calibration.
+        improvement: what would lose less than this run; empty if that is not known.
+        float_metrics: what the user's `evaluate` returned for the float model; None if it was
+            not called yet.
+        evaluation: the data that it was called with, which the test has to read again.
+    """
+
+    options: Options
+    loaded: LoadedModel
+    batches: Batches
+    improvement: str = ""
+    float_metrics: Mapping[str, float] | None = None
+    evaluation: Batches | None = None
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Return the trace on the first batch, compared with the model on it.
+
+        Raises:
+            ModelError, DataError: as `trace_model`.
+        """
+        return trace_model(self.options, self.loaded, self.batches, compared=True)
+
+    def with_batches(self, batches: Batches) -> OpenedRun:
+        """Return the same run with a part of its calibration data, and the same trace."""
+        # The data of the test may be another part, too
+        return self.changed(batches=batches, float_metrics=None, evaluation=None)
+
+    def changed(self, **changes: Any) -> OpenedRun:
+        """Return the same run with other fields, and the same trace."""
+        other = replace(self, **changes)
+        # Tracing again would take longer than all else
+        vars(other)["graph"] = self.graph
+        return other
+
+
+def open_run(options: Options) -> OpenedRun:
+    """Open the model and its calibration data.
+
+    Raises:
+        UsageError, ModelError, DataError: as `open_model` and `open_data`.
+    """
+    loaded = open_model(options)
+    return OpenedRun(options, loaded, open_data(options, loaded))
+
+
+def open_model(options: Options) -> LoadedModel:
+    """Return the model of `--model`, on its device.
+
+    Raises:
+        UsageError: there is no `--model`, or the device is not available.
+        ModelError: it cannot be loaded.
+    """
+    if options.model is None:
+        remedy = "give FILE.py with a function model(), or package.module:factory"
+        raise UsageError("Missing option '--model'", help=remedy)
+    weights = options.weights
+    with timed(f"loading {options.model}"):
+        loaded = load_model(
+            options.model,
+            weights and str(from_start(weights)),
+            trust=options.trust,
+            max_unpacked=options.max_unpacked,
+        )
+    device = device_of(options)
+    if device.type == "cuda":
+        # Convolutions of float32 would otherwise have the precision of float16.
+        torch.backends.cudnn.allow_tf32 = False
+    move_module(loaded.module, device)
+    return loaded
+
+
+def device_of(options: Options) -> torch.device:
+    """Return the device of `--device`. "auto" is a GPU if there is one.
+
+    Raises:
+        UsageError: the device is not available.
+    """
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        remedy = "use cpu: torch finds no CUDA device"
+        if torch.cuda.is_available():
+            remedy = "use cpu or cuda"
+        reason = str(error).splitlines()[0]
+        message = f"--device {options.device} cannot be used here: {reason}"
+        raise UsageError(message, help=remedy) from error
+
+
+def open_data(
+    options: Options,
+    loaded: LoadedModel,
+    *,
+    evaluation: bool = False,
+    seq_len: int | None = None,
+) -> Batches:
+    """Return the batches of `--data`, or those of the model's file.
+
+    Without both, return one example input of the right shape: some configs need no data.
+
+    Args:
+        options: of the command.
+        loaded: the model.
+        evaluation: whether the data is for float or test mode, which prefer `--eval_data` and
+            get no example input.
+        seq_len: tokens per sample of texts without `--seq_len`.
+
+    Raises:
+        UsageError: there is no data, or options do not fit it.
+        DataError: it cannot be read, or synthetic data cannot be made.
+    """
+    option = options.data
+    source: Any = loaded.calibration_data
+    if evaluation:
+        option = evaluation_option(options, loaded)
+        source = loaded.evaluation_data
+    option = unmoved(option)
+    if option is not None:
+        source = option
+    given = options_of_kinds(options, loaded, option)
+    length = sample_length(options, loaded, seq_len)
+    open_batches = partial(load_batches, module=loaded.module, options=given)
+    if source is None:
+        if loaded.example is None or evaluation:
+            raise missing_data()
+        item = partial(loaded.example, length)
+        example = open_batches(lambda: [item()])
+        return replace(example, label="the example input", stands_in=True)
+    batches = open_batches(
+        source,
+        batch_size=options.batch_size,
+        subset_len=options.subset_len,
+        seed=options.seed,
+        defaults={
+            "tokenizer": loaded.tokenizer,
+            "seq_len": length,
+            "trust": options.trust,
+            "max_unpacked": options.max_unpacked,
+        },
+        example=partial(_first_of_model, loaded, length),
+    )
+    if evaluation:
+        batches.skip_len = options.skip_len
+    return batches
+
+
+def _first_of_model(loaded: LoadedModel, length: int) -> Batch | None:
+    """Return the example input of a model, or else its first batch; None if it has neither."""
+    source: Any = loaded.calibration_data
+    if loaded.example is not None:
+        source = [loaded.example(length)]
+    return source and load_batches(source, module=loaded.module).first()
+
+
+def batch_size(options: Options, batches: Batches) -> int:
+    """Return the samples per batch, known once the first batch was read."""
+    return options.batch_size or batches.first_size or DEFAULT_BATCH_SIZE
+
+
+def missing_data() -> UsageError:
+    """Return the error about missing data."""
+    remedy = (
+        f"give --data, or add calibration_data() to the model's file{advice_without_data()}. "
+        "A config without static activations and without algorithms needs only the shape of "
+        "an input: --data random:1x3x224x224, or example_input() in the model's file"
+    )
+    return UsageError("Missing option '--data'", help=remedy)
+
+
+def trace_model(
+    options: Options, loaded: LoadedModel, batches: Batches, *, compared: bool = False
+) -> Graph:
+    """Return the model's graph, traced on the first batch so that `--for` can be written."""
+    first = batches.first().to(device_of(options))
+    # torch.export imports it.
+    with process_memory.importing("torch._dynamo"), timed("tracing the model"):
+        sizes = dynamic_sizes(options.dynamic)
+        traced = partial(trace_module, loaded.module, first, compared=compared, sizes=sizes)
+        graph = traced()
+        if options.for_:
+            # Only runs for a target need it
+            from quantizer.export.exporting import exportable
+
+            graph = exportable(graph, first, options.for_, partial(traced, fixed=True))
+    _logger.debug("%s has %s", graph.model, counted(len(graph.nodes), "layer"))
+    return with_views(graph)
+
+
+def recall_graph(
+    options: Options, loaded: LoadedModel, batches: Batches, info: OpenedResults
+) -> Graph:
+    """Return the graph of a model that was calibrated; it is traced again only if it is not the
+    stored one.
+    """
+    first = batches.first().to(device_of(options))
+    return with_views(reuse_or_trace(loaded.module, first, info))
+
+
+def resolved_plan(
+    read: ReadConfig, original: Graph, *, quiet: bool = False, graph: Graph | None = None
+) -> Plan:
+    """Return the plan of a config for a traced graph, and print warnings and notes.
+
+    Args:
+        read: the config.
+        original: the traced graph.
+        quiet: whether nothing is printed.
+        graph: the graph after passes and algorithms; if None, the passes run here.
+
+    Raises:
+        ConfigError: a selector matches nothing, or values conflict once merged.
+    """
+    graph = graph or run_passes(original, read.config.settings)
+    plan = resolve_plan(read.config, graph, original)
+    findings = (*read.diagnostics, *plan.diagnostics)
+    if any(finding.severity == "error" for finding in findings):
+        raise ConfigError(findings, read.sources)
+    if not quiet:
+        # A run without findings does not need it
+        from quantizer.cli.terminal.render import print_diagnostics, say_note
+
+        print_diagnostics(findings, read.sources)
+        for line in plan_remarks(plan):
+            say_note(line)
+    return plan

@@ -1,0 +1,137 @@
+"""Shows the progress of a run: bars on a terminal, otherwise a line every ten seconds."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from quantizer.calibration.events import NO_FOLLOWER, Events, ForkedEvents, RunStage
+from quantizer.cli.terminal import output
+from quantizer.cli.terminal.screen import screen
+from quantizer.config.diagnostics import Diagnostic
+
+_logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+_shared: ContextVar[Events | None] = ContextVar("shared display", default=None)
+"""The display that all steps of `quantizer run` share."""
+
+
+def progress(*, quiet: bool) -> Events:
+    """Return the display of progress: bars on a terminal outside of CI, otherwise lines.
+
+    With `--quiet` there is none, and with `--verbose` the end of each stage is logged, too.
+    """
+    if screen().verbose:
+        return ForkedEvents(_display(quiet=quiet), Durations())
+    return _display(quiet=quiet)
+
+
+def _display(*, quiet: bool) -> Events:
+    if quiet or screen().quiet:
+        return NO_FOLLOWER
+    shared = _shared.get()
+    if shared is not None:
+        return shared
+    if _shows_bars():
+        # Only terminals need it
+        from quantizer.cli.terminal.bars import Bars
+
+        return Bars(output.console(stderr=True))
+    return Lines()
+
+
+@contextmanager
+def one_display() -> Iterator[None]:
+    """Show the bars of all stages in one display, until the body ends."""
+    # Only terminals need it
+    from quantizer.cli.terminal.bars import StackedBars
+
+    if screen().quiet or not _shows_bars():
+        yield
+        return
+    with StackedBars(output.console(stderr=True)) as bars:
+        token = _shared.set(bars)
+        try:
+            yield
+        finally:
+            _shared.reset(token)
+
+
+def _shows_bars() -> bool:
+    # A user's code may have replaced the stream
+    is_terminal = getattr(sys.stderr, "isatty", bool)
+    return is_terminal() and not os.environ.get("CI")
+
+
+def run_display(sources: Mapping[str, str], *, quiet: bool) -> ForkedEvents:
+    """Return the display of progress and messages; `sources` are the texts of config files."""
+    return ForkedEvents(progress(quiet=quiet), Messages(sources, quiet=quiet))
+
+
+class Messages(Events):
+    """Prints findings with their lines of the config, and logs other messages."""
+
+    def __init__(self, sources: Mapping[str, str], *, quiet: bool) -> None:
+        self._sources = sources
+        self._quiet = quiet
+
+    def message(self, level: int, text: str, finding: Diagnostic | None = None) -> None:
+        """Print or log a message."""
+        if finding is None:
+            _logger.log(level, "%s", text)
+        elif not self._quiet:
+            # A run without findings does not need it
+            from quantizer.cli.terminal.render import print_diagnostics
+
+            print_diagnostics((finding,), self._sources)
+
+
+class Durations(Events):
+    """Logs how long each stage took."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, float] = {}
+
+    def started(self, stage: RunStage) -> None:
+        """Start the clock of a stage."""
+        self._started[id(stage)] = time.monotonic()
+
+    def stopped(self, stage: RunStage, error: BaseException | None) -> None:
+        """Log the units of a stage and its time."""
+        seconds = time.monotonic() - self._started.pop(id(stage))
+        _logger.debug("%s: %d %s in %.2f s", stage.name, stage.done, stage.unit, seconds)
+
+
+class Lines(Events):
+    """Prints lines such as `calib 120/500 batches 24 % eta 63 s`, for one stage at a time."""
+
+    def started(self, stage: RunStage) -> None:
+        """Start the clock."""
+        self._started = time.monotonic()
+        self._printed = self._started
+        # A resumed stage has units that this run has spent no time on
+        self._resumed_at = stage.done
+
+    def advanced(self, stage: RunStage) -> None:
+        """Print a line if the last one is ten seconds old."""
+        if time.monotonic() - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = time.monotonic()
+            print(self._line(stage), file=sys.stderr, flush=True)
+
+    def _line(self, stage: RunStage) -> str:
+        if not stage.total:
+            doing = f": {stage.doing}" if stage.doing else ""
+            return f"{stage.name} {stage.done} {stage.unit}{doing}"
+        elapsed = time.monotonic() - self._started
+        done = stage.done - self._resumed_at
+        left = elapsed / max(done, 1) * (stage.total - stage.done)
+        percent = 100 * stage.done // stage.total
+        return (
+            f"{stage.name} {stage.done}/{stage.total} {stage.unit} {percent} % eta {left:.0f} s"
+        )

@@ -1,0 +1,309 @@
+"""Write a config of the layered form as a document of the hierarchical form."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from quantizer.commands.convert.findings import (
+    WEIGHTED,
+    ConvertedDocument,
+    alike,
+    are_apart,
+    by_strength,
+    concatenation_differs,
+    inexpressible,
+    may_differ,
+    one_per_reason,
+    overlapping,
+    range_of_batches_differs,
+    residual_stream_differs,
+    specs_by_role,
+)
+from quantizer.config.algorithms import SWITCHES
+from quantizer.config.diagnostics import Diagnostics, Place
+from quantizer.config.document.document import pointer_to
+from quantizer.config.forms.algorithm_words import algorithm_entry
+from quantizer.config.forms.dtypes import dtype_word, integer_word
+from quantizer.config.forms.hierarchical_spec import (
+    PARAMETERS,
+    observer_word,
+    specification,
+    usual_statistic,
+)
+from quantizer.config.forms.layered import FIELDS
+from quantizer.config.json_types import JsonObject
+from quantizer.config.model import (
+    ROLES,
+    Config,
+    ConfigRule,
+    Fields,
+    QuantizationSpec,
+    Role,
+    Settings,
+)
+from quantizer.config.roles import KEY_OF
+
+_KEEP = "keep the layered form, or change it"
+_PASSES = {switch: name for name, switch in SWITCHES.items()}
+"""Switches that the form lists among its algorithms."""
+
+_WORDS = {name: word for word, name in FIELDS.items()}
+_BLOCKS = {"type": "layer_type_quant_config", "name": "layer_quant_config"}
+
+_EVERY_LAYER = "*"
+_NETWORK_INPUTS = r"re:.*(::input_\d+|/quant_stub(\.\d+)?)"
+"""Names for all layers of any network, and for its inputs and the places where it is quantized
+from.
+"""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A level of the document; None excludes the layers that it selects."""
+
+    block: str
+    text: str
+    level: JsonObject | None
+    place: Place | None
+
+
+def to_hierarchical(config: Config) -> ConvertedDocument:
+    """Return the document.
+
+    Entries that state the same for all operators with weights, where there are no others,
+    become the global level. What the top of the file states of activations and of the network's
+    inputs becomes patterns that all networks match.
+    """
+    file = _Layered(config)
+    everywhere = _level(file.everywhere)
+    everywhere["target_device"] = config.settings.target_device
+    document: JsonObject = {"global_quant_config": everywhere}
+    blocks: dict[str, JsonObject] = {block: {} for block in _BLOCKS.values()}
+    excluded: dict[str, Place | None] = {}
+    origins: dict[str, Place | None] = {}
+    for entry in file.converted_entries():
+        if entry.level is None:
+            excluded[entry.text] = entry.place
+            continue
+        # Of two entries for the same layers the second one holds, at its place
+        block = blocks[entry.block]
+        block.pop(entry.text, None)
+        block[entry.text] = entry.level
+        origins[pointer_to(entry.block, entry.text)] = entry.place
+    switches = [switch for switch in _PASSES if getattr(config.settings, switch)]
+    optional: JsonObject = {
+        **blocks,
+        "exclude": [*excluded],
+        "pre_quant_opt_config": [{"name": _PASSES[switch]} for switch in switches],
+        "algo_config": [algorithm_entry(algorithm.settings) for algorithm in config.algorithms],
+    }
+    document |= {key: value for key, value in optional.items() if value}
+    for index, place in enumerate(excluded.values()):
+        origins[pointer_to("exclude", index)] = place
+    return ConvertedDocument(document, one_per_reason(_findings(file)), origins)
+
+
+class _Layered:
+    """A layered config, divided as the other form does it.
+
+    Attributes:
+        everywhere: what holds for layers with weights of their own.
+        network: what holds for all layers.
+        entries: the rules for types and names that are left.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.overall, self._tensor, *entries = config.rules
+        top = self.merged([])
+        for_all_weighted = [] if top else self._for_all_weighted(entries)
+        self.entries = [rule for rule in entries if rule not in for_all_weighted]
+        self.network = self._for_network(top)
+        if for_all_weighted:
+            top = self.merged(for_all_weighted[:1])
+        weighted = [role for role in top if role not in self.network]
+        self.everywhere = {role: top[role] for role in weighted}
+        quantized: set[Role] = {*self.everywhere, *self.network}
+        for rule in self.entries:
+            quantized.update(rule.roles or ())
+        self._quantized = [role for role in ROLES if role in quantized]
+
+    def merged(self, rules: Sequence[ConfigRule]) -> dict[Role, Fields]:
+        """Return what holds where these rules match, the weakest first; without any, at the
+        top.
+        """
+        strongest = rules[-1] if rules else self.overall
+        merged: dict[Role, Fields] = {}
+        for role in ROLES:
+            if role in (strongest.roles or ()):
+                merged_fields = dict(self.overall.fields.get(role, {}))
+                for rule in (self._tensor, *rules):
+                    merged_fields |= rule.fields.get(role, {})
+                merged[role] = merged_fields
+        return merged
+
+    def converted_entries(self) -> Iterator[_Entry]:
+        """Yield what holds for the whole network, then the entries of the file."""
+        for text in (_EVERY_LAYER, _NETWORK_INPUTS):
+            stated: dict[Role, Fields] = {}
+            for role, role_fields in self.network.items():
+                if (role == "input") == (text == _NETWORK_INPUTS):
+                    stated[role] = role_fields
+            if stated:
+                place = self.overall.roles_place
+                yield _Entry(_BLOCKS["name"], text, _level(stated), place)
+        for rule in self.entries:
+            yield self._converted(rule)
+
+    def _converted(self, rule: ConfigRule) -> _Entry:
+        """Return an entry, which decides about each tensor that anything quantizes."""
+        selector = rule.selector
+        level = None
+        if not self._is_excluded(rule):
+            stated = self.merged([rule])
+            level = _level(stated)
+            for role in self._quantized:
+                if role not in stated:
+                    level[KEY_OF[role]] = {"dtype": "float32"}
+        return _Entry(_BLOCKS[selector.kind], selector.text, level, selector.place)
+
+    def _is_excluded(self, rule: ConfigRule) -> bool:
+        """Return whether nothing of its layers is quantized, by no entry that is stronger here:
+        `exclude` is the strongest.
+        """
+        if rule.roles or rule.selector.kind == "type":
+            return False
+        ordered = by_strength(self.entries)
+        for other in ordered[ordered.index(rule) + 1 :]:
+            roles = other.roles or ()
+            if "activation" in roles:
+                return False
+            if roles and not are_apart(rule.selector, other.selector):
+                return False
+        return True
+
+    def _for_all_weighted(self, entries: Sequence[ConfigRule]) -> list[ConfigRule]:
+        """Return the entries that state the same of each operator with weights, present or not:
+        together a global level.
+        """
+        optional: dict[str, ConfigRule] = {}
+        for rule in entries:
+            if rule.selector.kind == "type" and not rule.selector.required:
+                optional[rule.selector.text] = rule
+        if not optional.keys() >= set(WEIGHTED):
+            return []
+        rules = [optional[word] for word in WEIGHTED]
+        specs = [specs_by_role(self.merged([rule])) for rule in rules]
+        return rules if all(other == specs[0] for other in specs) else []
+
+    def _for_network(self, top: Mapping[Role, Fields]) -> dict[Role, Fields]:
+        """Return what holds for all layers. Parameters are left to the global level where types
+        are selected, as a pattern for all names would override these.
+        """
+        flowing = {role: stated for role, stated in top.items() if role not in PARAMETERS}
+        by_type = any(rule.selector.kind == "type" for rule in self.entries)
+        return flowing if by_type or not flowing else dict(top)
+
+
+def _level(stated: Mapping[Role, Fields]) -> JsonObject:
+    specs = specs_by_role(stated)
+    return {KEY_OF[role]: specification(spec) for role, spec in specs.items()}
+
+
+def _findings(file: _Layered) -> Diagnostics:
+    yield from _settings(file.config.settings)
+    yield from _not_hierarchical(file.everywhere)
+    yield from _not_hierarchical(file.network)
+    for rule in file.entries:
+        yield from _not_hierarchical(file.merged([rule]))
+    yield from _selectors(file)
+
+    def merged(rules: Sequence[ConfigRule]) -> dict[Role, QuantizationSpec]:
+        return specs_by_role(file.merged(rules))
+
+    words = {role: role for role in ROLES}
+    yield from overlapping(by_strength(file.entries), merged, words)
+    top_place = file.overall.roles_place
+    if file.overall.roles and not PARAMETERS.isdisjoint(file.everywhere):
+        yield may_differ(
+            "global_quant_config applies to layers with weights of their own: norms that "
+            "cannot be folded, and trained tensors in expressions, stay in float",
+            top_place,
+        )
+    activation = specs_by_role(file.network).get("activation")
+    if activation and activation.is_scaled:
+        yield residual_stream_differs(top_place)
+    for rule in file.entries:
+        if ("activation" in (rule.roles or ())) != (activation is not None):
+            yield concatenation_differs(rule.selector.place)
+
+
+def _settings(settings: Settings) -> Diagnostics:
+    """Yield switches that do something, and the DPU."""
+    expressible = {"places", "target_device", *_PASSES}
+    for setting in fields(Settings):
+        name = setting.name
+        if name not in expressible and getattr(settings, name) != setting.default:
+            yield inexpressible(
+                f"{name}: the hierarchical form has no key for it",
+                settings.places.get(name),
+                _KEEP,
+            )
+    if settings.target_device == "DPU":
+        yield inexpressible(
+            "target_device DPU: the hierarchical form has CPU, GPU and IPU",
+            settings.places.get("target_device"),
+            _KEEP,
+        )
+
+
+def _selectors(file: _Layered) -> Diagnostics:
+    """Yield entries that the form has no selectors for."""
+    network = specs_by_role(file.network).get("activation")
+    for rule in file.entries:
+        selector = rule.selector
+        if not selector.required:
+            yield inexpressible(
+                "required false: in the hierarchical form every selector must match",
+                selector.place,
+                "remove the entry if the model does not have these layers",
+            )
+        if selector.kind != "type" or network is None:
+            continue
+        activation = specs_by_role(file.merged([rule])).get("activation")
+        if not alike(network, activation):
+            yield inexpressible(
+                "layer_type: what the top of the file says of activation becomes a pattern "
+                "for all names, which overrides types",
+                selector.place,
+                "select these layers by their names, or say the same of activation",
+            )
+
+
+def _not_hierarchical(stated: Mapping[Role, Fields]) -> Diagnostics:
+    for role, spec in specs_by_role(stated).items():
+        if spec.dtype != "int":
+            continue
+        takes_largest = spec.statistic == "max" != usual_statistic(spec.method)
+        if role not in PARAMETERS and takes_largest:
+            yield range_of_batches_differs(role, stated[role]["method"].place)
+        for name, text in _limits(spec):
+            place = stated[role][name].place if name in stated[role] else None
+            yield inexpressible(f"{_WORDS[name]} {text}", place, _KEEP)
+
+
+def _limits(spec: QuantizationSpec) -> Iterator[tuple[str, str]]:
+    """Yield the fields of integers that the hierarchical form has no word for; their values,
+    and what it has.
+    """
+    if dtype_word(spec) is None:
+        dtype = integer_word(spec)
+        yield "bit_width", f"{spec.bit_width}: the hierarchical form has no dtype {dtype}"
+    if spec.narrow_range and spec.has_signed_codes:
+        text = "true: the signed dtypes of the hierarchical form have all their codes"
+        yield "narrow_range", text
+    if spec.statistic != "max":
+        text = f"{spec.statistic}: the hierarchical form takes the range of all batches"
+        yield "statistic", text
+    if observer_word(spec) is None:
+        lacking = f"the hierarchical form has no observer for it with {spec.qscheme}"
+        yield "method", f"{spec.method}: {lacking}"

@@ -1,0 +1,11 @@
+"""What the comparison of configs and of result folders adds."""
+
+from quantizer.plugins import Command, Plugin
+
+_DIFF = Command(
+    "quantizer.commands.diff.diff:diff",
+    "Show what differs between two configs or two result folders.",
+    14,
+)
+
+PLUGIN = Plugin("diff", commands={"diff": _DIFF})

@@ -1,0 +1,191 @@
+"""`quantizer plan`: shows what a config does to a model, before calibration."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from quantizer.calibration import memory_prediction
+from quantizer.cli.arguments.options import LOOK, TABLE, Options, command, takes
+from quantizer.cli.arguments.places import from_start
+from quantizer.cli.opening import session
+from quantizer.cli.opening.traced_model import TracedModel, named_structures, traced_model
+from quantizer.cli.terminal import output
+from quantizer.cli.terminal.output import filtered_view
+from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.config.model import Algorithm, Config
+from quantizer.config.wording import counted
+from quantizer.errors import UsageError
+from quantizer.export.exporter import Refusal
+from quantizer.export.exporting import planned_refusals, require_extras
+from quantizer.export.targets import CHECKED_TARGETS
+from quantizer.export.without_codes import plan_remarks, planned_values
+from quantizer.graph.output_parts import output_parts
+from quantizer.plan.model import Plan
+from quantizer.plan.remarks import left_parameters, share_left
+from quantizer.plan.size import peak_activation_bytes, weight_bytes
+from quantizer.printable import json_text
+from quantizer.report import tables
+from quantizer.report.view import TableView
+from quantizer.storage import process_memory
+from quantizer.storage.files import write_json
+
+_MB = 1e6
+
+
+@command()
+@takes(
+    *TABLE,
+    "filter",
+    "for_",
+    "fast_finetune",
+    "dpu_accuracy",
+    "memory",
+    *LOOK,
+    for_="Check that --deploy TARGET can express the plan. May be repeated.",
+)
+def plan(options: Options) -> None:
+    """Show the effect of a config on a model: the layers that each rule matches, the spec of
+    each tensor, the size before and after, and the memory for calibration.
+
+    Only the first batches are read, for their shapes. Algorithms do not run, but names in their
+    settings are checked.
+
+    \b
+    quantizer plan --config_file net.json --model my_model.py
+    """
+    require_extras(options.for_, to_plan=True)
+    with notes_on_stderr(options.json):
+        read, finetuned = session.config_as_asked(
+            options.config_file, options.dpu_accuracy, options.fast_finetune
+        )
+        traced = traced_model(options, tested=True)
+    original = traced.graph
+    planned = session.resolved_plan(read, original)
+    named_structures(read, planned.graph)
+    view = filtered_view(options, planned.graph, original)
+    before, after = weight_bytes(planned)
+    size = traced.size
+    activations = peak_activation_bytes(planned.graph, size)
+    data = memory_prediction.BatchSizes(size, traced.batches or 1, options.memory)
+    peaks = peaks_of(planned, read.config, data, traced, finetuned=bool(finetuned))
+    outputs = output_parts(original)
+    content = planned.to_json() | {
+        "outputs": tables.named_outputs(outputs),
+        "algorithms": [algorithm.name for algorithm in read.config.algorithms],
+        "weight_bytes": {"float": before, "quantized": after},
+        "float_parameters": left_parameters(planned)[0],
+        "peak_activation_bytes": {"batch_size": size, "bytes": activations},
+        "peak_memory_bytes": peaks,
+        "data": traced.filled,
+    }
+    refusals: dict[str, list[Refusal]] = {}
+    refused: dict[str, list[dict[str, Any]]] = {}
+    values: dict[str, tuple[str, ...]] = {}
+    for target in options.for_:
+        refusals[target] = planned_refusals(
+            CHECKED_TARGETS[target], planned, read.config.algorithms
+        )
+        refused[target] = [asdict(refusal) for refusal in refusals[target]]
+        values[target] = planned_values(CHECKED_TARGETS[target], planned)
+    if refused:
+        content |= {"refused": refused, "stored_as_floats": values}
+    if traced.way:
+        content["synthetic_data"] = traced.way
+    if options.file:
+        write_json(from_start(options.file), content)
+    if options.json:
+        click.echo(json_text(content))
+    else:
+        _show(planned, view, content, read.config.algorithms)
+        for line in tables.output_lines(outputs):
+            click.echo(line)
+        _show_refused(refusals, planned.graph.model, view)
+        for target in options.for_:
+            for remark in plan_remarks(CHECKED_TARGETS[target], planned):
+                click.echo(remark)
+    texts = []
+    remedies: dict[str, None] = {}
+    for target, rows in refusals.items():
+        if rows:
+            words = CHECKED_TARGETS[target].words
+            texts.append(f"{words} cannot express {counted(len(rows), 'tensor')}")
+        for refusal in rows:
+            remedies[refusal.help] = None
+    if texts:
+        raise UsageError("; ".join(texts), help="; ".join(remedies))
+
+
+def peaks_of(
+    plan: Plan,
+    config: Config,
+    data: memory_prediction.BatchSizes,
+    traced: TracedModel,
+    *,
+    finetuned: bool,
+) -> dict[str, int | None]:
+    """Return the predicted peak of memory of each mode, in bytes."""
+    tested = data.size if traced.tested is None else traced.tested
+    calib = memory_prediction.calibration_bytes(plan, config, data, finetuned=finetuned)
+    test = memory_prediction.comparison_bytes(plan.graph, plan.specs, tested, data.batches)
+    return {
+        "calib": memory_prediction.peak_with(calib, traced.base),
+        "test": memory_prediction.peak_with(test, traced.base),
+    }
+
+
+def _show_refused(refused: dict[str, list[Refusal]], model: str, view: TableView) -> None:
+    """Print for each target the tensors that it cannot express.
+
+    Args:
+        refused: by target.
+        model: the name that stands for a refusal of the whole model.
+        view: of the table.
+    """
+    for target, refusals in refused.items():
+        words = CHECKED_TARGETS[target].words
+        if not refusals:
+            click.echo(f"\n{words} can express all tensors")
+            continue
+        click.echo(f"\n{words} can express all tensors but these:")
+        rows = []
+        for refusal in refusals:
+            rows.append((refusal.layer or model, refusal.role, refusal.why))
+        output.console(exact=view.is_exact).print(tables.refusal_table(rows, view))
+
+
+def _show(
+    plan: Plan, view: TableView, content: dict[str, Any], algorithms: Sequence[Algorithm]
+) -> None:
+    """Print the tables, and sizes below them."""
+    console = output.console(exact=view.is_exact)
+    console.print(tables.rule_table(plan, view))
+    console.print()
+    console.print(tables.plan_table(plan, view))
+    console.print()
+    before, after = content["weight_bytes"].values()
+    click.echo(
+        f"{len(plan.tensors)} tensors quantized; weights {before / _MB:.2f} MB -> "
+        f"{after / _MB:.2f} MB"
+    )
+    click.echo(share_left(content["float_parameters"]))
+    if "synthetic_data" in content:
+        click.echo(f"calibration first makes {content['synthetic_data']}")
+    if algorithms:
+        names = ", then ".join(algorithm.name for algorithm in algorithms)
+        line = f"calibration runs {names}"
+        if any(algorithm.stage == "rescale" for algorithm in algorithms):
+            line += "; layers that it inserts are not in the table"
+        click.echo(line)
+    size, activations = content["peak_activation_bytes"].values()
+    click.echo(
+        f"calibration keeps up to {activations / _MB:.1f} MB of activations at batch size "
+        f"{size}"
+    )
+    peaks = []
+    for mode, peak in content["peak_memory_bytes"].items():
+        if peak is not None:
+            peaks.append(f"{mode} {process_memory.size_text(peak)}")
+    if peaks:
+        click.echo(f"peak memory: {', '.join(peaks)}")

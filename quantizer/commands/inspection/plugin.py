@@ -1,0 +1,21 @@
+"""What the commands that look at a model before a calibration add."""
+
+from quantizer.plugins import Command, Plugin
+
+_DOCTOR = Command(
+    "quantizer.commands.inspection.doctor:doctor",
+    "Check machine, config, data and model before a run.",
+    7,
+)
+_INSPECT = Command(
+    "quantizer.commands.inspection.inspect:inspect",
+    "List the layers of a model and what can be quantized.",
+    8,
+)
+_PLAN = Command(
+    "quantizer.commands.inspection.plan:plan",
+    "Show what a config does to a model, without calibrating.",
+    9,
+)
+
+PLUGIN = Plugin("inspection", commands={"doctor": _DOCTOR, "inspect": _INSPECT, "plan": _PLAN})

@@ -1,0 +1,264 @@
+"""`quantizer merge`: merges result folders that were calibrated on parts of the data."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantizer.calibration import fingerprint, steps
+from quantizer.calibration.request import CalibrationRequest, StoredStatistics
+from quantizer.calibration.step import decisions_of
+from quantizer.calibration.target import TracedTarget
+from quantizer.cli.arguments.options import Options, command, option, takes
+from quantizer.cli.arguments.places import PathType, from_start
+from quantizer.cli.arguments.reproduction import (
+    option_words,
+    read_commands,
+    remember,
+    without_folders,
+)
+from quantizer.cli.opening import session
+from quantizer.cli.opening.run_folder import log_run
+from quantizer.cli.terminal.follow import run_display
+from quantizer.cli.terminal.output import Outcome, show
+from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.config.model import Config
+from quantizer.config.wording import counted
+from quantizer.errors import ResultError, UsageError
+from quantizer.graph.parameters import with_views
+from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.results.calibrated import reuse_or_trace, stored_config
+from quantizer.results.calibrated_inputs import example_batch
+from quantizer.results.folder import (
+    COMMANDS_KEY,
+    ORIGIN_FILES,
+    QuantInfo,
+    open_written,
+    read_info,
+    why_statistics_insufficient,
+)
+from quantizer.results.result_set import locked, require_result_folder
+from quantizer.results.same_calibration import check_model
+from quantizer.results.write import check_owner, require_expendable, write_results
+from quantizer.seeding import seed_everything
+from quantizer.sources.data import Batches
+
+_ALIKE = "calibrate both alike"
+_TOGETHER = "calibrate once on all data instead: several ranks can share it"
+
+
+@dataclass(frozen=True)
+class MergeOptions(Options):
+    """The options of `quantizer merge`."""
+
+    output: str = option(
+        "The result folder to write.",
+        "-o",
+        default="quantize_result",
+        type=PathType(),
+        metavar="DIR",
+        group="Output",
+    )
+
+
+@command()
+@click.argument("folders", nargs=-1, required=True, type=PathType(), metavar="DIR DIR...")
+@takes(
+    "model",
+    "weights",
+    "trust",
+    "output",
+    "overwrite",
+    "json",
+    model="The model that was calibrated: file.py, file.py:factory or a Hugging Face folder.",
+    kind=MergeOptions,
+)
+def merge(folders: tuple[str, ...], options: MergeOptions) -> None:
+    """Merge result folders that were calibrated on different data, with the same model and
+    config.
+
+    The result is that of a single run over all batches, in the order of the folders. Give the
+    model too: a result folder never makes code run.
+
+    \b
+    quantizer merge monday tuesday --model my_model.py -o both
+    """
+    if len(folders) < 2:
+        raise UsageError(
+            "there is only one folder to merge", help="give two or more result folders"
+        )
+    places = list(map(Path, folders))
+    folder = from_start(options.output)
+    require_result_folder(folder)
+    with notes_on_stderr(options.quiet):
+        outcome = _merge(places, folder, options)
+    show(outcome, options)
+
+
+def _merge(places: list[Path], folder: Path, options: Options) -> Outcome:
+    """Merge the statistics of calibrations, and write the results of all data to a folder."""
+    infos = [read_info(place) for place in places]
+    is_merged = "merge" in read_commands(folder).get(COMMANDS_KEY, ())
+    require_expendable(folder, places, overwrite=options.overwrite or is_merged)
+    first = infos[0]
+    config = stored_config(first)
+    # The places of settings in the user's config are those of the first calibration.
+    origins = {name: first.files[name].content() for name in ORIGIN_FILES}
+    _require_mergeable(infos, config)
+    seed_everything(infos[0].header["seed"])
+    loaded = session.open_model(options)
+    batch = example_batch(infos[0].header)
+    with locked(folder), log_run(folder, options):
+        original = with_views(reuse_or_trace(loaded.module, batch, first))
+        check_model(infos[0], original)
+        check_owner(folder, original.model, overwrite=options.overwrite)
+        batches = Batches(
+            lambda: iter((batch,)),
+            "an example input",
+            fingerprint=_merged_data(infos),
+            stamp=_stamp(infos),
+        )
+        request = CalibrationRequest(
+            target=TracedTarget(original),
+            config=config,
+            batches=batches,
+            events=run_display({}, quiet=options.quiet),
+            seed=infos[0].header["seed"],
+            statistics=tuple(_statistics_of(info) for info in infos),
+            kept=first.solution.kept,
+        )
+        state = steps.run_calibration(request)
+        header = request.header(state)
+        write_results(
+            folder,
+            original,
+            state.calibration,
+            state.solution,
+            config=config,
+            run=header,
+            origins=origins,
+        )
+        opened = open_written(folder, REPORT_INPUTS)
+        commands = remember(opened, "merge", _command(options, places))
+        write_report(opened, commands=commands)
+    tensors = len(state.plan.tensors)
+    seen = state.calibration.batches
+    content = {"tensors": tensors, "batches": seen, "results": str(folder)}
+    line = f"{counted(tensors, 'tensor')} calibrated on {counted(seen, 'batch')}"
+    return Outcome({}, content, [f"{line}; results: {folder}"])
+
+
+def _stamp(infos: list[QuantInfo]) -> str | None:
+    """Return the first note on data that is not real."""
+    for info in infos:
+        stamp: str | None = info.header["stamp"]
+        if stamp:
+            return stamp
+    return None
+
+
+def _command(options: Options, places: Sequence[Path]) -> list[str]:
+    """Return the command of a merge, with only the options that affect its results."""
+    folders = [without_folders(str(place)) for place in places]
+    words = option_words(options, ("model", "weights", "trust"))
+    return ["quantizer", "merge", *folders, *words]
+
+
+def _statistics_of(info: QuantInfo) -> StoredStatistics:
+    """Return the statistics of a calibration.
+
+    Raises:
+        ResultError: their file is damaged.
+    """
+    return StoredStatistics(info.statistics(), int(info.header["batches"]))
+
+
+def _require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
+    """Check that the statistics of folders can be merged into one calibration.
+
+    Args:
+        infos: the open folders.
+        config: of the calibrations.
+
+    Raises:
+        ResultError: the folders are of different models or configs, or more than statistics is
+            needed to calibrate.
+    """
+    first = infos[0]
+    if first.settings != config.settings:
+        why = "its header has other settings than its config"
+        raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
+    for info in infos[1:]:
+        text = f"{info.folder} cannot be merged with {first.folder}"
+        for why in _model_differences(first.header, info.header):
+            raise ResultError(f"{text}: {why}", help=_ALIKE)
+        both = (first.solution.kept, info.solution.kept)
+        for name, decision in decisions_of(*both).items():
+            for why in decision.differences(*(kept.get(name, {}) for kept in both)):
+                raise ResultError(f"{text}: {why}", help=_TOGETHER)
+        for why in _setting_differences(first.header, info.header):
+            raise ResultError(f"{text}: {why}", help=_ALIKE)
+    for why in _insufficient(first.header, config):
+        raise ResultError(f"{first.folder} cannot be merged: {why}", help=_TOGETHER)
+
+
+def _model_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about what differs in the models of two calibrations."""
+    if first["model"] != other["model"]:
+        yield f"it is of {other['model']}, not of {first['model']}"
+    layer = fingerprint.first_difference(first["layers"], other["layers"])
+    if layer is not None:
+        yield f"layer {layer} differs"
+    weight = fingerprint.first_difference(first["weights"], other["weights"])
+    if weight is not None:
+        yield f"the weight {weight} differs"
+
+
+def _setting_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about what two calibrations were asked to do differently."""
+    sentences = {
+        "config": "their configs quantize differently",
+        "algorithms": "the algorithms differ",
+        "inputs": "the shapes of the inputs differ",
+        "fast_finetune": "only one is finetuned",
+        "seed": "the seeds differ",
+    }
+    for key, sentence in sentences.items():
+        if first.get(key) != other.get(key):
+            yield sentence
+
+
+def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield sentences that say what a calibration needs besides statistics."""
+    for algorithm in config.algorithms:
+        if algorithm.needs_data:
+            yield (
+                f"{algorithm.name} needs the values that layers read, and statistics do not "
+                "hold them"
+            )
+    yield from why_statistics_insufficient(header, "merge")
+
+
+def _merged_data(infos: Sequence[QuantInfo]) -> dict[str, Any]:
+    """Return one fingerprint of the data of all folders. Its digest is the hash of theirs."""
+    samples = 0
+    batches = 0
+    kinds: dict[str, set[Any]] = {}
+    digest = hashlib.blake2b(digest_size=16)
+    for info in infos:
+        data = info.header["data"]
+        samples += data["samples"]
+        batches += data["batches"]
+        digest.update(data["digest"].encode())
+        for name, input_kinds in data["inputs"].items():
+            kinds.setdefault(name, set()).update(input_kinds)
+    inputs = {name: sorted(kinds[name]) for name in sorted(kinds)}
+    return {
+        "samples": samples,
+        "batches": batches,
+        "inputs": inputs,
+        "digest": digest.hexdigest(),
+    }

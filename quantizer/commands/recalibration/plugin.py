@@ -1,0 +1,16 @@
+"""What the commands that calibrate from stored statistics add."""
+
+from quantizer.plugins import Command, Plugin
+
+_RETUNE = Command(
+    "quantizer.commands.recalibration.retune:retune",
+    "Recompute scales from the statistics of a calibration.",
+    13,
+)
+_MERGE = Command(
+    "quantizer.commands.recalibration.merge:merge",
+    "Merge result folders that were calibrated on parts of the data.",
+    15,
+)
+
+PLUGIN = Plugin("recalibration", commands={"retune": _RETUNE, "merge": _MERGE})

@@ -1,0 +1,206 @@
+"""`quantizer retune`: recomputes scales from stored statistics, without model and data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import click
+
+from quantizer.cli.arguments.options import TABLE, Options, command, option, takes
+from quantizer.cli.arguments.places import PathType, from_start, layers_of_results, write_output
+from quantizer.cli.arguments.reproduction import remember
+from quantizer.cli.terminal import output
+from quantizer.cli.terminal.output import view_of
+from quantizer.commands.recalibration.calibrated_folder import CalibratedFolder
+from quantizer.commands.recalibration.retuned_folder import (
+    Change,
+    RetunedFolder,
+    retune_activations,
+)
+from quantizer.config.wording import counted, did_you_mean
+from quantizer.errors import UsageError
+from quantizer.observers import BATCH_STATISTICS
+from quantizer.printable import json_text
+from quantizer.report.files import REPORT_INPUTS, write_report
+from quantizer.results.folder import open_written
+from quantizer.results.result_set import locked, locked_as_opened, require_result_folder
+from quantizer.results.write import check_owner, require_expendable
+from quantizer.tables import RANGE_METHODS
+
+
+@dataclass(frozen=True)
+class RetuneOptions(Options):
+    """The options of `quantizer retune`."""
+
+    output_dir: str = option(
+        "The result folder to write.  [default: DIR]",
+        default="",
+        show_default=False,
+        metavar="DIR",
+    )
+    method: str | None = option(
+        "The method that finds ranges.", type=click.Choice(list(RANGE_METHODS))
+    )
+    percentage: float | None = option(
+        "The percentage of the percentile method.",
+        type=click.FloatRange(0, 100, min_open=True),
+        metavar="P",
+    )
+    statistic: str | None = option(
+        "How the ranges of several batches are combined.",
+        type=click.Choice(list(BATCH_STATISTICS)),
+    )
+    layer: tuple[str, ...] = option(
+        "Change only this layer's activations: a name, a module path or a pattern. May be "
+        "repeated.",
+        default=(),
+        metavar="NAME",
+        shell_complete=layers_of_results,
+    )
+    dry_run: bool = option("Show what would change, without writing results.", default=False)
+
+
+@command()
+@click.argument("folder", default="quantize_result", type=PathType(), metavar="[DIR]")
+@takes(
+    "method",
+    "percentage",
+    "statistic",
+    "layer",
+    "dry_run",
+    "output_dir",
+    "overwrite",
+    "output",
+    "json",
+    *TABLE,
+    kind=RetuneOptions,
+    output="Write the config with the change to FILE.",
+)
+def retune(folder: str, options: RetuneOptions) -> None:
+    """Recompute scales of activations from the statistics of a calibration, in seconds, without
+    model and data.
+
+    The result is bit-identical to a calibration with the changed config. If a statistic that it
+    needs was not stored, the error says which.
+
+    \b
+    quantizer retune --method maxmin
+    quantizer retune --percentage 99 --layer 'layer1.*' -o net.json
+    """
+    change = Change(options.method, options.percentage, options.statistic)
+    if change == Change():
+        raise UsageError(
+            "there is nothing to change", help="give --method, --percentage or --statistic"
+        )
+    if options.dry_run and options.output_dir:
+        raise UsageError(
+            "--dry_run writes no results",
+            help="leave out --output_dir; -o FILE writes the config",
+        )
+    place = from_start(folder)
+    before = CalibratedFolder(place)
+    layers = _layers(options.layer, before) if options.layer else None
+    result = retune_activations(before, change, layers)
+    target = from_start(options.output_dir) if options.output_dir else place
+    if not options.dry_run:
+        require_result_folder(target)
+        require_expendable(target, [place], overwrite=options.overwrite)
+        _write(before, result, target, overwrite=options.overwrite)
+    if options.file:
+        write_output(options.file, result.text)
+    rows = _rows(before, result)
+    if options.json:
+        click.echo(json_text({"results": str(target), "tensors": rows}))
+        return
+    titles = ("layer", "tensor", "method", "scale before", "scale", "ratio")
+    texts = [(*map(str, row.values()), _ratio(row)) for row in rows]
+    view = view_of(options, before.plan["paths"])
+    console = output.console(exact=view.is_exact)
+    console.print(view.listing(titles, texts, numbers=titles[3:], what="tensor"))
+    line = counted(len(rows), "tensor")
+    if options.dry_run:
+        line += " would change; nothing is written"
+    else:
+        line += f" retuned; results: {target}"
+    output.print_line(line, console)
+
+
+def _write(
+    before: CalibratedFolder, result: RetunedFolder, target: Path, *, overwrite: bool
+) -> None:
+    """Write the result folder and its report."""
+    files = before.opened.files
+    is_same = target.resolve() == before.opened.folder.resolve()
+    lock = locked_as_opened(files) if is_same else locked(target)
+    with lock:
+        check_owner(target, before.header["model"], overwrite=overwrite)
+        result.write(target)
+        opened = open_written(target, REPORT_INPUTS)
+        commands = None
+        calib_command = before.opened.commands.get("calib")
+        if calib_command is not None:
+            # A calibration with the changed config has the same result.
+            name = Path(result.config.source).name
+            commands = remember(opened, "calib", _with_config(calib_command, name))
+        write_report(opened, commands=commands)
+
+
+def _layers(words: tuple[str, ...], folder: CalibratedFolder) -> frozenset[str]:
+    """Return the layers of names, module paths or patterns.
+
+    Raises:
+        UsageError: one matches no layer.
+    """
+    path_of = {}
+    for name, _ in folder.activations:
+        path_of[name] = str(folder.plan["paths"].get(name, name))
+    layers: set[str] = set()
+    for word in words:
+        matching = set()
+        for name, path in path_of.items():
+            if word in (name, path) or fnmatchcase(path, word):
+                matching.add(name)
+        if not matching:
+            remedy = "`quantizer plan` shows all layers"
+            remedy = did_you_mean(word, path_of.values(), remedy)
+            raise UsageError(
+                f"--layer {word!r} matches no activation with a scale", help=remedy
+            )
+        layers |= matching
+    return frozenset(layers)
+
+
+def _rows(folder: CalibratedFolder, result: RetunedFolder) -> list[dict[str, object]]:
+    """Return the columns of each tensor."""
+    entries, _ = result.entries
+    rows: list[dict[str, object]] = []
+    for (layer, role), entry in entries.items():
+        row = {
+            "layer": layer,
+            "tensor": role,
+            "method": result.tensors[layer, role].after.method,
+            "scale_before": folder.entries[layer][role]["scale"],
+            "scale": entry["scale"],
+        }
+        rows.append(row)
+    return rows
+
+
+def _ratio(row: dict[str, object]) -> str:
+    before = row["scale_before"]
+    after = row["scale"]
+    if not isinstance(before, float) or not isinstance(after, float) or not before:
+        return ""
+    return f"{after / before:.4f}"
+
+
+def _with_config(words: Sequence[str], name: str) -> list[str]:
+    """Return the command of a calibration with this config file, unless it has one.
+
+    >>> _with_config(["quantizer", "--quant_mode", "calib", "--seed", "1"], "config.json")
+    ['quantizer', '--quant_mode', 'calib', '--config_file', 'config.json', '--seed', '1']
+    """
+    if "--config_file" in words:
+        return list(words)
+    return [*words[:3], "--config_file", name, *words[3:]]

@@ -1,0 +1,350 @@
+"""Searches for a config with which all gates hold: changes a config step by step, from cheap
+changes to dear ones, until they hold or the time is up.
+
+Each step tries some changes. The best of them is kept if it is better than the config before.
+So no step ends with a worse config.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from quantizer.commands.searching.trial import Change, Figures, Trial
+from quantizer.config.diagnostics import ConfigError
+from quantizer.config.model import Algorithm
+from quantizer.errors import QuantizerError, UsageError
+from quantizer.graph.ir import Graph
+from quantizer.graph.passes import run_passes
+from quantizer.plan.fitted_algorithms import why_algorithm_is_idle
+from quantizer.plan.model import Plan
+from quantizer.plan.resolve import resolve_plan
+from quantizer.results.calibrated import Calibrated
+from quantizer.sources.batches import Batch
+
+# The results of steps
+START = "start"
+KEPT = "kept"
+TAKEN_BACK = "taken back"
+REPLACED = "replaced"
+NOT_TRIED = "not tried"
+# A reason
+OUT_OF_TIME = "the time was up"
+NO_CHANGE = "changes nothing in this model"
+
+
+class OutOfTimeError(Exception):
+    """A trial would be measured after the time budget."""
+
+
+@dataclass(frozen=True)
+class SearchStep:
+    """A step of a search.
+
+    Attributes:
+        name: in tables.
+        cost: what it costs to measure and at run time, as words.
+        changes: yields the changes to try, each of the best trial so far. An error that it
+            raises is the reason why there is nothing to change.
+    """
+
+    name: str
+    cost: str
+    changes: Callable[[Search], Iterator[Change]]
+
+
+@dataclass
+class Row:
+    """What a step of a search did, as a row of the table.
+
+    Attributes:
+        step: its name.
+        cost: what it costs, and why.
+        result: START, KEPT, TAKEN_BACK, REPLACED or NOT_TRIED.
+        change: the change of the best trial; empty if none was measured.
+        undoes: the name of the earlier step whose change the best trial removes.
+        figures: what was measured on the best trial; None if none was measured.
+        reasons: why trials were not measured.
+        tests: how many configs were calibrated and tested.
+        seconds: the time of the whole step.
+    """
+
+    step: str
+    cost: str = ""
+    result: str = NOT_TRIED
+    change: str = ""
+    undoes: str = ""
+    figures: Figures | None = None
+    reasons: list[str] = field(default_factory=list)
+    tests: int = 0
+    seconds: float = 0.0
+
+
+class Search:
+    """Measures trials in order until all gates hold, and keeps the best.
+
+    Args:
+        context: what all trials share.
+        steps: in order.
+        seconds: the time after which no trial is measured.
+        after_row: called with the row of each step that is done.
+        clock: returns the time, in seconds.
+
+    Attributes:
+        context: as given.
+        best: the best trial so far.
+        figures: what was measured on it.
+        rows: the start and the steps, in order.
+    """
+
+    best: Trial
+    figures: Figures
+
+    def __init__(
+        self,
+        context: Context,
+        steps: Sequence[SearchStep],
+        seconds: float,
+        *,
+        after_row: Callable[[Row], None] = lambda row: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.context = context
+        self.rows: list[Row] = []
+        self._steps = steps
+        self._after_row = after_row
+        self._clock = clock
+        self._seconds = seconds
+        self._deadline = math.inf
+        self._measured: dict[str, Figures] = {}
+        self._tests = 0
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan of the best trial, before algorithms."""
+        if self._plan is None:
+            self._plan = plan_of(self.best, self.context.original)
+        return self._plan
+
+    @property
+    def changes(self) -> list[str]:
+        """Return each change that is in the best trial, with the name of its step."""
+        return [f"{row.step}: {row.change}" for row in self.rows if row.result == KEPT]
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Return whether the time ended the search."""
+        return any(OUT_OF_TIME in row.reasons for row in self.rows)
+
+    def run(self, start: Trial, figures: Figures | None = None) -> None:
+        """Change a trial step by step until all gates hold.
+
+        Nothing is changed if a gate does not hold for the float network either.
+
+        Args:
+            start: the trial to begin with.
+            figures: what was measured on it; None to measure it.
+
+        Raises:
+            QuantizerError: the start cannot be measured.
+        """
+        began = self._clock()
+        self._deadline = began + self._seconds
+        row = Row(START, result=START)
+        if figures is None:
+            figures = self.context.measure(start)
+            row.tests = 1
+        row.figures = figures
+        self.best = start
+        self.figures = figures
+        self._add(row, began)
+        for step in self._steps:
+            if self.figures.is_met or self.figures.missed_by_float:
+                return
+            self._run_step(step)
+
+    def measure(self, trial: Trial) -> Figures:
+        """Return what is measured on a trial. Equal trials are measured once.
+
+        Raises:
+            OutOfTimeError: the time is up.
+            QuantizerError: it cannot be measured.
+        """
+        if trial.key not in self._measured:
+            self._require_time()
+            self.record(trial, self.context.measure(trial))
+            self._tests += 1
+        return self._measured[trial.key]
+
+    def record(self, trial: Trial, figures: Figures) -> None:
+        """Record what was measured on a trial, or on another one with the same effect."""
+        self._measured[trial.key] = figures
+
+    def _run_step(self, step: SearchStep) -> None:
+        """Measure the trials of a step, and keep the best of them if it is better than the one
+        before.
+
+        A trial with which all gates hold is the last.
+        """
+        began = self._clock()
+        row = Row(step.name, step.cost)
+        tests_before = self._tests
+        preferred = self.best
+        try:
+            self._require_time()
+            for change in step.changes(self):
+                trial = self._tried(change, row)
+                if trial is None:
+                    continue
+                figures = self.measure(trial)
+                if self._is_preferred(figures, row.figures):
+                    row.figures = figures
+                    row.change = change.text
+                    row.undoes = change.undoes
+                    preferred = trial
+                if figures.is_met:
+                    break
+        except OutOfTimeError:
+            row.reasons.append(OUT_OF_TIME)
+        except QuantizerError as error:
+            # There are no changes, or they cannot be found
+            row.reasons.append(_reason_of(error))
+        row.tests = self._tests - tests_before
+        if row.figures is not None:
+            row.result = TAKEN_BACK
+            if row.figures.is_better_than(self.figures):
+                row.result = KEPT
+                self.best = preferred
+                self.figures = row.figures
+                self._plan = None
+                self._mark_replaced(row.undoes)
+        self._add(row, began)
+
+    def _tried(self, change: Change, row: Row) -> Trial | None:
+        """Return the trial of a change, measured. If it need not or cannot be measured, return
+        None and append the reason to the row.
+        """
+        try:
+            trial = change.apply(self.best)
+            require_worth_measuring(trial, self.best, self.plan, self.context)
+            self.measure(trial)
+        except QuantizerError as error:
+            reason = _reason_of(error)
+            if reason not in row.reasons:
+                row.reasons.append(reason)
+            return None
+        return trial
+
+    def _is_preferred(self, figures: Figures, best: Figures | None) -> bool:
+        """Return whether a trial replaces the best trial of its step.
+
+        Args:
+            figures: of the trial.
+            best: of the best trial of the step until then; None without one.
+        """
+        if best is None or figures.is_better_than(best):
+            return True
+        # The best trial may move one gate nearer and another one away, so that neither trial is
+        # better than the other. Only a trial that is better than the one before can be kept
+        return figures.is_better_than(self.figures) and not best.is_better_than(self.figures)
+
+    def _mark_replaced(self, step: str) -> None:
+        """Mark the row of a step whose change a later one has undone."""
+        for row in self.rows:
+            if row.step == step and row.result == KEPT:
+                row.result = REPLACED
+
+    def _require_time(self) -> None:
+        """Raise `OutOfTimeError` after the time budget."""
+        if self._clock() >= self._deadline:
+            raise OutOfTimeError
+
+    def _add(self, row: Row, began: float) -> None:
+        """Add the row of a step that is done."""
+        row.seconds = self._clock() - began
+        self.rows.append(row)
+        self._after_row(row)
+
+
+def _reason_of(error: QuantizerError) -> str:
+    """Return the message of an error, without the place in a config."""
+    if isinstance(error, ConfigError):
+        for finding in error.diagnostics:
+            if finding.severity == "error":
+                return finding.message
+    return error.message
+
+
+class Context(Protocol):
+    """What all trials of a search share."""
+
+    @property
+    def original(self) -> Graph:
+        """Return the traced model, before passes."""
+
+    def measure(self, trial: Trial) -> Figures:
+        """Calibrate and test a trial."""
+
+    def calibrate(self, trial: Trial) -> tuple[Calibrated, Plan]:
+        """Calibrate a trial in memory, and return its plan, too."""
+
+    def batches(self) -> Iterator[Batch]:
+        """Begin a pass over the calibration data, on the model's device."""
+
+    def refusal(self, plan: Plan, algorithms: Iterable[Algorithm]) -> str:
+        """Return why a target cannot hold a plan, or what its algorithms make of it. The text
+        is empty if all targets can.
+        """
+
+
+def plan_of(trial: Trial, original: Graph) -> Plan:
+    """Return the plan of a trial for a model, before algorithms."""
+    graph = run_passes(original, trial.config.settings)
+    return resolve_plan(trial.config, graph, original)
+
+
+def require_worth_measuring(
+    changed: Trial, before: Trial, plan_before: Plan, context: Context
+) -> None:
+    """Raise an error if a changed trial need not be measured.
+
+    Args:
+        changed: the trial after a change.
+        before: the trial before.
+        plan_before: the plan of `before`.
+        context: of the search.
+
+    Raises:
+        ConfigError: its config has errors, in itself or for this model.
+        UsageError: it changes nothing, a new algorithm has no layer to change, or a target
+            cannot hold it.
+    """
+    plan = plan_of(changed, context.original)
+    errors = [finding for finding in plan.diagnostics if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    present = {algorithm.name for algorithm in before.config.algorithms}
+    for algorithm in changed.config.algorithms:
+        if algorithm.name not in present:
+            reason = why_algorithm_is_idle(algorithm, plan)
+            if reason is not None:
+                raise UsageError(reason)
+    if _effect(changed, plan) == _effect(before, plan_before):
+        raise UsageError(NO_CHANGE)
+    refusal = context.refusal(plan, changed.config.algorithms)
+    if refusal:
+        raise UsageError(refusal)
+
+
+def _effect(trial: Trial, plan: Plan) -> tuple[Any, ...]:
+    """Return all that a trial does to a model. Trials with the same effect have the same
+    results.
+    """
+    # If equalization changes something, the graph's changes have it. Places are lines of a file
+    settings = replace(trial.config.settings, include_cle=False, places={})
+    algorithms = [algorithm.settings for algorithm in trial.config.algorithms]
+    return plan.specs, settings, algorithms, plan.graph.changes, trial.fast_finetune

@@ -1,0 +1,326 @@
+"""Searches for a config with which gates hold, for `quantizer run --gate` and `quantizer tune`.
+Writes the config, its calibration and test, tune.json and the table. Both commands also share
+fields of options here.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quantizer.cli.arguments.options import Options, option
+from quantizer.cli.arguments.places import from_start, minutes
+from quantizer.cli.modes.calib_mode import run_calib
+from quantizer.cli.modes.gates import Gate
+from quantizer.cli.modes.test_mode import run_test
+from quantizer.cli.opening import session
+from quantizer.cli.opening.session import OpenedRun, ReadConfig
+from quantizer.cli.terminal import output
+from quantizer.cli.terminal.output import Outcome
+from quantizer.cli.terminal.render import say_note
+from quantizer.commands.searching.divided_data import DividedData
+from quantizer.commands.searching.search import KEPT, NOT_TRIED, START, Row, Search, plan_of
+from quantizer.commands.searching.search_context import SearchContext, Subject
+from quantizer.commands.searching.steps import STEPS
+from quantizer.commands.searching.trial import Figures, Trial
+from quantizer.config.forms.level_edits import with_tuning_comments
+from quantizer.config.json_types import JsonObject
+from quantizer.errors import UsageError
+from quantizer.plan.model import Plan
+from quantizer.report.tables import finite_row, number_text
+from quantizer.report.view import Listing
+from quantizer.results.folder import TUNE_FILE, read_info
+from quantizer.results.result_set import locked_as_opened, mark_result_folder
+from quantizer.seeding import seed_everything
+from quantizer.storage.files import cannot_use, write_json
+from quantizer.storage.replacing import replace_file
+
+TUNED_CONFIG = "tuned_config.json"
+"""The name of the written config if the search started from a file of the user."""
+
+
+_MAX_REASON = 150
+"""Characters of a reason; tune.json has all of it."""
+
+
+def minutes_option(text: str) -> Any:
+    """Return the field of `--minutes`, whose help is this text."""
+    return option(text, default=10.0, type=minutes, metavar="N", group="Algorithm")
+
+
+@dataclass(frozen=True)
+class TunedRun:
+    """A search for a config, and the calibration and the test of its best trial.
+
+    Attributes:
+        search: the trials, and the best of them.
+        gates: that have to hold.
+        sentence: on the data that judge; empty if there is nothing to say.
+        minutes: the time budget.
+        config: the path of the written config.
+        opened: the model and its data.
+        calibrated: the result of calib mode.
+        tested: the result of test mode.
+        test_options: the options of the test.
+    """
+
+    search: Search
+    gates: Sequence[Gate]
+    sentence: str
+    minutes: float
+    config: str
+    opened: OpenedRun
+    calibrated: Outcome
+    tested: Outcome
+    test_options: Options
+
+    @property
+    def content(self) -> dict[str, object]:
+        """Return the content of tune.json."""
+        gates = [gate.text for gate in self.gates]
+        return {
+            **search_json(self.search, gates),
+            "minutes": self.minutes,
+            "data": self.sentence,
+            "config": self.config,
+        }
+
+    def show(self) -> None:
+        """Print the table of the steps, and which changes were kept."""
+        console = output.console()
+        metrics = [gate.metric for gate in self.gates]
+        console.print(search_table(self.search, metrics))
+        for line in result_lines(self.search, self.sentence, self.config):
+            output.print_line(line, console)
+        sys.stdout.flush()
+
+
+def tune_config(
+    opened: OpenedRun,
+    data: DividedData,
+    gates: Sequence[Gate],
+    path: Path,
+    *,
+    minutes: float,
+    targets: Sequence[str],
+    deploy: Sequence[str] = (),
+    tested: tuple[Mapping[str, float], Plan] | None = None,
+    gives_advice: bool = False,
+) -> TunedRun:
+    """Change the config of a run until the gates hold. Write the best config, and calibrate and
+    test it as `--quant_mode` does.
+
+    Args:
+        opened: the model and its data.
+        data: that calibrate and test.
+        gates: that have to hold.
+        path: where the config is written.
+        minutes: the time after which no trial is measured.
+        targets: that have to be able to hold each config.
+        deploy: the targets that the test exports to. Trials imitate their runtimes.
+        tested: the metrics of the config as it is, and its plan; None to measure it.
+        gives_advice: whether the test says what to do if a gate does not hold.
+
+    Raises:
+        UsageError: a target cannot hold the config, or there is no metric of a gate.
+        QuantizerError: the config cannot be measured, or a mode failed.
+    """
+    options = data.calib_options
+    read = session.read_config_file(options.config_file)
+    subject = Subject(options, read, opened.loaded, data.calibration, opened.graph)
+    context = SearchContext(subject, data.evaluation, gates, targets=targets, run_as=deploy)
+    search = _searched(context, minutes, tested)
+    if gives_advice and not search.figures.is_met:
+        opened = opened.changed(improvement=_advice(search))
+    folder = from_start(options.output_dir)
+    mark_result_folder(folder)
+    _write_config(path, read, search)
+    data = data.with_config(str(path))
+    calib_options = data.calibrating(fast_finetune=search.best.fast_finetune)
+    test_options = data.testing(for_=(), deploy=tuple(deploy))
+    opened = opened.with_batches(data.calibration)
+    seed_everything(options.seed)
+    calibrated = run_calib(calib_options, opened=opened)
+    seed_everything(options.seed)
+    outcome = run_test(test_options, opened=opened)
+    run = TunedRun(
+        search,
+        gates,
+        data.sentence,
+        minutes,
+        str(path),
+        opened,
+        calibrated,
+        outcome,
+        test_options,
+    )
+    info = read_info(folder)
+    with locked_as_opened(info.files):
+        write_json(folder / TUNE_FILE, info.with_checksum(run.content))
+    return run
+
+
+def _searched(
+    context: SearchContext, minutes: float, tested: tuple[Mapping[str, float], Plan] | None
+) -> Search:
+    """Search for a config with which the gates hold."""
+    subject = context.subject
+    start = Trial(subject.read.config.document, subject.options.fast_finetune)
+    refusal = context.refusal(plan_of(start, subject.original), start.config.algorithms)
+    if refusal:
+        raise UsageError(refusal, help="start from a config that this target can hold")
+    figures: Figures | None = None
+    if tested is not None:
+        figures = context.figures(*tested)
+    print_step = partial(_print_step, [gate.metric for gate in context.gates])
+    search = Search(context, STEPS, 60 * minutes, after_row=print_step)
+    with context.shown_as("tune"):
+        search.run(start, figures)
+    return search
+
+
+def _print_step(metrics: Sequence[str], row: Row) -> None:
+    """Print a line about a step after it is done."""
+    if row.figures is None:
+        say_note(f"{row.step}: not tried: {'; '.join(row.reasons)}")
+        return
+    texts = []
+    for metric in metrics:
+        value = row.figures.gated.get(metric, math.nan)
+        texts.append(f"{metric} {value:.6g}")
+    change = row.change or "the config as it is"
+    result = "" if row.step == START else f": {row.result}"
+    say_note(f"{row.step}: {change}: {', '.join(texts)}{result}")
+
+
+def _advice(search: Search) -> str:
+    """Return what to do next, after a search with which a gate does not hold."""
+    if search.figures.missed_by_float:
+        gates = ", ".join(search.figures.missed_by_float)
+        return f"relax the bound of {gates}: the float network does not meet it either."
+    if search.is_out_of_time:
+        return "give more --minutes: the time was up before all changes were tried."
+    return (
+        "no change of the config meets the gate, and tune.json has what was tried: relax the "
+        "bound, or choose another preset."
+    )
+
+
+def _write_config(path: Path, read: ReadConfig, search: Search) -> None:
+    """Write the config of the best trial, with comments that say what was changed.
+
+    Raises:
+        ResultError: it cannot be written.
+    """
+    best = search.best
+    document = with_tuning_comments(best.document, search.changes, best.fast_finetune)
+    text = read.text_of(document)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode(read.encoding))
+    except OSError as error:
+        raise cannot_use(path.parent, error) from None
+
+
+def search_table(search: Search, metrics: Sequence[str]) -> Listing:
+    """Return a table with a row for each step that was measured.
+
+    Args:
+        search: with all its rows.
+        metrics: those of the gates.
+    """
+    columns = list(dict.fromkeys((*metrics, "sqnr_db")))
+    lines = []
+    for row in search.rows:
+        if row.figures is None:
+            continue
+        texts = []
+        for metric in columns:
+            value = row.figures.gated.get(metric)
+            texts.append(number_text(value, ".5g"))
+        megabytes = f"{row.figures.weight_bytes / 1e6:.3f}"
+        cost = (megabytes, str(row.tests), f"{row.seconds:.1f}")
+        lines.append((row.step, *texts, *cost, row.result))
+    titles = ("step", *columns, "MB", "tests", "s", "result")
+    layouts = (titles, ("step", *columns, "MB", "s", "result"), ("step", *columns, "result"))
+    return Listing(titles, lines, frozenset(titles[1:-1]), layouts)
+
+
+def result_lines(search: Search, data: str, config: str) -> Iterator[str]:
+    """Yield lines about what was changed, what was not tried and why, and the time.
+
+    Args:
+        search: with all its rows.
+        data: a sentence on the data; empty if there is nothing to say.
+        config: the path of the written config.
+    """
+    if search.figures.is_met and not search.changes:
+        yield "all gates hold with the config as it is"
+    for gate in search.figures.missed_by_float:
+        yield f"{NOT_TRIED}: any change: the float network does not meet {gate} either"
+    for change in search.changes:
+        yield f"{KEPT}: {change}"
+    for reason, steps in _not_tried(search.rows).items():
+        yield f"{NOT_TRIED}: {', '.join(steps)}: {reason}"
+    if data:
+        yield f"data: {data}"
+    yield f"config: {config}"
+    mode = search.best.fast_finetune
+    if mode is not None:
+        yield f"calibrate with --fast_finetune {mode}, too: it is an option"
+
+
+def _not_tried(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the steps that were not tried, by their reason."""
+    steps_by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.result != NOT_TRIED:
+            continue
+        reason = "; ".join(row.reasons)
+        if len(reason) > _MAX_REASON:
+            reason = f"{reason[:_MAX_REASON]}…"
+        steps_by_reason.setdefault(reason, []).append(row.step)
+    return steps_by_reason
+
+
+def search_json(search: Search, gates: Sequence[str]) -> JsonObject:
+    """Return a search for programs."""
+    return {
+        "gates": list(gates),
+        "met": search.figures.is_met,
+        "missed_by_float": list(search.figures.missed_by_float),
+        "out_of_time": search.is_out_of_time,
+        "changes": search.changes,
+        "fast_finetune": search.best.fast_finetune,
+        "steps": [_row_json(row) for row in search.rows],
+    }
+
+
+def _row_json(row: Row) -> JsonObject:
+    content: JsonObject = {
+        "step": row.step,
+        "cost": row.cost,
+        "result": row.result,
+        "change": row.change,
+        "reasons": list(row.reasons),
+        "tests": row.tests,
+        "seconds": round(row.seconds, 2),
+    }
+    if row.figures is not None:
+        shortfall = math.fsum(row.figures.shortfalls)
+        figures = {"weight_bytes": row.figures.weight_bytes, "shortfall": shortfall}
+        content |= finite_row(figures)
+        content["metrics"] = finite_row(row.figures.gated)
+    return content
+
+
+def loses_most(options: Options) -> str:
+    """Return the remedy for gates that do not hold, which names the report of the run."""
+    folder = from_start(options.output_dir)
+    page = folder / "report.html"
+    if not page.exists():
+        page = folder / "layers.csv"
+    return f"{page} shows which layers lose most"

@@ -1,0 +1,160 @@
+"""`quantizer init`: writes a preset as a first config, and fits it to a model if one is given.
+Imports no torch.
+"""
+
+import shutil
+import sys
+
+import click
+
+from quantizer.cli.arguments.grouped_command import refuse_typed
+from quantizer.cli.arguments.options import (
+    MODEL,
+    Options,
+    command,
+    output_option,
+    overwrite_option,
+    takes,
+)
+from quantizer.cli.arguments.places import PluginWord, write_output
+from quantizer.cli.terminal.render import say_note
+from quantizer.config.forms.form import form_of
+from quantizer.config.resources import load_resource, preset_text, presets
+from quantizer.errors import UsageError
+from quantizer.plugins import plugins
+
+_DEVICES = {"CPU": "cpu_int8", "GPU": "gpu", "DPU": "dpu"}
+"""The preset of each device."""
+_STRATEGIES = {
+    "weight_only": "weight_int8",
+    "static": "static_fp8",
+    "dynamic": "dynamic_int8",
+    "smoothquant": "smoothquant_int8",
+    "awq": "awq_int4_group",
+    "gptq": "gptq_int4_group",
+}
+"""The preset of each strategy, in the hierarchical form."""
+for _plugin in plugins():
+    _STRATEGIES.update(_plugin.strategies)
+
+
+@command()
+@click.option(
+    "--device",
+    type=click.Choice(list(_DEVICES), case_sensitive=False),
+    help="The device that will run the network.  [default: CPU]",
+)
+@click.option(
+    "--strategy",
+    type=PluginWord(list(_STRATEGIES)),
+    metavar="NAME",
+    help=(
+        "Write the hierarchical form for a strategy: quantize only weights, use static "
+        "(calibrated) or dynamic ranges of activations, run an algorithm, or write a block "
+        f"type of llama.cpp. One of {', '.join(_STRATEGIES)}."
+    ),
+)
+@click.option(
+    "--preset", type=click.Choice(presets()), metavar="NAME", help="Write a preset of --list."
+)
+@click.option("--list", "list", is_flag=True, help="List all presets and when to use them.")
+@output_option(
+    default="quantize_config.json",
+    show_default=True,
+    help="The file to write; - is standard output.",
+)
+@overwrite_option()
+@takes(*MODEL, model="Change the preset so that it fits this model, and say what was changed.")
+def init(
+    *,
+    device: str | None,
+    strategy: str | None,
+    preset: str | None,
+    list: bool,  # noqa: A002 - the option
+    output: str,
+    overwrite: bool,
+    options: Options,
+) -> None:
+    """Write a config to start from, valid for a device. With --model, calibration of that model
+    accepts it.
+
+    \b
+    quantizer init --list
+    quantizer init --device DPU -o net.json
+    quantizer init --strategy dynamic -o net.json
+    quantizer init --preset mxfp4 -o net.json
+    quantizer init --strategy gptq --model my_llama -o net.json
+    """
+    if list:
+        click.echo(_listing(), nl=False)
+        return
+    name = _preset(device, strategy, preset)
+    text = _text(name, device, strategy, preset)
+    text = _fitted(text, name, options)
+    if output == "-":
+        click.echo(text, nl=False)
+        return
+    write_output(output, text)
+    say_note(
+        f"wrote {output}; `quantizer validate {output}` checks it, `quantizer explain KEY` "
+        "explains a key"
+    )
+
+
+def _fitted(text: str, name: str, options: Options) -> str:
+    """Return the text of a preset, changed as the model asks for, and print the changes."""
+    if options.model is None:
+        refuse_typed(MODEL, "it needs --model: then init fits the preset to the model")
+        return text
+    # These import torch
+    from quantizer.cli.opening.traced_model import traced_model
+    from quantizer.plan.fitted_config import fitted_text
+
+    traced = traced_model(options)
+    fitted, changes = fitted_text(text, name, traced.graph)
+    for change in changes:
+        say_note(change)
+    if not changes:
+        say_note(f"the preset {name} fits the model as it is")
+    return fitted
+
+
+def _listing() -> str:
+    """Return each preset with its comment, which says when to use it."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    rows = []
+    for name in presets():
+        comment = load_resource("configs", f"{name}.json")["//"]
+        rows.append((name, comment))
+    formatter = click.HelpFormatter(indent_increment=0, width=width)
+    formatter.write_dl(rows)
+    return f"{formatter.getvalue()}`quantizer init --preset NAME` writes one of them\n"
+
+
+def _preset(device: str | None, strategy: str | None, preset: str | None) -> str:
+    """Return the name of the preset that the options choose."""
+    if strategy and preset:
+        raise UsageError("--strategy and --preset exclude each other", help="give one of them")
+    if strategy:
+        return _STRATEGIES[strategy]
+    return preset or _DEVICES[device or "CPU"]
+
+
+def _text(name: str, device: str | None, strategy: str | None, preset: str | None) -> str:
+    """Return the text of the preset, with the URL of its schema instead of the path."""
+    form = form_of(load_resource("configs", f"{name}.json"))
+    text = preset_text(name)
+    if not device or not (strategy or preset):
+        return text
+    if form == "layered":
+        raise UsageError(
+            f"the preset {name} already sets its device",
+            help="leave out --device, or edit the file",
+        )
+    if device == "DPU":
+        option = f"--strategy {strategy}" if strategy else f"--preset {preset}"
+        raise UsageError(
+            f"{option} and --device DPU exclude each other: the DPU needs the layered form",
+            help="leave out one of them",
+        )
+    return text.replace('"target_device": "CPU"', f'"target_device": "{device}"')

@@ -1,0 +1,128 @@
+"""`quantizer tune`: changes a config from cheap to dear until gates hold, and calibrates and
+tests what came out.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+
+import click
+
+from quantizer.cli.arguments.options import MODEL, Options, command, takes
+from quantizer.cli.arguments.places import from_start
+from quantizer.cli.modes import torchrun
+from quantizer.cli.modes.gates import (
+    Gate,
+    gate_lines,
+    parse_gate,
+    require_known_names,
+    require_known_parts,
+)
+from quantizer.cli.modes.run_mode import require_met
+from quantizer.cli.opening import session
+from quantizer.cli.opening.evaluation import evaluator_of
+from quantizer.cli.terminal import output
+from quantizer.cli.terminal.annotations import append_summary
+from quantizer.cli.terminal.follow import one_display
+from quantizer.cli.terminal.screen import notes_on_stderr
+from quantizer.commands.searching.divided_data import divide_data
+from quantizer.commands.searching.tuned_run import (
+    TUNED_CONFIG,
+    TunedRun,
+    loses_most,
+    minutes_option,
+    tune_config,
+)
+from quantizer.config.load import load_config
+from quantizer.errors import UsageError
+from quantizer.export.exporting import require_extras
+from quantizer.graph.output_parts import output_parts
+from quantizer.printable import json_text
+from quantizer.results.result_set import locked, require_result_folder
+from quantizer.results.write import check_owner
+from quantizer.seeding import seed_everything
+from quantizer.storage.replacing import require_writable
+
+
+@dataclass(frozen=True)
+class TuneOptions(Options):
+    """The options of `quantizer tune`."""
+
+    minutes: float = minutes_option("Begin no test of a config after so many minutes.")
+
+
+@command()
+@takes(
+    *("config_file", "gate", "for_", *MODEL, "stride", "shuffle", "device"),
+    *("eval_data", "evaluate", "subset_len", "skip_len", "fast_finetune", "memory", "seed"),
+    *("minutes", "output_dir", "overwrite", "json", "debug"),
+    kind=TuneOptions,
+    output_dir="The folder of config and results.",
+    for_="Leave out changes that --deploy TARGET could not write. May be repeated.",
+    gate="The TEST to meet, e.g. 'top1_drop<=0.005'. May be repeated.",
+)
+def tune(options: TuneOptions) -> None:
+    """Change a config until all gates hold: first what costs little, then what costs more, and
+    layers in float last. No change is kept that gains nothing.
+
+    The folder gets the changed config, its results, and tune.json with what each change gained
+    and cost. The exit code is 1 if a gate does not hold in the end.
+
+    \b
+    quantizer tune --config net.json --model my_model.py --gate 'sqnr_db>=30'
+    """
+    gates = [parse_gate(text) for text in options.gate]
+    _require_usable(options, gates)
+    stdout = sys.stderr if options.json else sys.stdout
+    with notes_on_stderr(quiet=True), redirect_stdout(stdout), one_display():
+        run = _tune(options, gates)
+    if options.json:
+        click.echo(json_text({"tune": run.content, "test": run.tested.content}))
+    else:
+        run.show()
+        console = output.console()
+        for line in gate_lines(gates, run.tested.metrics):
+            output.print_line(line, console)
+    append_summary(run.tested.report, gate_lines(gates, run.tested.metrics))
+    require_met(run.test_options, gates, run.tested, remedy=loses_most(options))
+    if run.tested.error:
+        raise run.tested.error
+
+
+def _require_usable(options: TuneOptions, gates: Sequence[Gate]) -> None:
+    """Raise `UsageError` if options are missing, or exclude each other."""
+    if torchrun.is_used():
+        raise UsageError(
+            "`quantizer tune` works in one process", help="run it without torchrun"
+        )
+    if not gates:
+        raise UsageError(
+            "Missing option '--gate'", help="give what has to hold, such as 'top1_drop<=0.005'"
+        )
+    if options.config_file is None:
+        raise UsageError(
+            "Missing option '--config_file'",
+            help="give the config to change, or use `quantizer run MODEL --gate TEST`",
+        )
+    require_extras(options.for_, to_plan=True)
+    load_config(options.config_file).require()
+
+
+def _tune(options: TuneOptions, gates: Sequence[Gate]) -> TunedRun:
+    """Change the config step by step, and calibrate and test the best config."""
+    folder = from_start(options.output_dir)
+    require_result_folder(folder)
+    seed_everything(options.seed)
+    opened = session.open_run(options)
+    if opened.batches.stands_in:
+        raise session.missing_data()
+    if evaluator_of(options, opened.loaded) is None:
+        require_known_names(gates, options)
+    require_known_parts(gates, output_parts(opened.graph))
+    with locked(folder):
+        check_owner(folder, opened.graph.model, overwrite=options.overwrite)
+    path = folder / TUNED_CONFIG
+    require_writable(path)
+    data = divide_data(replace(options, deploy=()), opened)
+    return tune_config(opened, data, gates, path, minutes=options.minutes, targets=options.for_)

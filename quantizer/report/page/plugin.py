@@ -1,0 +1,11 @@
+"""What the page and the drawings of a report add."""
+
+from quantizer.plugins import Plugin
+
+_FUNCTIONS = {
+    "page": "quantizer.report.page.page:page",
+    "plots": "quantizer.report.page.plots:write_plots",
+    "events": "quantizer.report.page.plots:write_events",
+}
+
+PLUGIN = Plugin("page", report=_FUNCTIONS)
