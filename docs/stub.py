@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import quantizer
 from quantizer.api.config import OBSERVERS
 from quantizer.api.quantize import quantize
+from quantizer.declarations import TargetOption
 from quantizer.export.targets import CHOICES
 from quantizer.option_words import worded
-from quantizer.plugins import TargetOption
 from quantizer.tables import RANGE_METHODS
 
 _TITLE = '''"""{docstring}

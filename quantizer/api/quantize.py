@@ -28,6 +28,7 @@ from quantizer.config.load import load_preset
 from quantizer.config.resources import preset_text
 from quantizer.config.run_config import RUN_CONFIG, MadeFor, restored_if_refused, run_config
 from quantizer.config.wording import counted, did_you_mean
+from quantizer.declarations import CheckedTarget
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.export.destinations import (
@@ -53,7 +54,7 @@ from quantizer.graph.ir import Graph
 from quantizer.graph.untraced import Untraced, untraced_part
 from quantizer.nn.layer import check_float
 from quantizer.plan.fitted_config import LayersToLeave, fitted_text
-from quantizer.plugins import CheckedTarget, remedy_for_absent
+from quantizer.plugins import remedy_for_absent
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv
 from quantizer.report.verdict import VerdictFacts, verdict

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
+from quantizer.declarations import CalibrationStep
 from quantizer.graph.ir import Graph
-from quantizer.plugins import CalibrationStep, loaded, plugin_steps
+from quantizer.plugins import loaded, plugin_steps
 
 Stage = Literal["plan", "decide", "adjust", "observe", "scale", "correct", "finish"]
 """Where a step runs: the steps of a stage follow those of the stages before it.

@@ -35,6 +35,7 @@ from quantizer.cli.terminal import process, screen
 from quantizer.cli.terminal.screen import print_versions
 from quantizer.config.diagnostics import ConfigError
 from quantizer.config.wording import closest_word
+from quantizer.declarations import Command
 from quantizer.errors import (
     TORCH,
     WORKER_HELP,
@@ -48,7 +49,7 @@ from quantizer.errors import (
     lost_worker,
     pip_line,
 )
-from quantizer.plugins import Command, commands, if_command, loaded, remedy_for_absent
+from quantizer.plugins import commands, if_command, loaded, remedy_for_absent
 from quantizer.printable import one_line
 from quantizer.sources.user_code import ends_in_user_code, imported_once, user_error
 from quantizer.storage import process_memory

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from quantizer.config.forms.form import Form
-from quantizer.plugins import ListedAlgorithm, loaded, plugins
+from quantizer.declarations import ListedAlgorithm
+from quantizer.plugins import loaded, plugins
 
 AlgorithmStage = Literal["rescale", "round"]
 MAX_SEED = 2**64 - 1

@@ -5,9 +5,10 @@ file to write. Imports no torch.
 from collections.abc import Mapping
 from typing import Any
 
+from quantizer.declarations import Destination
 from quantizer.errors import UsageError
 from quantizer.export.targets import CHOICES
-from quantizer.plugins import Destination, plugins
+from quantizer.plugins import plugins
 
 _NETWORK = "network"
 _LANGUAGE_MODEL = "language model"

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 from quantizer.calibration.events import NO_FOLLOWER, Events, RunStage
 from quantizer.config.model import Settings
 from quantizer.config.wording import first_names
+from quantizer.declarations import CheckedTarget
 from quantizer.errors import ModelError, UsageError, VerificationError, pip_line
 from quantizer.export.exporter import Exporter, Refusal
 from quantizer.export.library_failures import refused_by_libraries
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS, checked_target, offered
 from quantizer.option_words import marked_text
-from quantizer.plugins import CheckedTarget, loaded
+from quantizer.plugins import loaded
 from quantizer.storage.folder_list import LIST_FILE
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
     from quantizer.calibration.solution import Solution
     from quantizer.config.model import Algorithm
+    from quantizer.declarations import CheckedTarget
     from quantizer.export.agreement import Verification
     from quantizer.export.deployment import Deployment
     from quantizer.graph.ir import Graph
     from quantizer.plan.model import Plan, TensorSpecs
-    from quantizer.plugins import CheckedTarget
     from quantizer.sources.batches import Batch
 
 _logger = logging.getLogger(__name__)

@@ -9,9 +9,10 @@ from inspect import signature
 from typing import Any
 
 from quantizer.config.wording import a_kind, did_you_mean, listed
+from quantizer.declarations import CheckedTarget, ExportTarget, TargetOption
 from quantizer.errors import UsageError
 from quantizer.option_words import Option, marked
-from quantizer.plugins import CheckedTarget, ExportTarget, TargetOption, plugins
+from quantizer.plugins import plugins
 
 FOLDER = "export"
 """Of the files, in a result folder."""

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from quantizer.config.wording import first_names
+from quantizer.declarations import CheckedTarget
 from quantizer.export.exporting import exporter_of, planned_refusals
 from quantizer.export.targets import checked_target
 from quantizer.graph.names import is_operator_name
 from quantizer.plan.model import Plan
-from quantizer.plugins import CheckedTarget
 
 _PLAIN = "engines build poolers and classifiers behind the blocks of a model in float"
 _COMPUTED = "the model computes the weight, and has no place for a rounded one"

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from quantizer.declarations import DataKind
 from quantizer.distributed import Ranks
 from quantizer.errors import BatchError, DataError, UsageError
-from quantizer.plugins import DataKind, loaded
+from quantizer.plugins import loaded
 from quantizer.sources.arguments import (
     UNKNOWN_ARGUMENTS,
     Arguments,

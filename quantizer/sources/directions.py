@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from quantizer.config.wording import a_kind, quoted
+from quantizer.declarations import LOWER
 from quantizer.errors import ModelError, QuantizerError, UsageError
-from quantizer.plugins import LOWER, plugins
+from quantizer.plugins import plugins
 from quantizer.sources.user_code import UserModule
 
 _LOWER_WORDS = frozenset(

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from quantizer.declarations import DataKind
 from quantizer.errors import DataError, UsageError
-from quantizer.plugins import DataKind, plugins, remedy_for_absent
+from quantizer.plugins import plugins, remedy_for_absent
 from quantizer.sources.batches import Batch
 from quantizer.sources.user_code import split_spec
 

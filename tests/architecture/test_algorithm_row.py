@@ -22,8 +22,8 @@ from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.load import LoadResult, check_document
+from quantizer.declarations import ListedAlgorithm
 from quantizer.errors import UsageError
-from quantizer.plugins import ListedAlgorithm
 
 Capture = pytest.CaptureFixture[str]
 WEIGHT = {"weight": {"dtype": "int8"}}

@@ -19,6 +19,7 @@ LAYERS = (
     ("printable", "option_words"),
     ("errors", "seeding", "default_device"),
     ("rows",),
+    ("declarations",),
     ("plugins",),
     ("tables",),
     ("storage",),

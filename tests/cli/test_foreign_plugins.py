@@ -11,7 +11,7 @@ import pytest
 from support.ledger import PACKAGE
 
 _GOOD = """
-from quantizer.plugins import ExportTarget, Plugin, TargetOption
+from quantizer.declarations import ExportTarget, Plugin, TargetOption
 
 print("imported", flush=True)
 _LEVEL = TargetOption("tiny_level", "tiny", "How tiny.", ("low", "high"))

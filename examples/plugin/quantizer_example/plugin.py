@@ -1,6 +1,6 @@
 """What this package adds to quantizer. It imports no torch."""
 
-from quantizer.plugins import ExportTarget, Plugin
+from quantizer.declarations import ExportTarget, Plugin
 from quantizer.rows import ObserverClass, RangeMethod
 
 _MEANSTD = RangeMethod(

@@ -1,6 +1,6 @@
 """Declares the absorption of high biases."""
 
-from quantizer.plugins import CalibrationStep, GraphPass, Plugin
+from quantizer.declarations import CalibrationStep, GraphPass, Plugin
 
 _MODULE = "quantizer.algorithms.absorption.absorption"
 # Outputs differ where a value lies more than three standard deviations below its mean

@@ -1,6 +1,6 @@
 """Declares AWQ."""
 
-from quantizer.plugins import ListedAlgorithm, Plugin
+from quantizer.declarations import ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.awq.settings:AWQConfig"
 PLUGIN = Plugin("awq", rank=22, algorithms={"awq": ListedAlgorithm(_SETTINGS)})

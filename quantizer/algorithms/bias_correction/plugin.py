@@ -1,6 +1,6 @@
 """Declares bias correction."""
 
-from quantizer.plugins import CalibrationStep, Plugin
+from quantizer.declarations import CalibrationStep, Plugin
 
 _STEP = CalibrationStep(
     "correct",

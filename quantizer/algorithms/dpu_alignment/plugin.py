@@ -1,6 +1,6 @@
 """Declares the alignment of positions to the shifters of the DPU."""
 
-from quantizer.plugins import CalibrationStep, Plugin
+from quantizer.declarations import CalibrationStep, Plugin
 
 _STEP = CalibrationStep(
     "scale",

@@ -1,6 +1,6 @@
 """Declares cross-layer equalization."""
 
-from quantizer.plugins import GraphPass, ListedAlgorithm, Plugin
+from quantizer.declarations import GraphPass, ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.equalization.settings:CLEConfig"
 _PASS = GraphPass(

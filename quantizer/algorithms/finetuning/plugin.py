@@ -1,6 +1,6 @@
 """Declares fast finetuning."""
 
-from quantizer.plugins import CalibrationStep, Plugin
+from quantizer.declarations import CalibrationStep, Plugin
 
 _STEP = CalibrationStep(
     "correct",

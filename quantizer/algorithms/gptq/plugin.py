@@ -1,6 +1,6 @@
 """Declares GPTQ, GPTAQ and Qronos."""
 
-from quantizer.plugins import ListedAlgorithm, Plugin
+from quantizer.declarations import ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.gptq.settings"
 PLUGIN = Plugin(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quantizer.plugins import CalibrationStep, Plugin
+from quantizer.declarations import CalibrationStep, Plugin
 
 
 def _may_apply(request: Any, state: Any) -> bool:

@@ -1,6 +1,6 @@
 """Declares rotation."""
 
-from quantizer.plugins import ListedAlgorithm, Plugin
+from quantizer.declarations import ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.rotation.settings:RotationConfig"
 PLUGIN = Plugin(

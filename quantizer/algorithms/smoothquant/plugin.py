@@ -1,6 +1,6 @@
 """Declares SmoothQuant."""
 
-from quantizer.plugins import ListedAlgorithm, Plugin
+from quantizer.declarations import ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.smoothquant.settings:SmoothQuantConfig"
 PLUGIN = Plugin(

@@ -1,6 +1,6 @@
 """What the conversion of configs adds."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _CONVERT = Command(
     "quantizer.commands.convert.convert:convert",

@@ -1,6 +1,6 @@
 """What the comparison of configs and of result folders adds."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _DIFF = Command(
     "quantizer.commands.diff.diff:diff",

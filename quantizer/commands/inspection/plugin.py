@@ -1,6 +1,6 @@
 """What the commands that look at a model before a calibration add."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _DOCTOR = Command(
     "quantizer.commands.inspection.doctor:doctor",

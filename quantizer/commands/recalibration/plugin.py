@@ -1,6 +1,6 @@
 """What the commands that calibrate from stored statistics add."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _RETUNE = Command(
     "quantizer.commands.recalibration.retune:retune",

@@ -1,6 +1,6 @@
 """What the command for a report of a result folder adds."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _REPORT = Command(
     "quantizer.commands.report.report:report_command",

@@ -1,6 +1,6 @@
 """What the command for all steps adds."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _RUN = Command(
     "quantizer.commands.run.run:run",

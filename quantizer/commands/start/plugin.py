@@ -1,6 +1,6 @@
 """What the commands for a first config add."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _DEMO = Command(
     "quantizer.commands.start.demo:demo",

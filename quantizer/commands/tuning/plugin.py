@@ -1,6 +1,6 @@
 """What the commands that look for a better config add."""
 
-from quantizer.plugins import Command, Plugin
+from quantizer.declarations import Command, Plugin
 
 _ANALYZE = Command(
     "quantizer.commands.tuning.analyze:analyze",

@@ -3,7 +3,7 @@
 Other models than those of transformers become a .safetensors file.
 """
 
-from quantizer.plugins import Destination, ExportTarget, Plugin
+from quantizer.declarations import Destination, ExportTarget, Plugin
 
 _TARGET = ExportTarget(
     "quantizer.export.compressed_tensors.exporter:CompressedTensorsExporter",

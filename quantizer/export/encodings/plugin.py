@@ -1,6 +1,6 @@
 """What writing encodings for AIMET and QNN adds. They go with a float .onnx."""
 
-from quantizer.plugins import Destination, ExportTarget, Plugin, TargetOption
+from quantizer.declarations import Destination, ExportTarget, Plugin, TargetOption
 
 _VERSION = TargetOption(
     "encodings_version",

@@ -1,6 +1,6 @@
 """What writing files of llama.cpp adds."""
 
-from quantizer.plugins import Destination, ExportTarget, Plugin, TargetOption
+from quantizer.declarations import Destination, ExportTarget, Plugin, TargetOption
 
 _TEMPLATE = TargetOption(
     "gguf_template",

@@ -1,6 +1,6 @@
 """What writing folders of GPTQ adds."""
 
-from quantizer.plugins import ExportTarget, Plugin
+from quantizer.declarations import ExportTarget, Plugin
 
 _TARGET = ExportTarget(
     "quantizer.export.gptq_folder.exporter:GptqExporter",

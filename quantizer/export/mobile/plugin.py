@@ -1,6 +1,6 @@
 """What writing files for phones adds: programs of ExecuTorch, and files of LiteRT."""
 
-from quantizer.plugins import (
+from quantizer.declarations import (
     Destination,
     ExportTarget,
     Plugin,

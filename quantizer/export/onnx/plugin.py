@@ -1,6 +1,6 @@
 """What writing ONNX adds: the target, its profiles for other engines, and the destinations."""
 
-from quantizer.plugins import (
+from quantizer.declarations import (
     CheckedTarget,
     Destination,
     ExportTarget,

@@ -1,6 +1,6 @@
 """What writing the IR of OpenVINO adds. It is converted from the .onnx."""
 
-from quantizer.plugins import Destination, ExportTarget, Plugin, int8_share_metrics
+from quantizer.declarations import Destination, ExportTarget, Plugin, int8_share_metrics
 
 _TARGET = ExportTarget(
     "quantizer.export.openvino_ir.exporter:OpenVinoIrExporter",

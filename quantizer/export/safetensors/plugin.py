@@ -1,6 +1,6 @@
 """What writing codes, scales and floats into one .safetensors file adds."""
 
-from quantizer.plugins import ExportTarget, Plugin
+from quantizer.declarations import ExportTarget, Plugin
 
 _TARGET = ExportTarget(
     "quantizer.export.safetensors.exporter:SafetensorsExporter",

@@ -1,6 +1,6 @@
 """What writing programs of torch.export adds."""
 
-from quantizer.plugins import Destination, ExportTarget, Plugin, TargetOption
+from quantizer.declarations import Destination, ExportTarget, Plugin, TargetOption
 
 _ACTIVATIONS = TargetOption(
     "pt2_activations",

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from quantizer.config.model import Settings
+from quantizer.declarations import GraphPass
 from quantizer.graph.ir import Graph
-from quantizer.plugins import GraphPass, loaded, plugins
+from quantizer.plugins import loaded, plugins
 
 Pass = Callable[..., Graph]
 """Takes a graph, and what was decided on data if its row has a `decision`."""

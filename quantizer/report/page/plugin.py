@@ -1,6 +1,6 @@
 """What the page and the drawings of a report add."""
 
-from quantizer.plugins import Plugin
+from quantizer.declarations import Plugin
 
 _FUNCTIONS = {
     "page": "quantizer.report.page.page:page",

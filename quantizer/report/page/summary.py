@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
+from quantizer.declarations import HIGHER, LOWER, MetricWords
 from quantizer.evaluation.pass_loss import pass_loss_line
 from quantizer.evaluation.scores import DROP, RATIO
-from quantizer.plugins import HIGHER, LOWER, MetricWords, plugins
+from quantizer.plugins import plugins
 from quantizer.report.next_step import (
     PLACEHOLDER,
     NextFacts,

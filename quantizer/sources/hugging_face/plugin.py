@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from quantizer.plugins import ModelKind, Plugin
+from quantizer.declarations import ModelKind, Plugin
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """How a model of the Hugging Face Hub is named: owner/name."""

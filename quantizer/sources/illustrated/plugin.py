@@ -1,6 +1,6 @@
 """What reading texts with images adds."""
 
-from quantizer.plugins import Plugin
+from quantizer.declarations import Plugin
 
 PLUGIN = Plugin(
     "illustrated",

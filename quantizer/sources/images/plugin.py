@@ -1,6 +1,6 @@
 """What reading files of images adds."""
 
-from quantizer.plugins import DataKind, Plugin
+from quantizer.declarations import DataKind, Plugin
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 

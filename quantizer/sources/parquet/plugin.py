@@ -1,6 +1,6 @@
 """What reading texts in .parquet files adds."""
 
-from quantizer.plugins import DataKind, Plugin
+from quantizer.declarations import DataKind, Plugin
 
 PLUGIN = Plugin(
     "parquet",

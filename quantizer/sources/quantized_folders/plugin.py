@@ -1,6 +1,6 @@
 """What reading folders of transformers with quantized weights adds."""
 
-from quantizer.plugins import Plugin
+from quantizer.declarations import Plugin
 
 PLUGIN = Plugin(
     "quantized_folders",

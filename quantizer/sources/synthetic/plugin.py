@@ -1,6 +1,6 @@
 """What making data from the model adds."""
 
-from quantizer.plugins import DataKind, Plugin
+from quantizer.declarations import DataKind, Plugin
 
 PLUGIN = Plugin(
     "synthetic",

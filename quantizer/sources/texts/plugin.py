@@ -1,6 +1,6 @@
 """What reading texts adds."""
 
-from quantizer.plugins import DataKind, Plugin
+from quantizer.declarations import DataKind, Plugin
 
 PLUGIN = Plugin(
     "texts",
