@@ -41,7 +41,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("quantizer.nn")
     if name == "__all__":
         return _public_names()
-    homes = [home for home, names in homes_of_names().items() if name in names]
+    # An import of a module asks here, too, before plug-ins may be imported
+    known = homes_of_names() if name.endswith("Config") else _NAMES
+    homes = [home for home, names in known.items() if name in names]
     if not homes and name.endswith("Observer"):
         homes = [_CONFIG]
     for home in homes:
@@ -74,8 +76,8 @@ def _public_names() -> list[str]:
     """Return all public names but `nn`: a star import must not hide torch.nn."""
     observers = importlib.import_module(_CONFIG).OBSERVERS
     names = {*observers}
-    for known in homes_of_names().values():
-        names.update(known)
+    for of_module in homes_of_names().values():
+        names.update(of_module)
     return sorted(names)
 
 

@@ -63,11 +63,11 @@ def test_a_plugin_adds_its_target_and_option(tmp_path: Path) -> None:
         ("raise RuntimeError('worn out')", "RuntimeError: worn out"),
         ("PLUGIN = 3", "tiny_engine:PLUGIN is not a Plugin"),
         (
-            "from quantizer.plugins import Plugin\nPLUGIN = Plugin('gguf')",
-            "the plug-in gguf is left out: gguf is of another plug-in already",
+            "from quantizer.declarations import Plugin\nPLUGIN = Plugin('gguf')",
+            "the plug-in gguf is left out: the name gguf is of another plug-in already",
         ),
         (
-            "from quantizer.plugins import CheckedTarget, Plugin\n"
+            "from quantizer.declarations import CheckedTarget, Plugin\n"
             "PLUGIN = Plugin('tiny', profiles={'npu': CheckedTarget('onnx')})",
             "the plug-in tiny is left out: npu is of another plug-in already",
         ),

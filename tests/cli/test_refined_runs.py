@@ -12,7 +12,7 @@ import pytest
 from support.configs import document
 from support.runs import calibrate, check
 
-from quantizer.calibration import finetuning
+from quantizer.algorithms.finetuning import network as finetuning
 from quantizer.errors import DataError
 
 Toy = Callable[..., str]

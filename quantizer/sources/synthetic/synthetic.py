@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from quantizer.config.wording import counted
 from quantizer.errors import DataError, UsageError
+from quantizer.option_words import Sentence
 from quantizer.sources.arguments import arguments_of
 from quantizer.sources.batches import Batch
 from quantizer.sources.data import DEFAULT_BATCH_SIZE, Batches, shape_of_spec
@@ -64,11 +65,9 @@ def open_synthetic(data: NamedData) -> Batches:
     module = data.module
     assert module is not None
     if Path(data.spec).exists():
-        _logger.warning(
-            "--data %s makes data from the model; ./%s is the file or folder",
-            data.spec,
-            data.spec,
-        )
+        spec = data.spec
+        text = f"<--data {spec}> makes data from the model; ./{spec} is the file or folder"
+        _logger.warning("%s", Sentence(text))
     if data.spec != SYNTHETIC:
         count, shape = shape_of_spec(data.spec)
         data = replace(data, samples=min(count, data.samples or count))
