@@ -142,6 +142,28 @@ def test_the_largest_sum_decides_whether_the_worst_inputs_saturate(row: list[int
     assert wrong == (largest_pair_sum(codes) > 128)
 
 
+@pytest.mark.parametrize(("zero_points", "is_int8"), [("one", True), ("several", False)])
+def test_depthwise_weights_with_several_zero_points_count_their_pairs(
+    zero_points: str, is_int8: bool, tmp_path: Path
+) -> None:
+    """ONNX Runtime 1.31 computes them as matrix products, in pairs: without VNNI 34 steps wrong."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 8, 3, groups=8)
+    with torch.no_grad():
+        layer.weight.uniform_(-1, 1)
+        if zero_points == "one":
+            layer.weight[:, 0, 0, 0], layer.weight[:, 0, 1, 1] = -1.0, 1.0
+        else:
+            layer.weight += torch.linspace(-0.5, 0.5, 8).view(8, 1, 1, 1)
+    data = torch.rand(2, 8, 6, 6)
+    weights = {"symmetry": False, "per_channel": True, "method": "maxmin"}
+    config = document(tensor={"weights": weights})
+    path = tmp_path / "net.onnx"
+    result = quantizer.calibrate(nn.Sequential(layer).eval(), config, [data])
+    result.export("onnx", path, [data])
+    assert (INT8 in weights_of(path)) == is_int8
+
+
 @pytest.mark.slow
 def test_int8_is_written_where_this_processor_is_right_with_it(tmp_path: Path) -> None:
     data = torch.rand(4, 4, 6, 6) * 0.1 + 0.9
