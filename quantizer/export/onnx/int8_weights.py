@@ -88,7 +88,7 @@ def is_right_everywhere(tensor: QuantizedTensor, graph: Graph, node: Node, role:
     if tensor.codes.dim() == 1:
         # The factors of a batch norm are multiplied, and no products are added.
         return True
-    has_one_zero_point = tensor.zero_point.unique().numel() == 1
+    has_one_zero_point = bool(tensor.zero_point.min() == tensor.zero_point.max())
     if role == "weights" and has_one_zero_point and is_depthwise(graph, node):
         return True
     pair_sums = [largest_pair_sum(tensor.codes)]
