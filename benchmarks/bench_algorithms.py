@@ -26,9 +26,9 @@ from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.algorithms import AlgoConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import with_weights
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.structure.find import find_structure
+from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.network import Network

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from quantizer.config.model import Settings
-from quantizer.graph.parameters import move_module
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.parameters import move_module
+from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.gram import Gram
 from quantizer.sources.batches import Batch
 

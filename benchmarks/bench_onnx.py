@@ -37,7 +37,7 @@ from workloads import images, llama, resnet18, tokens
 import quantizer
 from quantizer import Config, Dtype, QSchemeType, QuantizationConfig, QuantizationSpec
 from quantizer.export.onnx.speed import timed_session
-from quantizer.graph.trace import quiet
+from quantizer.graph.tracing.trace import quiet
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.sources.models import load_model
 

@@ -23,7 +23,7 @@ from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.image_layout import weights_last
 from quantizer.nn.network import Network

@@ -23,7 +23,7 @@ from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

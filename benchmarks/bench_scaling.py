@@ -28,9 +28,9 @@ from workloads import Llama, images, llama, resnet18, tokens
 from quantizer.algorithms.gptq.settings import GPTQConfig
 from quantizer.calibration.run_algorithms import load_run
 from quantizer.config.model import QuantizationSpec, Settings
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import quiet, trace
+from quantizer.graph.structure.find import find_structure
+from quantizer.graph.tracing.trace import quiet, trace
 from quantizer.layerwise.adjustment import Adjustment, Task
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.nn.network import Network

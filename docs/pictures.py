@@ -29,7 +29,7 @@ from quantizer.config.load import load_config
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.numerics.hadamard import factors, rotate_rows
 from quantizer.report.html import Markup
 from quantizer.report.page import charts, figures

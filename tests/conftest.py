@@ -123,7 +123,7 @@ def _shared_traces() -> Iterator[None]:
     from support.quick_sizes import quicken_sizes
     from support.shared_traces import SharedTraces
 
-    from quantizer.graph import trace
+    from quantizer.graph.tracing import trace
 
     with pytest.MonkeyPatch.context() as patched:
         quicken_sizes(patched)
@@ -208,7 +208,7 @@ def _forgotten_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 @pytest.fixture
 def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of tracing itself."""
-    from quantizer.graph import trace
+    from quantizer.graph.tracing import trace
 
     monkeypatch.setattr(trace, "_export", getattr(trace._export, "export", trace._export))
 

@@ -26,7 +26,7 @@ from quantizer.api.result import Result, result_for_file
 from quantizer.export.agreement import Verification
 from quantizer.export.exporting import as_run
 from quantizer.export.targets import EXPORTERS, checked_choices
-from quantizer.graph.trace import quiet
+from quantizer.graph.tracing.trace import quiet
 
 ROOT = Path(__file__).parents[2]
 Arrays = list[NDArray[Any]]

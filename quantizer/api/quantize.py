@@ -51,9 +51,9 @@ from quantizer.export.targets import EXPORTERS, FOLDER, checked_choices, checked
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
-from quantizer.graph.untraced import Untraced, untraced_part
+from quantizer.graph.tracing.untraced import Untraced, untraced_part
 from quantizer.nn.layer import check_float
-from quantizer.plan.fitted_config import LayersToLeave, fitted_text
+from quantizer.plan.fit.fitted_config import LayersToLeave, fitted_text
 from quantizer.plugins import remedy_for_absent
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.report.tables import as_csv

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from quantizer.config.wording import first_names
 from quantizer.errors import DataError, ModelError
-from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.ir import Call, Graph
+from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.nn.function import topk
 from quantizer.nn.network import Network
 from quantizer.seeding import seed_everything

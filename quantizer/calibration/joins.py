@@ -16,8 +16,8 @@ from quantizer.errors import ResultError
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.observers import Observer
-from quantizer.plan import joins
-from quantizer.plan.joins import CLOSE_DB
+from quantizer.plan.joining import joins
+from quantizer.plan.joining.joins import CLOSE_DB
 from quantizer.plan.model import JoinDecision, JoinPlan, Key, Plan, part_name
 from quantizer.storage.deferred_tensor import loaded
 

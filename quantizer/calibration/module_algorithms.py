@@ -18,7 +18,7 @@ from quantizer.graph.ir import Graph, Node
 from quantizer.graph.modules import is_called, key_in_module, parameters_of
 from quantizer.graph.passes import load_pass
 from quantizer.graph.passes.linear_layers import TRANSPOSED
-from quantizer.graph.structure import Structure
+from quantizer.graph.structure.definitions import Structure
 from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, apply_adjustment
 from quantizer.nn.inplace import add_bias, insert_before, lacks_bias
 from quantizer.nn.network import build_layer
@@ -80,7 +80,7 @@ class TracedModules:
             ModelError: it cannot be traced.
         """
         # It imports torch.export, and few algorithms of modules need a trace
-        from quantizer.graph.trace import trace
+        from quantizer.graph.tracing.trace import trace
 
         try:
             with evaluating(model), without_cache(model):

@@ -26,9 +26,9 @@ from quantizer.nn.execution import Watchers
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.formats import format_named
 from quantizer.observers import NegativeValuesError, ObservationError, Observer, find_ranges
+from quantizer.plan.joining.tied_scales import tied_layers
 from quantizer.plan.model import Key, Plan, TensorPlan
 from quantizer.plan.readers import useful_magnitude
-from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch, prefix_batch_errors
 from quantizer.storage.deferred_tensor import deferred_like
 

@@ -34,9 +34,9 @@ from quantizer.config.model import Algorithm
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import ModelError
 from quantizer.graph.edits import Insertion
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure import Structure
+from quantizer.graph.structure.definitions import Structure
+from quantizer.graph.structure.find import find_structure
 from quantizer.layerwise.adjustment import (
     Adjustment,
     Remark,

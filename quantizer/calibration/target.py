@@ -24,7 +24,7 @@ from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch
 
 if TYPE_CHECKING:
-    from quantizer.graph.structure import Structure
+    from quantizer.graph.structure.definitions import Structure
 
 
 @dataclass(frozen=True)

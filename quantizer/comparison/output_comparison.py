@@ -16,9 +16,14 @@ from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowC
 from quantizer.comparison.sample_noise import together
 from quantizer.comparison.sample_rows import SampleFinder, SampleRows
 from quantizer.errors import ModelError
+from quantizer.graph.channels.label_replay import Seen, SeenOutput
+from quantizer.graph.channels.output_parts import (
+    Output,
+    OutputPart,
+    output_parts,
+    parts_named_as,
+)
 from quantizer.graph.ir import Graph
-from quantizer.graph.label_replay import Seen, SeenOutput
-from quantizer.graph.output_parts import Output, OutputPart, output_parts, parts_named_as
 from quantizer.nn.execution import Execution, Watchers
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch

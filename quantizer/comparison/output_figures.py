@@ -26,7 +26,7 @@ from quantizer.comparison.noise import Moments, Noise
 from quantizer.comparison.sample_noise import BELOW_DB, SampleFigures, SampleNoise, sample_json
 from quantizer.comparison.sample_rows import SampleRows
 from quantizer.errors import DataError
-from quantizer.graph.output_parts import Output
+from quantizer.graph.channels.output_parts import Output
 from quantizer.numerics.metrics import Energies
 
 WORST_SAMPLES = "sqnr_db_worst"

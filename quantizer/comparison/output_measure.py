@@ -14,7 +14,7 @@ from quantizer.comparison.noise import Noise
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.comparison.output_figures import NOT_FINITE
 from quantizer.errors import DataError
-from quantizer.graph.output_parts import Output
+from quantizer.graph.channels.output_parts import Output
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import decibel, energy

@@ -12,8 +12,8 @@ import torch
 
 from quantizer.comparison.output_measure import OutputMeasure
 from quantizer.config.roles import is_parameter, parameter_name
-from quantizer.graph.output_parts import output_parts, parts_named_as
-from quantizer.graph.parameters import set_parameter
+from quantizer.graph.channels.output_parts import output_parts, parts_named_as
+from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network

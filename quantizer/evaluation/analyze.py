@@ -13,7 +13,7 @@ from quantizer.comparison.output_measure import AlikeOutputs
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.roles import base_role
 from quantizer.errors import GateError
-from quantizer.graph.output_parts import output_parts
+from quantizer.graph.channels.output_parts import output_parts
 from quantizer.layerwise.output_gradients import PROJECTIONS, predicted_noise
 from quantizer.layerwise.sensitivity import (
     AfterLayer,
@@ -30,9 +30,9 @@ from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network
 from quantizer.numerics.codes import bits_of
 from quantizer.numerics.metrics import decibel
+from quantizer.plan.joining.tied_scales import fused_layers
 from quantizer.plan.model import Plan
 from quantizer.plan.size import parameter_bytes, weight_bytes
-from quantizer.plan.tied_scales import fused_layers
 from quantizer.plugins import if_command
 from quantizer.sources.batches import Batch
 

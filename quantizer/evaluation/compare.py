@@ -24,8 +24,8 @@ from quantizer.config.roles import base_role, is_parameter, parameter_name
 from quantizer.distributed import ALONE, Ranks, merge_in_batch_order
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Score
 from quantizer.evaluation.paired_run import NetworkPair, PairedRun
+from quantizer.graph.channels.output_parts import Output
 from quantizer.graph.ir import Graph
-from quantizer.graph.output_parts import Output
 from quantizer.layerwise.activation_store import half_of_what_is_free
 from quantizer.layerwise.sequential_runner import no_batches
 from quantizer.nn.network import Network

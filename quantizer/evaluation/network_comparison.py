@@ -26,7 +26,7 @@ from quantizer.comparison.output_figures import (
 )
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
 from quantizer.evaluation.input_effects import InputEffects
-from quantizer.graph.output_parts import Output, parts_named_as
+from quantizer.graph.channels.output_parts import Output, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import Approximation, noise_energies
 from quantizer.sources.batches import Batch

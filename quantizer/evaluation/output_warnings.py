@@ -13,8 +13,8 @@ from quantizer.comparison.sample_noise import BELOW_DB, worst_words
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison, Networks
 from quantizer.evaluation.pass_loss import PassLoss
+from quantizer.graph.channels.output_parts import Output
 from quantizer.graph.ir import Graph
-from quantizer.graph.output_parts import Output
 from quantizer.nn.network import Network
 from quantizer.plan.model import Key
 from quantizer.plugins import if_command

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantizer.comparison.output_comparison import OutputComparison, Recorder
 from quantizer.comparison.output_figures import OutputFigures, leaves, pooled_noise, worst
 from quantizer.errors import DataError, ModelError
-from quantizer.graph.output_parts import Output, parts_named_as
+from quantizer.graph.channels.output_parts import Output, parts_named_as
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
 from quantizer.sources.batches import Batch

@@ -17,7 +17,7 @@ from quantizer.evaluation.exact import LayerCodes
 from quantizer.export.kernels import Kernels
 from quantizer.export.part_agreement import WITHIN, PartAgreement
 from quantizer.export.speed import Speed
-from quantizer.graph.output_parts import Output
+from quantizer.graph.channels.output_parts import Output
 
 _SHOWN_LINES = 1
 """Lines about kernels and layers that a verification shows."""

@@ -26,11 +26,11 @@ from quantizer.export.value_names import (
     output_names,
     require_apart,
 )
-from quantizer.graph.batch_axes import fixed_batch
+from quantizer.graph.channels.output_parts import Output, output_parts, parts_named_as
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.lengths import Length
 from quantizer.graph.output_names import unused_names
-from quantizer.graph.output_parts import Output, output_parts, parts_named_as
+from quantizer.graph.tracing.batch_axes import fixed_batch
+from quantizer.graph.tracing.lengths import Length
 from quantizer.nn.network import Network
 from quantizer.results.calibrated import Calibrated
 from quantizer.results.calibrated_inputs import call_with_shapes

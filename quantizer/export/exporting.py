@@ -127,7 +127,7 @@ def planned_refusals(
         refusals = list(_refusals(checked, plan.graph, plan.specs, opset))
     if not EXPORTERS[checked.target].for_transformers:
         return refusals
-    from quantizer.plan.fitted_algorithms import rounded_apart
+    from quantizer.plan.fit.fitted_algorithms import rounded_apart
 
     for algorithm in algorithms:
         why = f"is of a module that is called several times: {algorithm.name} rounds it for "
@@ -327,7 +327,7 @@ def exportable(
     if graph.is_deferred or not has_operators:
         return graph
     # It needs torch
-    from quantizer.graph.batch_axes import has_open_batch
+    from quantizer.graph.tracing.batch_axes import has_open_batch
 
     try:
         _make_program(graph, batch)

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from quantizer.export.deployment import tensor_leaves
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.ops import OPS
-from quantizer.graph.trace import lean_export
+from quantizer.graph.tracing.trace import lean_export
 from quantizer.nn.execution import layer_arguments
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import build_layer

@@ -15,7 +15,7 @@ from quantizer.export.acceptance import least_db
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.targets import offered
-from quantizer.graph.trace import quiet
+from quantizer.graph.tracing.trace import quiet
 from quantizer.nn.network import Network
 
 # For float32 networks with quantized weights only, whose sums are the same except for their

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quantizer.graph.lengths import Length
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, unknown
 from quantizer.graph.targets import draws_numbers
+from quantizer.graph.tracing.lengths import Length
 from quantizer.storage.deferred_tensor import DeferredTensor, loaded
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quantizer.graph.axis_rules import (
+from quantizer.graph.channels.axis_rules import (
     ALIKE,
     MOVED,
     PRODUCT,

@@ -5,7 +5,7 @@ An operator without a row is allowed. It runs as in torch and stays float, and `
 it.
 """
 
-from quantizer.graph.axis_rules import (
+from quantizer.graph.channels.axis_rules import (
     ALIKE,
     ATTENTION,
     EINSUM,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.lengths import Length
 from quantizer.graph.output_names import leaf_names, plain_output
+from quantizer.graph.tracing.lengths import Length
 
 _NAMED_IN_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 

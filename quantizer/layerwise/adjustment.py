@@ -13,13 +13,13 @@ from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import Insertion, with_insertions, with_weights
 from quantizer.graph.ir import Graph
 from quantizer.numerics.qparams import QParams
+from quantizer.plan.joining.tied_scales import tied_layers
 from quantizer.plan.model import TensorSpecs
-from quantizer.plan.tied_scales import tied_layers
 from quantizer.sources.batches import Batch
 from quantizer.storage.deferred_tensor import deferred_like
 
 if TYPE_CHECKING:
-    from quantizer.graph.structure import Structure
+    from quantizer.graph.structure.definitions import Structure
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quantizer.graph.edits import Insertion, channels_of, input_weights, rescale_weight
 from quantizer.graph.ir import Graph
 from quantizer.graph.output_names import unused_names
-from quantizer.graph.structure import Fold, InputGroup
+from quantizer.graph.structure.definitions import Fold, InputGroup
 from quantizer.layerwise.adjustment import Adjustment, Remark
 from quantizer.storage.deferred_tensor import deferred_like
 

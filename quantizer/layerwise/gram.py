@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantizer.config.wording import first_names
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError
-from quantizer.graph.structure import InputGroup
+from quantizer.graph.structure.definitions import InputGroup
 from quantizer.layerwise.adjustment import Task
 from quantizer.layerwise.patches import by_input, is_linear, matrix_shape, windows
 from quantizer.nn import ExpertLinear

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
-from quantizer.graph.parameters import set_parameter
+from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.layerwise.gram import GroupSums
 from quantizer.layerwise.output_error import output_error
 from quantizer.layerwise.patches import weight_matrix

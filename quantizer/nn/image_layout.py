@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantizer.graph.parameters import Module
+from quantizer.graph.tracing.parameters import Module
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 _IMAGE_DIMS = 4

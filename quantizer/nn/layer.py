@@ -9,7 +9,7 @@ from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import a_kind
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Call
-from quantizer.graph.parameters import set_parameter
+from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.nn.quantizer import TensorQuantizer
 
 

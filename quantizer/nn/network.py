@@ -12,7 +12,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import BatchError, DataError, first_line
 from quantizer.graph.emit import describe, overwritten
 from quantizer.graph.ir import Graph, Node, references
-from quantizer.graph.lengths import Length
+from quantizer.graph.tracing.lengths import Length
 from quantizer.nn.execution import Execution, Watchers, layer_arguments
 from quantizer.nn.layer import Layer
 from quantizer.nn.quantizer import TensorQuantizer

@@ -42,7 +42,7 @@ def planned_values(rules: Sequence[MatchedRule], graph: Graph) -> dict[Key, Plan
         return {}
     planned: dict[Key, PlannedValue] = {}
     # Only caches of keys and values need it
-    from quantizer.graph.attention import cached_values
+    from quantizer.graph.structure.attention import cached_values
 
     for cached in cached_values(graph):
         key = (cached.layer, cached.role)
@@ -94,7 +94,7 @@ def _uncached(rules: Sequence[MatchedRule], graph: Graph) -> Iterator[Diagnostic
         sources: set[str] = set()
         attentions: set[str] = set()
         # Only caches of keys and values need it
-        from quantizer.graph.attention import cached_values
+        from quantizer.graph.structure.attention import cached_values
 
         for cached in cached_values(graph):
             sources.update(cached.sources)
@@ -133,7 +133,7 @@ def _missed_paths(graph: Graph, named: Sequence[str], hits: Sequence[str]) -> li
 def _none_cached(row: MatchedRule, graph: Graph) -> Diagnostic:
     """Return the error for a rule whose layers compute no keys and values."""
     # Only caches of keys and values need it
-    from quantizer.graph.attention import cached_values
+    from quantizer.graph.structure.attention import cached_values
 
     paths: dict[str, None] = {}
     for name in row.match.named:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import QuantizationSpec
-from quantizer.graph.attention import cached_values
-from quantizer.graph.axis_rules import ALIKE, RESHAPED, SAME
+from quantizer.graph.channels.axis_rules import ALIKE, RESHAPED, SAME
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.structure.attention import cached_values
 from quantizer.graph.targets import pair
 from quantizer.plan.dpu_limits import (
     FUSED,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 
 import torch
 
-from quantizer.graph.axis_rules import ALIKE
+from quantizer.graph.channels.axis_rules import ALIKE
 from quantizer.graph.ir import Graph, Node, readers, references, walk_back
 from quantizer.plan.mask_constants import PRODUCTS_PLUS, mask_constants, masks
 

@@ -5,10 +5,10 @@ none. This depends on operators, not on the config.
 from collections.abc import Container, Iterable
 
 from quantizer.errors import or_without
-from quantizer.graph.axis_rules import PADDED, pads_zeros
+from quantizer.graph.channels.axis_rules import PADDED, pads_zeros
+from quantizer.graph.channels.origins import Runs, computed_parts, maker, origins_of
 from quantizer.graph.ir import Graph, Node, readers
 from quantizer.graph.op_row import ELEMENTWISE
-from quantizer.graph.origins import Runs, computed_parts, maker, origins_of
 from quantizer.plan.floating import (
     ARGUMENT,
     MASK,

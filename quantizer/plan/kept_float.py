@@ -5,7 +5,7 @@ does not divide.
 
 from quantizer.config.model import Config
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.language_parts import router_layers
+from quantizer.graph.structure.language_parts import router_layers
 from quantizer.plan.floating import (
     OUTSIDE,
     SCALED,

@@ -3,8 +3,8 @@
 from collections.abc import Container
 from dataclasses import dataclass, field
 
+from quantizer.graph.channels.origins import Origins, Runs
 from quantizer.graph.ir import Graph
-from quantizer.graph.origins import Origins, Runs
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from quantizer.config.model import ConfigRule, Role, Selector
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.language_parts import (
+from quantizer.graph.names import around, call_paths, is_operator_name, module_of
+from quantizer.graph.structure.language_parts import (
     language_head,
     media_layers,
     router_layers,
     wide_layers,
 )
-from quantizer.graph.names import around, call_paths, is_operator_name, module_of
 from quantizer.plan.model import Key, RuleMatch
 from quantizer.plugins import if_command
 
@@ -132,7 +132,7 @@ def match(selector: Selector, graph: Graph, original: Graph) -> Match:
 def _attentions(by_name: Match, graph: Graph) -> Match:
     """Return the attentions that are named, or that read the outputs of named layers."""
     # Only caches of keys and values need it
-    from quantizer.graph.attention import cached_values
+    from quantizer.graph.structure.attention import cached_values
 
     named = set(by_name.layers)
     keys: list[Key] = []

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
+from quantizer.graph.channels.labels import ChannelLabels
 from quantizer.graph.edits import channels_of, input_weights, is_recurrent_layer
 from quantizer.graph.ir import Graph, Node, readers
-from quantizer.graph.labels import ChannelLabels
-from quantizer.graph.structure import InputGroup
+from quantizer.graph.structure.definitions import InputGroup
 from quantizer.plan.floating import MASK, ancestors, input_values
 from quantizer.plan.mask_constants import chooses
 

@@ -5,9 +5,9 @@ from collections.abc import Container, Iterable, Iterator
 
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import counted, first_names
-from quantizer.graph.batch_axes import fixed_batch
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import summary
+from quantizer.graph.tracing.batch_axes import fixed_batch
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import NO_RULES
 

@@ -14,10 +14,11 @@ from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.config.spec_fields import effective
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.granularity import scale_shape
-from quantizer.plan import axes, checks, joins
+from quantizer.plan import axes, checks
 from quantizer.plan.axes import Misfit, PlannedTensor, TensorView
 from quantizer.plan.floating import OUTSIDE, RESIDUAL
 from quantizer.plan.groups import layout
+from quantizer.plan.joining import joins
 from quantizer.plan.kept_float import FIRST_LAST, is_apart, layers_kept_float, residual
 from quantizer.plan.layout import Group, quantization_point
 from quantizer.plan.match import RANKS, MatchedRule, match
@@ -115,7 +116,7 @@ class _Resolver:
         join_plans: list[JoinPlan] = []
         if self.layout.joins or self.layout.blends:
             # Only networks with joins need it
-            from quantizer.plan.join_planner import JoinPlanner
+            from quantizer.plan.joining.join_planner import JoinPlanner
 
             planner = JoinPlanner(self.layout, self.graph, self.tensors, stated=self.stated)
             observed = planner.unplanned_parts()

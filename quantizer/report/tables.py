@@ -15,8 +15,8 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.evaluation.network_comparison import LayerNoise, NetworkComparison
 from quantizer.evaluation.scores import Scores
+from quantizer.graph.channels.output_parts import Output
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.output_parts import Output
 from quantizer.plan.model import Key, Plan, TensorSpecs
 from quantizer.report.view import TOP_REMEDY, Listing, TableRow, TableView
 from quantizer.tables import SEARCHED

@@ -15,7 +15,7 @@ from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.wording import counted, first_names, named_output
 from quantizer.evaluation.output_warnings import NOTES
 from quantizer.graph.names import path_names
-from quantizer.graph.untraced import Untraced
+from quantizer.graph.tracing.untraced import Untraced
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.model import Key, Plan
 from quantizer.plan.resolve import NO_RULES
@@ -154,7 +154,7 @@ def _main_formats(plan: Plan, activation_codes: str, uint8_weights: Collection[s
     if no other activations are quantized.
     """
     # Only sentences on files need it
-    from quantizer.graph.attention import cached_values
+    from quantizer.graph.structure.attention import cached_values
 
     counts: dict[str, Counter[str]] = {"weights": Counter(), "activations": Counter()}
     cache: Counter[str] = Counter()

@@ -25,12 +25,12 @@ from quantizer.config.model import Config, Settings
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import listed
 from quantizer.errors import DataError, ModelError, ResultError
-from quantizer.graph.batch_axes import has_open_batch
+from quantizer.graph.channels.output_parts import Output, parts_named_as
 from quantizer.graph.edits import with_insertions, with_weights
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.output_parts import Output, parts_named_as
-from quantizer.graph.parameters import move_module
 from quantizer.graph.passes import for_device, run_passes
+from quantizer.graph.tracing.batch_axes import has_open_batch
+from quantizer.graph.tracing.parameters import move_module
 from quantizer.nn.network import Network
 from quantizer.results.calibrated_inputs import call_with_shapes, shapes_text, window_length
 from quantizer.results.folder import RESOLVED_CONFIG_FILE, OpenedResults, QuantInfo
@@ -156,7 +156,7 @@ def trace_module(
     """
     # This imports torch.export, which is slow. Commands that reuse a stored graph do not need
     # it
-    from quantizer.graph.trace import trace
+    from quantizer.graph.tracing.trace import trace
 
     materialize_lazy_layers(module, batch)
     with preserve_module_state(module):

@@ -12,9 +12,9 @@ from typing import Any
 from quantizer.calibration import fingerprint
 from quantizer.graph.ir import Graph, Node, Ref, references
 from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.program_nodes import MARK, STUB_OPERATORS
 from quantizer.graph.stored import StoredGraph
 from quantizer.graph.targets import packet, refine, resolve_target
+from quantizer.graph.tracing.program_nodes import MARK, STUB_OPERATORS
 from quantizer.storage.files import damaged
 
 MAX_VALUES = 1 << 31

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import quantizer
 from quantizer.calibration import fingerprint
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.parameters import without_values
+from quantizer.graph.tracing.parameters import without_values
 from quantizer.results.calibrated_inputs import call_with_shapes
 from quantizer.seeding import seed_everything
 from quantizer.sources.batches import Batch

@@ -10,7 +10,7 @@ from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.model import Config, Settings
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph, references
-from quantizer.plan.joins import with_decisions
+from quantizer.plan.joining.joins import with_decisions
 from quantizer.plan.model import Plan
 from quantizer.results.folder import OpenedResults, QuantInfo, stored_joins
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.solution import quantized_network
 from quantizer.errors import DataError
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.sources.batches import Batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

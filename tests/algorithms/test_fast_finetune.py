@@ -35,7 +35,7 @@ from quantizer.errors import DataError
 from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.ops import OPS
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.patches import channel_rows, matrix_weight, patches, weight_matrix
 from quantizer.nn.network import Network
 from quantizer.numerics.granularity import to_rows

@@ -19,7 +19,7 @@ from support.toys import TOYS, built, leaves_equal, traced
 from torch import nn
 
 from quantizer.errors import DataError
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.network import Network

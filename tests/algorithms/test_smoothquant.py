@@ -32,7 +32,7 @@ from quantizer.algorithms.smoothquant.smoothquant import (
 )
 from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError
-from quantizer.graph.structure import Fold, InputGroup
+from quantizer.graph.structure.definitions import Fold, InputGroup
 from quantizer.layerwise.adjustment import Adjustment, Task
 from quantizer.layerwise.fold import (
     admissible,

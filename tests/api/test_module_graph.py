@@ -12,7 +12,7 @@ from torch import nn
 
 from quantizer.errors import ModelError
 from quantizer.graph.modules import module_graph, uncovered_modules
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.match import has_own_weights
 
 

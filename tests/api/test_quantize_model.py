@@ -43,7 +43,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.errors import DataError, ModelError, UsageError
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn import Layer
 from quantizer.plan.resolve import resolve_plan
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from quantizer.algorithms.equalization.equalization import cross_layer_equalization
 from quantizer.algorithms.rotation.residual_stream import residuals
 from quantizer.config.model import Settings
-from quantizer.graph.axis_rules import MOVED, SAME, Commutes
-from quantizer.graph.find_structure import find_structure
+from quantizer.graph.channels.axis_rules import MOVED, SAME, Commutes
 from quantizer.graph.ir import Graph
 from quantizer.graph.op_row import Op
 from quantizer.graph.ops import OPS, PACKETS, register_op
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.structure.find import find_structure
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve_plan
 
@@ -33,15 +33,15 @@ NAMED = {
     "graph/ops.py": "the table",
     "graph/op_row.py": "which operators return views, or several tensors",
     "graph/targets.py": "how torch traces a ReLU6",
-    "graph/functionalize.py": "which operators share memory in a traced program",
-    "graph/attention.py": "finds attentions that are written out, around their softmax",
+    "graph/tracing/functionalize.py": "which operators share memory in a traced program",
+    "graph/structure/attention.py": "finds attentions that are written out, around their softmax",
     "graph/emit.py": "how layers are written that have arguments of their own",
     "graph/passes/activations.py": "rewrites these operators",
     "graph/passes/fold_batch_norm.py": "rewrites this operator",
     "graph/passes/linear_layers.py": "rewrites these operators",
     "commands/convert/findings.py": "writes entries for types, and knows no graph; a test compares it with the table",
     "plan/floating.py": "what each operator makes of divisors and indices, and wants exact",
-    "plan/fitted_layers.py": "finds norms that are written out, and outputs that are cut",
+    "plan/fit/fitted_layers.py": "finds norms that are written out, and outputs that are cut",
     "plan/mask_constants.py": "what each operator makes of the lowest values of a mask",
     "plan/kept_float.py": "a setting that is about additions",
     "plan/dpu_limits.py": "what the DPU has",

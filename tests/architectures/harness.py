@@ -23,7 +23,7 @@ from quantizer.config.model import Config
 from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import NO_RULES, resolve_plan
 from quantizer.results.folder import read_info

@@ -17,8 +17,8 @@ from support.extended import extended
 from support.structures import changed_by_folding
 
 from quantizer.config.model import Settings
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.passes import run_passes
+from quantizer.graph.structure.find import find_structure
 
 pytestmark = pytest.mark.slow
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from quantizer import ModelQuantizer
 from quantizer.cli.main import run_command
-from quantizer.graph.parameters import move_module
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.parameters import move_module
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of, read_tensor
 

@@ -18,7 +18,7 @@ import quantizer
 from quantizer.algorithms.power_of_two_equalization.decision import POWER_OF_TWO_EQUALIZATION
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 ROOT = Path(__file__).parents[2]
 CPU = json.loads((ROOT / "configs" / "cpu_int8.json").read_text()) | {

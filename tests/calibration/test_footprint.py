@@ -19,7 +19,7 @@ from quantizer.calibration.memory_prediction import (
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.config.model import Config
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import working_bytes
 from quantizer.storage import allocator, process_memory

@@ -23,7 +23,7 @@ import quantizer
 from quantizer.calibration.joins import decide_joins_again
 from quantizer.cli.main import run_command
 from quantizer.errors import ResultError
-from quantizer.plan.joins import decide_join
+from quantizer.plan.joining.joins import decide_join
 from quantizer.plan.model import JoinPlan
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from torch.nn import functional
 import quantizer
 from quantizer import ModelQuantizer
 from quantizer.errors import DataError
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.sources.arguments import Arguments
 from quantizer.sources.batches import Batch

@@ -14,7 +14,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.sources.data import load_batches
 
 

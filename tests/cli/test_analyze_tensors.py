@@ -24,7 +24,7 @@ from quantizer.cli.main import run_command
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.evaluation.ablation import ablate
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import energy
 from quantizer.plan.model import Key

@@ -15,7 +15,7 @@ from support.runs import calibrate, check
 
 from quantizer.cli.main import run_command
 from quantizer.errors import ModelError
-from quantizer.graph import trace as tracing
+from quantizer.graph.tracing import trace as tracing
 
 pytestmark = pytest.mark.usefixtures("traced_anew")
 NET = """

@@ -35,9 +35,9 @@ def calibration_data():
 """
 ANALYSES = {
     "quantizer.plan.groups.computed_parts": "the parts of values that are computed from joined",
-    "quantizer.graph.output_parts._with_parts": "the parts, rows and channels of",
-    "quantizer.graph.output_parts.row_order": "the parts, rows and channels of",
-    "quantizer.plan.fitted_config.give_divided_heads_channels": "the step",
+    "quantizer.graph.channels.output_parts._with_parts": "the parts, rows and channels of",
+    "quantizer.graph.channels.output_parts.row_order": "the parts, rows and channels of",
+    "quantizer.plan.fit.fitted_config.give_divided_heads_channels": "the step",
 }
 
 
@@ -51,8 +51,8 @@ def test_an_analysis_that_fails_ends_no_run(
     (tmp_path / "net.py").write_text(NET)
     if analysis.endswith("give_divided_heads_channels"):
         fail.__name__ = "fail"
-        monkeypatch.setattr("quantizer.plan.fitted_config._STEPS", (fail,))
-        monkeypatch.setattr("quantizer.plan.fitted_config._IMPROVEMENTS", (fail,))
+        monkeypatch.setattr("quantizer.plan.fit.fitted_config._STEPS", (fail,))
+        monkeypatch.setattr("quantizer.plan.fit.fitted_config._IMPROVEMENTS", (fail,))
     else:
         monkeypatch.setattr(analysis, fail)
     out = tmp_path / "out"

@@ -14,9 +14,9 @@ from torch import nn
 
 from quantizer.cli.main import run_command
 from quantizer.config.algorithms import ALGORITHMS
-from quantizer.graph import parameters
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing import parameters
+from quantizer.graph.tracing.trace import trace
 from quantizer.storage.deferred_tensor import DeferredTensor
 
 MODEL = """

@@ -11,7 +11,7 @@ from support.runs import DIGITS, EXAMPLE, ROOT, check
 
 from quantizer.cli.main import run_command
 from quantizer.errors import ModelError
-from quantizer.graph import trace as tracing
+from quantizer.graph.tracing import trace as tracing
 
 
 def refuse(*_args: Any, **_options: Any) -> None:

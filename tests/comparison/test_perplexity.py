@@ -12,7 +12,7 @@ from quantizer.comparison import perplexity
 from quantizer.comparison.perplexity import TokenLoss, next_tokens
 from quantizer.errors import DataError
 from quantizer.evaluation.compare import compare, target_metrics
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.sources.batches import Batch
 

@@ -28,7 +28,7 @@ from quantizer.config.model import Config
 from quantizer.config.resources import presets
 from quantizer.graph.ops import OPS
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 

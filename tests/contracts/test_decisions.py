@@ -14,7 +14,7 @@ from quantizer.calibration.step import STAGES, Decision
 from quantizer.calibration.steps import STEPS
 from quantizer.config.resources import load_resource
 from quantizer.errors import ResultError
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plugins import loaded, plugin_steps
 from quantizer.results.write import write_info
 

@@ -26,7 +26,7 @@ from quantizer.export.targets import (
     checked_target,
     require_choices,
 )
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 pytestmark = pytest.mark.usefixtures("quick_files")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import Commutes
+from quantizer.graph.channels.axis_rules import Commutes
+from quantizer.graph.channels.labels import NONE, ChannelLabels, numbered_labels
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.labels import NONE, ChannelLabels, numbered_labels
 from quantizer.graph.ops import OPS
 from quantizer.graph.targets import call
 

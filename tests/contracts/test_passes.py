@@ -19,7 +19,7 @@ from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import GRAPH_PASSES, load_pass, run_passes
 from quantizer.graph.passes.fold_batch_norm import fold_batch_norm
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
 

@@ -19,7 +19,7 @@ from quantizer.cli.main import run_command
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.results.folder import read_info
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from quantizer.algorithms.dpu_alignment.dpu_alignment import align
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.model import Key
 
 

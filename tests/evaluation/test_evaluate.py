@@ -15,7 +15,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.errors import DataError, ModelError
 from quantizer.evaluation.compare import compare
 from quantizer.evaluation.scores import Scores
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.sources.batches import Batch

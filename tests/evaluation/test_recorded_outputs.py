@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.config.model import QuantizationSpec
 from quantizer.evaluation.compare import compare
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.nn.recorded_outputs import RecordedOutputs

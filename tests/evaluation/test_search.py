@@ -28,7 +28,7 @@ from quantizer.commands.searching.steps import STEPS
 from quantizer.commands.searching.trial import Change, Figures, Trial
 from quantizer.errors import DataError, UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 START_BITS = 8
 FORMATS = (2, 3, 4, 5, 6, 7)

@@ -32,7 +32,7 @@ from quantizer.config.load import check_document
 from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.targets import EXPORTERS
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.hugging_face.loader import load_hugging_face
 from quantizer.sources.module_state import without_cache

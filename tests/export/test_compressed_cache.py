@@ -18,7 +18,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.export.exporting import planned_refusals
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
 
 TARGET = "compressed-tensors"

@@ -20,7 +20,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import export
 from quantizer.export.safetensors import load
 from quantizer.export.targets import EXPORTERS
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.storage.files import read_tensors
 
 LAYER = "Linear::Linear/linear"

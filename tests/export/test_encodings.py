@@ -28,7 +28,7 @@ from quantizer.export.encodings import exporter as encodings_exporter
 from quantizer.export.encodings.evaluation import evaluated_model
 from quantizer.export.exporting import export, exporter_of
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 pytest.importorskip("onnxscript", reason="torch.onnx needs it (extra: onnx)")
 pytestmark = pytest.mark.usefixtures("quick_files")

@@ -26,7 +26,7 @@ from quantizer.export.exporting import export, require_expressible
 from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch

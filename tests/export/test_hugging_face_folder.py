@@ -18,7 +18,7 @@ from quantizer.config.load import load_text
 from quantizer.errors import ModelError
 from quantizer.export.compressed_tensors.placement import place_codes
 from quantizer.export.hugging_face_folder import write_folder
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.models import load_model
 

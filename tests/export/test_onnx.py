@@ -28,7 +28,7 @@ from quantizer.errors import QuantizerError, UsageError, VerificationError
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import export
 from quantizer.export.onnx.files import stored_model
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.numerics.rounding import ROUND_MODES
 from quantizer.storage.permission import replacing

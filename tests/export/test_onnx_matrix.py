@@ -27,7 +27,7 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import as_run, export
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.storage.permission import replacing
 

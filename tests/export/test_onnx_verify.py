@@ -32,7 +32,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import export
 from quantizer.export.onnx.verify import OnnxFile, verify_sessions
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.numerics.metrics import sqnr_db
 from quantizer.sources.batches import Batch

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import quantizer
 from quantizer.errors import ModelError, QuantizerError
 from quantizer.export.programs import program
-from quantizer.graph.batch_axes import fixed_batch
+from quantizer.graph.tracing.batch_axes import fixed_batch
 from quantizer.numerics.metrics import sqnr_db
 
 ort = pytest.importorskip("onnxruntime", reason="files are verified with it (extra: onnx)")

@@ -21,7 +21,7 @@ from quantizer.export.agreement import verify
 from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporting import export
 from quantizer.export.safetensors import load
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.numerics.rounding import ROUND_MODES
 from quantizer.storage.files import read_tensors, write_tensors
 

@@ -15,7 +15,7 @@ from quantizer.errors import VerificationError
 from quantizer.export.acceptance import accept_file
 from quantizer.export.agreement import Agreement, Verification
 from quantizer.export.deployment import Deployment
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 
 class Detector(nn.Module):

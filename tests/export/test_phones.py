@@ -42,7 +42,7 @@ from quantizer.export.mobile.rewrites import (
 )
 from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 PRESET = str(ROOT / "configs" / "mobile_int8.json")
 X = torch.randn(5, 3, 12, 12, generator=torch.Generator().manual_seed(0))

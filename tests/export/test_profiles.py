@@ -31,7 +31,7 @@ from quantizer.errors import UsageError
 from quantizer.export.agreement import Verification
 from quantizer.export.exporting import exporter_of
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_files")]
 

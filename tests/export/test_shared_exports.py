@@ -21,7 +21,7 @@ from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import export
 from quantizer.export.programs import program
 from quantizer.export.targets import EXPORTERS
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 for package in EXPORTERS["onnx"].needs:
     pytest.importorskip(package, reason="needs quantizer-torch[onnx]")

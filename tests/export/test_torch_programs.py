@@ -29,7 +29,7 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.exporting import export
 from quantizer.export.programs.qdq import CODE_TYPES, Activation
 from quantizer.export.targets import CHOICES
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.quantizer import TensorQuantizer
 from quantizer.numerics.rounding import ROUND_MODES
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quantizer
 from quantizer.errors import UsageError
 from quantizer.export.value_names import input_names
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 onnx = pytest.importorskip("onnx", reason="needs quantizer-torch[onnx]")
 ort = pytest.importorskip("onnxruntime", reason="needs quantizer-torch[onnx]")

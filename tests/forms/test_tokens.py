@@ -23,7 +23,7 @@ from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
 
 TOKEN = QuantizationSpec(Dtype.int8, is_dynamic=True, qscheme=QSchemeType.per_token)

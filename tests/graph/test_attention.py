@@ -10,10 +10,10 @@ from support.attentions import Attention, Fused, batches, blocks
 from torch import nn
 
 from quantizer.config.model import Settings
-from quantizer.graph.attention import CachedValue, cached_values
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.structure.attention import CachedValue, cached_values
+from quantizer.graph.tracing.trace import trace
 
 
 def found(model: nn.Module) -> tuple[Graph, tuple[CachedValue, ...]]:

@@ -19,7 +19,7 @@ import quantizer
 from quantizer.config.model import Settings
 from quantizer.graph.passes import run_passes
 from quantizer.graph.passes.compute_constants import compute_weights
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 
 

@@ -33,7 +33,7 @@ from quantizer.config.model import Config, ConfigRule, Selector, Settings, Sourc
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
 

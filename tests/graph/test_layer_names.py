@@ -13,7 +13,7 @@ from torch import nn
 
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 BLOCK = "Residual::Residual/Sequential[layer1]/Block[{}]/"
 EXPECTED = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 
 
@@ -278,7 +278,9 @@ def test_layers_have_the_names_that_a_fixed_length_gives(
     model = llama(use_cache=False)
     call: dict[str, Any] = {"input_ids": ids(8)}
     graph = trace(model, (), call)
-    monkeypatch.setattr("quantizer.graph.trace._export_with_lengths", lambda *given: None)
+    monkeypatch.setattr(
+        "quantizer.graph.tracing.trace._export_with_lengths", lambda *given: None
+    )
     fixed = trace(model, (), call)
     assert (fixed.lengths, len(graph.lengths)) == ((), 1)
     assert float_layers(graph) == float_layers(fixed)

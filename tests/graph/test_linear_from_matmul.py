@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quantizer.config.model import Settings
 from quantizer.graph.passes import run_passes
 from quantizer.graph.passes.linear_layers import linear_from_matmul
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan
 

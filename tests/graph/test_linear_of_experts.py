@@ -19,7 +19,7 @@ from quantizer.errors import ModelError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.match import match
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.llamas import SIZES
 
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 
 transformers = pytest.importorskip("transformers", reason="needs quantizer-torch[llm]")

@@ -23,7 +23,7 @@ from torch import nn
 
 from quantizer.errors import DataError, ModelError
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 
 BOTH = ("height", "width")

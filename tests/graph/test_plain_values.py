@@ -18,7 +18,7 @@ from quantizer.graph.emit import emit
 from quantizer.graph.names import check_names
 from quantizer.graph.output_names import leaf_names, plain_output
 from quantizer.graph.stored import graph_from_json, graph_to_json
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 

@@ -13,7 +13,7 @@ from support.extended import extended_except
 from support.shared_traces import SharedTraces
 from support.toys import TOYS, built, traced
 
-from quantizer.graph import trace as tracing
+from quantizer.graph.tracing import trace as tracing
 from quantizer.nn.network import Network
 
 X = torch.arange(6.0).reshape(2, 3)

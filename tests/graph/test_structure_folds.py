@@ -13,9 +13,9 @@ from support.structures import PIXELS, Mixture, Mobile, changed_by_folding, modu
 from torch import Tensor, nn
 
 from quantizer.algorithms.equalization.equalization import find_pairs
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure import InputGroup
+from quantizer.graph.structure.definitions import InputGroup
+from quantizer.graph.structure.find import find_structure
 
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
 

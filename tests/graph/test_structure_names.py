@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from quantizer.config.diagnostics import ConfigError, Place
 from quantizer.config.model import ScalingLayer, StructureNames
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure import Structure
+from quantizer.graph.structure.definitions import Structure
+from quantizer.graph.structure.find import find_structure
 
 
 class Layer(nn.Module):

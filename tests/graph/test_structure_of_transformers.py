@@ -9,10 +9,10 @@ import pytest
 from support.extended import extended_except
 from support.structures import CONFIGS, changed_by_folding, modules_of, prepared, pretrained
 
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import layer_path
-from quantizer.graph.structure import InputGroup, Structure
+from quantizer.graph.structure.definitions import InputGroup, Structure
+from quantizer.graph.structure.find import find_structure
 
 pytest.importorskip("transformers", reason="the models are those of transformers (extra: llm)")
 pytestmark = pytest.mark.slow

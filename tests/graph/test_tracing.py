@@ -18,7 +18,7 @@ from torch.distributions import Categorical, Distribution, Normal
 from torch.utils import _pytree as pytree
 
 from quantizer.errors import DataError, ModelError
-from quantizer.graph.trace import quiet, trace
+from quantizer.graph.tracing.trace import quiet, trace
 from quantizer.nn.network import Network
 
 # The float attention and recurrent kernels of eager mode differ from the traced ones in the

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import quantizer
 from quantizer.errors import ModelError, UsageError
 from quantizer.export.agreement import Agreement
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 pytest.importorskip("quantizer.export.onnx.openvino", reason="writes .onnx (extra: onnx)")
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 
 

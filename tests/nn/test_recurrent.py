@@ -16,7 +16,7 @@ from quantizer.calibration.solution import quantized_network
 from quantizer.config.model import Settings
 from quantizer.graph.emit import emit
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

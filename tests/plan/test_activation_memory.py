@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.size import peak_activation_bytes
 
 

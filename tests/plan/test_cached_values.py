@@ -13,7 +13,7 @@ from torch import nn
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 

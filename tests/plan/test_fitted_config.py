@@ -25,8 +25,8 @@ from quantizer.config.resources import load_resource, presets, resource
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
-from quantizer.plan.fitted_config import FittedConfig, fitted_document
+from quantizer.graph.tracing.trace import trace
+from quantizer.plan.fit.fitted_config import FittedConfig, fitted_document
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 

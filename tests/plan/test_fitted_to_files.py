@@ -20,8 +20,8 @@ from quantizer.export.targets import CHECKED_TARGETS, EXPORTERS
 from quantizer.export.without_codes import layers_to_leave
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
-from quantizer.graph.trace import trace
-from quantizer.plan.fitted_config import fitted_document
+from quantizer.graph.tracing.trace import trace
+from quantizer.plan.fit.fitted_config import fitted_document
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 

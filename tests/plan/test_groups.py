@@ -13,7 +13,7 @@ from support.toys import TOYS, traced
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.floating import multiplies_values
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import EVERY_JOIN, Multiplication, quantization_point

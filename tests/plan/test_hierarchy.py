@@ -17,7 +17,7 @@ from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.model import Config, QuantizationSpec, Settings
 from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan

@@ -17,7 +17,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.inplace import InPlace
 from quantizer.nn.network import Network
 from quantizer.plan.resolve import resolve_plan

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quantizer.config.model import Settings
 from quantizer.graph.emit import emit
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.floating import OUTSIDE
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan

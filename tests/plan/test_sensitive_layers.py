@@ -8,8 +8,8 @@ from support.fitting_models import example_graph
 from torch import Tensor, nn
 
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
-from quantizer.plan.fitted_layers import behind_norms, sensitive_layers
+from quantizer.graph.tracing.trace import trace
+from quantizer.plan.fit.fitted_layers import behind_norms, sensitive_layers
 
 
 def modules(graph: Graph, layers: list[str] | tuple[str, ...]) -> list[str]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import quantizer
 from quantizer import ModelQuantizer
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.floating import MASK
 from quantizer.plan.groups import layout
 

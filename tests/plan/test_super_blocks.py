@@ -14,8 +14,8 @@ from quantizer.config.load import check_document
 from quantizer.config.resources import load_resource
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
-from quantizer.plan.fitted_config import fitted_document
+from quantizer.graph.tracing.trace import trace
+from quantizer.plan.fit.fitted_config import fitted_document
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import parameter_bytes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantizer.export.agreement import Verification
 from quantizer.export.kernels import Kernels
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.plan.model import Plan
 from quantizer.report.verdict import MAX_LINES, VerdictFacts, verdict
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import Settings
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.results.calibrated import Calibrated
 
 

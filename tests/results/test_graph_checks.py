@@ -21,7 +21,7 @@ from quantizer.graph.ir import Node
 from quantizer.graph.ops import PACKETS, find_op
 from quantizer.graph.stored import graph_from_json, graph_to_json
 from quantizer.graph.targets import packet
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.results.graph_checks import FUNCTIONAL, check_graph, operator_fault
 
 Json = dict[str, Any]

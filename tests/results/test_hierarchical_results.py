@@ -25,7 +25,7 @@ from quantizer.config.model import Config
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.sequential_runner import SequentialRunner
 from quantizer.nn.network import Network
 from quantizer.plan.model import Plan

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import quantizer
 from quantizer.errors import ModelError, ResultError
-from quantizer.graph import trace as tracing
 from quantizer.graph.ir import Graph
 from quantizer.graph.stored import graph_from_json
+from quantizer.graph.tracing import trace as tracing
 from quantizer.results import graph_file
 from quantizer.results.calibrated import trace_module
 from quantizer.results.graph_file import GraphFile, bound_graph, write_graph

@@ -19,9 +19,9 @@ from quantizer.config.load import default_config
 from quantizer.config.model import Settings
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
-from quantizer.plan import joins
+from quantizer.plan.joining import joins
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.sources.batches import Batch

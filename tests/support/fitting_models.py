@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 from support import llamas, moe, structures, toys
 from support.encoders import Encoder, sentences
 

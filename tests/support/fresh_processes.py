@@ -142,7 +142,7 @@ def next_code(answers: int, has_tracer: int) -> str:
     if has_tracer:
         # Importing it takes a second
         import quantizer.cli.modes.calib_mode  # noqa: F401
-        from quantizer.graph.trace import trace
+        from quantizer.graph.tracing.trace import trace
 
         trace(torch.nn.Linear(2, 2).eval(), (torch.zeros(2, 2),))
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
+from quantizer.graph.structure.find import find_structure
 from quantizer.layerwise.adjustment import Adjustment, Task, apply_adjustment
 from quantizer.layerwise.round_to_nearest import nearest_qparams
 from quantizer.nn.network import Network

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from quantizer.algorithms.gptq.algorithms import gptq
 from quantizer.algorithms.gptq.settings import GPTQConfig
 from quantizer.config.model import QuantizationSpec
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.structure.find import find_structure
+from quantizer.graph.tracing.trace import trace
 from quantizer.layerwise.adjustment import Adjustment, RoundedWeight, Run, Task
 from quantizer.layerwise.round_to_nearest import nearest, nearest_qparams
 from quantizer.sources.batches import Batch

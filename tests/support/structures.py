@@ -14,8 +14,8 @@ from quantizer.graph.edits import with_weights
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import layer_path
 from quantizer.graph.passes import run_passes
-from quantizer.graph.structure import InputGroup, Structure
-from quantizer.graph.trace import trace
+from quantizer.graph.structure.definitions import InputGroup, Structure
+from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network
 
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import trace
+from quantizer.graph.tracing.trace import trace
 
 
 @dataclass(frozen=True)

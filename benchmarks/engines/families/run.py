@@ -34,7 +34,7 @@ from engines.families.models import FAMILIES
 from engines.families.outcomes import row_of
 from engines.families.schemes import SCHEMES
 from engines.figures import CONSUMERS as PROGRAMS
-from quantizer.graph import trace
+from quantizer.graph.tracing import trace
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).with_name("results")

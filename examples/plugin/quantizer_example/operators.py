@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import SAME, Commutes
+from quantizer.graph.channels.axis_rules import SAME, Commutes
 from quantizer.graph.op_row import Op
 
 

@@ -26,10 +26,10 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.step import Decision
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import counted
-from quantizer.graph.axis_rules import is_padded
+from quantizer.graph.channels.axis_rules import is_padded
+from quantizer.graph.channels.labels import passes_shifts
 from quantizer.graph.edits import by_channel, with_weights
 from quantizer.graph.ir import Graph, Node, PassChange
-from quantizer.graph.labels import passes_shifts
 from quantizer.graph.passes import graph_before
 from quantizer.nn.execution import Execution
 from quantizer.nn.network import Network

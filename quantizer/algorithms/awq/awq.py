@@ -26,7 +26,7 @@ from quantizer.algorithms.awq.settings import AWQConfig
 from quantizer.config.model import QuantizationSpec
 from quantizer.graph.edits import rescale_weight
 from quantizer.graph.ir import Node
-from quantizer.graph.structure import InputGroup
+from quantizer.graph.structure.definitions import InputGroup
 from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.adjustment import (
     Adjustment,

@@ -24,7 +24,7 @@ from quantizer.config.wording import counted
 from quantizer.distributed import merge_in_batch_order
 from quantizer.errors import DataError
 from quantizer.graph.ir import Node
-from quantizer.graph.parameters import move_module
+from quantizer.graph.tracing.parameters import move_module
 from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.sequential_runner import SequentialRunner
 

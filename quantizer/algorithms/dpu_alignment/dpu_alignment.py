@@ -16,7 +16,7 @@ import torch
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
 from quantizer.calibration.solution import Solution
 from quantizer.config.model import Settings
-from quantizer.graph.axis_rules import PADDED
+from quantizer.graph.channels.axis_rules import PADDED
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.groups import layout
 from quantizer.plan.layout import EVERY_JOIN, Layout, quantization_point

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantizer.algorithms.finetuning.rounding_problem import RoundingProblem, adaquant, adaround
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.parameters import set_parameter
+from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.layerwise.gram import DEEPEST
 from quantizer.layerwise.patches import (
     channel_rows,

@@ -24,9 +24,9 @@ from quantizer.calibration.snapshots import (
 from quantizer.calibration.solution import Solution, quantized_network
 from quantizer.comparison.output_measure import OutputNoises
 from quantizer.config.wording import counted
+from quantizer.graph.channels.output_parts import Output, output_parts
 from quantizer.graph.ir import Graph
-from quantizer.graph.output_parts import Output, output_parts
-from quantizer.graph.parameters import move_module
+from quantizer.graph.tracing.parameters import move_module
 from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.adjustment import RoundedWeight
 from quantizer.layerwise.sequential_runner import SequentialRunner

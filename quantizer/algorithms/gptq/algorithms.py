@@ -23,8 +23,8 @@ from quantizer.algorithms.gptq.settings import GPTAQConfig, GPTQConfig, QronosCo
 from quantizer.algorithms.gptq.target import GptaqTarget, GptqTarget, Products, QronosTarget
 from quantizer.distributed import Ranks
 from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import set_parameter
-from quantizer.graph.structure import InputGroup
+from quantizer.graph.structure.definitions import InputGroup
+from quantizer.graph.tracing.parameters import set_parameter
 from quantizer.layerwise.activation_store import ActivationStore
 from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.layerwise.gram import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quantizer.distributed import Ranks
 from quantizer.errors import DataError, first_line
-from quantizer.graph.language_parts import language_head
+from quantizer.graph.structure.language_parts import language_head
 from quantizer.layerwise.adjustment import Remark, Task
 from quantizer.layerwise.gram import quantized_layers
 from quantizer.layerwise.output_gradients import NO_GRADIENT, random_signs

@@ -12,9 +12,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import ALIKE, JOINED, PRODUCT, QUOTIENT, REDUCED, Commutes
+from quantizer.graph.channels.axis_rules import (
+    ALIKE,
+    JOINED,
+    PRODUCT,
+    QUOTIENT,
+    REDUCED,
+    Commutes,
+)
+from quantizer.graph.channels.labels import ChannelLabels, passes_shifts, paths
 from quantizer.graph.ir import Graph, Node, Ref
-from quantizer.graph.labels import ChannelLabels, passes_shifts, paths
 from quantizer.graph.targets import call
 
 _NORMS = ("layer_norm", "rms_norm")

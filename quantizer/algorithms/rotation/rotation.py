@@ -18,11 +18,16 @@ from torch import Tensor
 from quantizer.algorithms.rotation.residual_stream import Residual, residuals
 from quantizer.algorithms.rotation.settings import RotationConfig
 from quantizer.config.roles import base_role
-from quantizer.graph.axis_rules import ATTENTION, MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, PRODUCT
+from quantizer.graph.channels.axis_rules import (
+    ATTENTION,
+    MATRIX_PRODUCT,
+    PLAIN_MATRIX_PRODUCT,
+    PRODUCT,
+)
 from quantizer.graph.edits import Insertion
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.output_names import unused_names
-from quantizer.graph.structure import InputGroup
+from quantizer.graph.structure.definitions import InputGroup
 from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.layerwise.fold import parameter
 from quantizer.numerics.hadamard import factors, rotate_rows

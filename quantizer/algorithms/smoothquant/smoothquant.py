@@ -21,7 +21,7 @@ from quantizer.algorithms.smoothquant.settings import SmoothQuantConfig
 from quantizer.config.model import CAST_ONLY, QuantizationSpec
 from quantizer.distributed import ALONE, Ranks
 from quantizer.graph.edits import by_channel, rescale_weight
-from quantizer.graph.structure import InputGroup
+from quantizer.graph.structure.definitions import InputGroup
 from quantizer.layerwise.adjustment import Adjustment, Remark, Task, apply_adjustment
 from quantizer.layerwise.fold import (
     admissible,

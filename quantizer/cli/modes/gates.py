@@ -21,8 +21,8 @@ from quantizer.config.wording import did_you_mean
 from quantizer.errors import UsageError
 from quantizer.evaluation.scores import DROP, metrics_of_both, remark_on_samples
 from quantizer.export.targets import EXPORTERS
+from quantizer.graph.channels.output_parts import Output, sample_axis
 from quantizer.graph.ir import Graph, Node, references
-from quantizer.graph.output_parts import Output, sample_axis
 from quantizer.sources.batches import Batch
 from quantizer.sources.directions import BY_NAME, Directions, how_to_declare
 

@@ -44,8 +44,8 @@ from quantizer.errors import GateError, UsageError
 from quantizer.evaluation.compare import same_in_each_pass
 from quantizer.evaluation.scores import Scores, score
 from quantizer.export.targets import FOLDER, layer_choosing_option
+from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
-from quantizer.graph.output_parts import output_parts
 from quantizer.report import tables
 from quantizer.report.files import add_to_report, make_report, write_report
 from quantizer.report.view import TableView

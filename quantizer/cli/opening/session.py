@@ -24,8 +24,8 @@ from quantizer.config.model import Config
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
-from quantizer.graph.parameters import move_module, with_views
 from quantizer.graph.passes import run_passes
+from quantizer.graph.tracing.parameters import move_module, with_views
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import plan_remarks
 from quantizer.plan.resolve import resolve_plan

@@ -9,9 +9,9 @@ from quantizer.cli.arguments.options import Options
 from quantizer.cli.opening import session
 from quantizer.config.diagnostics import pointing_into
 from quantizer.config.model import StructureNames
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph
-from quantizer.graph.structure import Structure
+from quantizer.graph.structure.definitions import Structure
+from quantizer.graph.structure.find import find_structure
 from quantizer.sources.data import Batches
 from quantizer.sources.models import LoadedModel
 

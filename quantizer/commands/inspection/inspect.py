@@ -20,11 +20,11 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.config.wording import counted
 from quantizer.errors import GateError, UsageError
 from quantizer.graph.emit import emit
-from quantizer.graph.find_structure import find_structure
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import module_of, path_names
 from quantizer.graph.passes import run_passes
-from quantizer.graph.structure import InputGroup, Structure
+from quantizer.graph.structure.definitions import InputGroup, Structure
+from quantizer.graph.structure.find import find_structure
 from quantizer.numerics.integer import HARDSWISH_POSITION, LEAKY_SLOPE, SIXTH
 from quantizer.plan.dpu_limits import DPU_NAME
 from quantizer.plan.dpu_support import Verdict, subgraphs, verdicts

@@ -21,7 +21,7 @@ from quantizer.export.exporter import Refusal
 from quantizer.export.exporting import planned_refusals, require_extras
 from quantizer.export.targets import CHECKED_TARGETS
 from quantizer.export.without_codes import plan_remarks, planned_values
-from quantizer.graph.output_parts import output_parts
+from quantizer.graph.channels.output_parts import output_parts
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import left_parameters, share_left
 from quantizer.plan.size import peak_activation_bytes, weight_bytes

@@ -28,7 +28,7 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.config.model import Config
 from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
-from quantizer.graph.parameters import with_views
+from quantizer.graph.tracing.parameters import with_views
 from quantizer.report.files import REPORT_INPUTS, write_report
 from quantizer.results.calibrated import reuse_or_trace, stored_config
 from quantizer.results.calibrated_inputs import example_batch

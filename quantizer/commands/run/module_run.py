@@ -54,8 +54,8 @@ from quantizer.export.saved_modules import save_verified
 from quantizer.export.summary import export_summary
 from quantizer.export.targets import EXPORTERS, FOLDER, checked_target
 from quantizer.graph.modules import uncovered_modules
-from quantizer.graph.parameters import replace_parameters
-from quantizer.graph.untraced import Untraced
+from quantizer.graph.tracing.parameters import replace_parameters
+from quantizer.graph.tracing.untraced import Untraced
 from quantizer.plan.model import Plan
 from quantizer.plan.size import weight_bytes
 from quantizer.report import tables

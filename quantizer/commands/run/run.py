@@ -65,11 +65,11 @@ from quantizer.export.sized_widths import SIZED, SizedRun, config_within, requir
 from quantizer.export.targets import EXPORTERS, require_choices
 from quantizer.export.value_names import require_fitting_names
 from quantizer.export.without_codes import layers_to_leave
+from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
 from quantizer.graph.modules import module_graph
-from quantizer.graph.output_parts import output_parts
-from quantizer.graph.untraced import untraced_part
-from quantizer.plan.fitted_config import fitted_text
+from quantizer.graph.tracing.untraced import untraced_part
+from quantizer.plan.fit.fitted_config import fitted_text
 from quantizer.printable import json_text
 from quantizer.report.verdict import verdict
 from quantizer.results.checkpoint import Checkpoints

@@ -13,8 +13,8 @@ from quantizer.graph.ir import Graph
 from quantizer.layerwise.fold import SCALE_OP
 from quantizer.numerics.codes import bits_of
 from quantizer.plan.floating import input_values
+from quantizer.plan.joining.tied_scales import fused_layers
 from quantizer.plan.model import Key, Plan
-from quantizer.plan.tied_scales import fused_layers
 
 MAX_PRUNED = 12
 """Up to so many chosen parts, each is tried in its quantized form again: it may only have

@@ -19,7 +19,7 @@ from quantizer.config.model import Algorithm
 from quantizer.errors import QuantizerError, UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.plan.fitted_algorithms import why_algorithm_is_idle
+from quantizer.plan.fit.fitted_algorithms import why_algorithm_is_idle
 from quantizer.plan.model import Plan
 from quantizer.plan.resolve import resolve_plan
 from quantizer.results.calibrated import Calibrated

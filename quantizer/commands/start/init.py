@@ -108,7 +108,7 @@ def _fitted(text: str, name: str, options: Options) -> str:
         return text
     # These import torch
     from quantizer.cli.opening.traced_model import traced_model
-    from quantizer.plan.fitted_config import fitted_text
+    from quantizer.plan.fit.fitted_config import fitted_text
 
     traced = traced_model(options)
     fitted, changes = fitted_text(text, name, traced.graph)

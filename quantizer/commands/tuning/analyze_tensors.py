@@ -33,7 +33,7 @@ from quantizer.config.wording import counted
 from quantizer.errors import GateError
 from quantizer.evaluation.ablation import Ablation, ablate_calibrated
 from quantizer.evaluation.analyze import NOISE_BATCHES, few
-from quantizer.graph.output_parts import output_parts
+from quantizer.graph.channels.output_parts import output_parts
 from quantizer.report.tables import finite_row
 from quantizer.results.calibrated import Calibrated
 

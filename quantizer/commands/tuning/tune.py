@@ -37,7 +37,7 @@ from quantizer.commands.searching.tuned_run import (
 from quantizer.config.load import load_config
 from quantizer.errors import UsageError
 from quantizer.export.exporting import require_extras
-from quantizer.graph.output_parts import output_parts
+from quantizer.graph.channels.output_parts import output_parts
 from quantizer.printable import json_text
 from quantizer.results.result_set import locked, require_result_folder
 from quantizer.results.write import check_owner

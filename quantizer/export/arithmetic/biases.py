@@ -19,7 +19,7 @@ from quantizer.export.arithmetic.operands import (
     output_spec,
 )
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.parameters import move_module
+from quantizer.graph.tracing.parameters import move_module
 from quantizer.nn.network import Network
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.groups import layout

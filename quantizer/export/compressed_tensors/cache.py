@@ -16,8 +16,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.export.compressed_tensors.limits import scale_difference
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.model_tensors import cannot_store
-from quantizer.graph.attention import CachedValue, Part, cached_values
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.structure.attention import CachedValue, Part, cached_values
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import Key, TensorSpecs
 

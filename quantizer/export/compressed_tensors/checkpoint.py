@@ -25,7 +25,7 @@ from quantizer.export.compressed_tensors.schemes import CompressedLayer
 from quantizer.export.deployment import Deployment
 from quantizer.export.model_tensors import cannot_store, model_of, parameter_values
 from quantizer.graph.ir import Graph
-from quantizer.graph.language_parts import layers_behind_blocks
+from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
 from quantizer.sources.hugging_face.unused_tensors import unused_tensors

@@ -23,7 +23,7 @@ from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import model_of
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls
 from quantizer.graph.ir import Graph
-from quantizer.graph.language_parts import layers_behind_blocks
+from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.plan.model import TensorSpecs
 
 

@@ -19,8 +19,8 @@ from quantizer.export.exporter import Refusal
 from quantizer.export.model_tensors import cannot_store
 from quantizer.graph.ir import Graph, Node
 from quantizer.numerics.two_level import split_global
+from quantizer.plan.joining.tied_scales import fused_layers
 from quantizer.plan.model import Key, TensorSpecs
-from quantizer.plan.tied_scales import fused_layers
 
 _ENGINE_NAMES = {
     frozenset({"q_proj", "k_proj", "v_proj"}): "qkv_proj",

@@ -31,7 +31,7 @@ from quantizer.export.hugging_face_folder import write_folder
 from quantizer.export.model_tensors import model_of, with_scales_of_file
 from quantizer.export.transformers_verify import ExpectedCall, expected_calls, verify_calls
 from quantizer.graph.ir import Graph
-from quantizer.graph.language_parts import layers_behind_blocks
+from quantizer.graph.structure.language_parts import layers_behind_blocks
 from quantizer.nn.network import Network
 from quantizer.option_words import Sentence
 from quantizer.plan.model import TensorSpecs

@@ -29,9 +29,9 @@ from quantizer.export.mobile.constants import fold_constants
 from quantizer.export.mobile.kernels import DOUBTFUL, MobileEngine
 from quantizer.export.mobile.sizes import multiply_adds
 from quantizer.export.programs.coded import ProgramForm, coded_program
-from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, samples_in
 from quantizer.graph.ir import Graph
-from quantizer.graph.trace import quiet
+from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, samples_in
+from quantizer.graph.tracing.trace import quiet
 from quantizer.nn.quantized_tensor import QuantizedTensor
 from quantizer.plan.model import TensorSpecs
 from quantizer.storage.files import write_bytes

@@ -38,8 +38,8 @@ from quantizer.export.mobile.rewrites import average_images, fold_padding, infer
 from quantizer.export.mobile.tflite_file import TfliteFile, TfliteNames
 from quantizer.export.mobile.tflite_kernels import code_weights, integer_scales
 from quantizer.export.programs.coded import ProgramForm
-from quantizer.graph.batch_axes import axes_of_graph
 from quantizer.graph.ir import Graph
+from quantizer.graph.tracing.batch_axes import axes_of_graph
 from quantizer.plan.model import TensorSpecs
 
 _PAD = torch.ops.aten.constant_pad_nd.default

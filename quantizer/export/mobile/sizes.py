@@ -7,7 +7,7 @@ from torch.backends import mkldnn
 from torch.utils.flop_counter import FlopCounterMode
 
 from quantizer.export.deployment import Deployment
-from quantizer.graph.trace import quiet
+from quantizer.graph.tracing.trace import quiet
 from quantizer.nn.execution import Execution
 
 _FLOPS = 2

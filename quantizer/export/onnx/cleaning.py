@@ -10,7 +10,7 @@ import quantizer
 from quantizer.export.onnx.marks import MARK_DOMAIN
 from quantizer.export.onnx.profile import PACKED_DOMAIN
 from quantizer.graph.ir import Graph
-from quantizer.graph.lengths import Length
+from quantizer.graph.tracing.lengths import Length
 
 # torch's name for an open size, alone or in a formula.
 _SYMBOL = re.compile(r"\b[su]\d+\b")

@@ -8,8 +8,8 @@ from quantizer.config.wording import counted
 from quantizer.export.arithmetic.operands import is_multiplied, layer_input_spec
 from quantizer.export.exporter import Reason, Refusal
 from quantizer.export.onnx.conventions import Conventions, Limits
-from quantizer.graph.attention import cached_values
 from quantizer.graph.ir import Graph, Node
+from quantizer.graph.structure.attention import cached_values
 from quantizer.plan.model import TensorSpecs
 
 _WEIGHT_BITS = 8

@@ -15,7 +15,7 @@ from quantizer.export.deployment import Deployment, tensor_leaves
 from quantizer.export.onnx.marks import MARK_DOMAIN, Quantizations
 from quantizer.export.onnx.written_out import decompositions_for
 from quantizer.export.programs.program import export_program
-from quantizer.graph.trace import lean_export
+from quantizer.graph.tracing.trace import lean_export
 from quantizer.nn.function import leave_ties_open
 from quantizer.nn.network import Network
 

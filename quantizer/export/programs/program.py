@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from quantizer.errors import ModelError, first_line
 from quantizer.export.deployment import Deployment
-from quantizer.graph.batch_axes import axes_of_graph, has_open_batch, with_samples
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.lengths import Length, excludes_single_batches
-from quantizer.graph.trace import UNUSUAL_BATCH, lean_export, quiet
+from quantizer.graph.tracing.batch_axes import axes_of_graph, has_open_batch, with_samples
+from quantizer.graph.tracing.lengths import Length, excludes_single_batches
+from quantizer.graph.tracing.trace import UNUSUAL_BATCH, lean_export, quiet
 
 _SOURCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 _NO_LETTER = re.compile(r"\W", re.ASCII)

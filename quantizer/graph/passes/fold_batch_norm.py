@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quantizer.graph.channels.labels import ChannelLabels, passes_shifts
 from quantizer.graph.edits import by_channel, rescale_weight, with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
-from quantizer.graph.labels import ChannelLabels, passes_shifts
 
 
 def fold_batch_norm(graph: Graph) -> Graph:

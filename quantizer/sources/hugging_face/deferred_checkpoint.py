@@ -12,7 +12,7 @@ from quantizer.config.json_types import JsonMapping
 from quantizer.config.typed_fields import fits
 from quantizer.config.wording import first_names
 from quantizer.errors import ModelError
-from quantizer.graph.parameters import replace_parameters
+from quantizer.graph.tracing.parameters import replace_parameters
 from quantizer.plugins import part
 from quantizer.sources.files.json_files import read_object
 from quantizer.sources.files.tensor_files import read_deferred

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from quantizer.errors import ModelError
 from quantizer.graph import targets
 from quantizer.graph.ir import Call
-from quantizer.graph.lengths import same_shape, same_size, size_in_call
+from quantizer.graph.tracing.lengths import same_shape, same_size, size_in_call
 
 STUB_OPERATORS = {"QuantStub": "quant_stub", "DeQuantStub": "dequant_stub"}
 """Operators by class name: torch's own stubs and those of other tools.

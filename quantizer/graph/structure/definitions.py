@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import ALIKE, PRODUCT, SAME
-from quantizer.graph.ir import Graph, Node, walk_back
-from quantizer.graph.labels import (
+from quantizer.graph.channels.axis_rules import ALIKE, PRODUCT, SAME
+from quantizer.graph.channels.labels import (
     NONE,
     ChannelLabels,
     channels_along,
@@ -24,6 +23,7 @@ from quantizer.graph.labels import (
     numbered_labels,
     paths,
 )
+from quantizer.graph.ir import Graph, Node, walk_back
 from quantizer.graph.targets import call
 
 

@@ -14,18 +14,19 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from quantizer.errors import ModelError
 from quantizer.graph import targets
-from quantizer.graph.functionalize import is_inplace
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.lengths import (
+from quantizer.graph.names import Namer
+from quantizer.graph.ops import OPS, find_op
+from quantizer.graph.stored import as_floats, constants_of_code, with_output
+from quantizer.graph.tracing.functionalize import is_inplace
+from quantizer.graph.tracing.lengths import (
     open_lengths,
     same_shape,
     same_size,
     size_in_call,
     symbol_sizes,
 )
-from quantizer.graph.names import Namer
-from quantizer.graph.ops import OPS, find_op
-from quantizer.graph.program_nodes import (
+from quantizer.graph.tracing.program_nodes import (
     MARK,
     STUB_OPERATORS,
     module_path,
@@ -33,7 +34,6 @@ from quantizer.graph.program_nodes import (
     takes_whole_length,
     writes_all,
 )
-from quantizer.graph.stored import as_floats, constants_of_code, with_output
 
 
 @dataclass

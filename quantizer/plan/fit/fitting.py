@@ -20,9 +20,9 @@ from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 from quantizer.plan import axes
 from quantizer.plan.axes import TensorView
+from quantizer.plan.fit.selectors import selectors_for
 from quantizer.plan.model import Plan, TensorPlan
 from quantizer.plan.resolve import resolve_plan
-from quantizer.plan.selectors import selectors_for
 
 _KEY_ORDER = (
     "dtype",

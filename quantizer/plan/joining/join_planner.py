@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from quantizer.config.roles import channels_role
+from quantizer.graph.channels.origins import Runs
 from quantizer.graph.ir import Graph
-from quantizer.graph.origins import Runs
-from quantizer.plan.joins import input_role, open_joins
+from quantizer.plan.joining.joins import input_role, open_joins
 from quantizer.plan.layout import Join, Layout, Multiplication, quantization_point
 from quantizer.plan.model import JoinPlan, Key, TensorPlan, is_entry, output_role
 

@@ -19,7 +19,7 @@ from quantizer.plan.axes import (
     super_block_substitute,
     without_super_blocks,
 )
-from quantizer.plan.fitting import Fitting, per_channel
+from quantizer.plan.fit.fitting import Fitting, per_channel
 from quantizer.plan.model import TensorPlan
 
 _SMALLEST = 32

@@ -9,11 +9,11 @@ from quantizer.config.diagnostics import ConfigError
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import Algorithm, QuantizationSpec
 from quantizer.config.wording import counted, first_names
-from quantizer.graph.find_structure import find_structure
-from quantizer.graph.structure import InputGroup, Structure
+from quantizer.graph.structure.definitions import InputGroup, Structure
+from quantizer.graph.structure.find import find_structure
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.fitted_layers import behind_norms
-from quantizer.plan.fitting import Fitting
+from quantizer.plan.fit.fitted_layers import behind_norms
+from quantizer.plan.fit.fitting import Fitting
 from quantizer.plan.model import Plan
 
 _SMOOTHED_BITS = 8

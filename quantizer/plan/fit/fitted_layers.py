@@ -13,7 +13,7 @@ from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.graph.ir import Graph, Node, references
 from quantizer.numerics.codes import bits_of
-from quantizer.plan.fitting import Fitting, eight_bits
+from quantizer.plan.fit.fitting import Fitting, eight_bits
 from quantizer.plan.floating import derived_layers
 
 _AFFINE = ("mul", "add")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import (
+from quantizer.graph.channels.axis_rules import (
     ATTENTION,
     INDEXED,
     MATRIX_PRODUCT,
@@ -21,9 +21,15 @@ from quantizer.graph.axis_rules import (
     PLAIN_MATRIX_PRODUCT,
     REDUCED,
 )
+from quantizer.graph.channels.label_replay import (
+    UNWRITTEN,
+    Replay,
+    Seen,
+    is_pointwise,
+    moved_operands,
+)
+from quantizer.graph.channels.labels import filled_labels
 from quantizer.graph.ir import Graph, Node, Ref, references
-from quantizer.graph.label_replay import UNWRITTEN, Replay, Seen, is_pointwise, moved_operands
-from quantizer.graph.labels import filled_labels
 
 _PRODUCTS = (MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, ATTENTION)
 

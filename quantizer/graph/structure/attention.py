@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quantizer.graph.axis_rules import ATTENTION
+from quantizer.graph.channels.axis_rules import ATTENTION
 from quantizer.graph.ir import Graph, Node, Ref, derived, readers, walk_back
 
 _SOFTMAX = "softmax"

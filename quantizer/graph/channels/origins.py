@@ -13,10 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import JOINED, PADDED, RESHAPED, SAME, LabelledCall, pads_zeros
-from quantizer.graph.ir import Graph, Node, map_refs
-from quantizer.graph.label_replay import is_pointwise
-from quantizer.graph.labels import (
+from quantizer.graph.channels.axis_rules import (
+    JOINED,
+    PADDED,
+    RESHAPED,
+    SAME,
+    LabelledCall,
+    pads_zeros,
+)
+from quantizer.graph.channels.label_replay import is_pointwise
+from quantizer.graph.channels.labels import (
     UNFOLLOWED,
     ChannelLabels,
     along_axis,
@@ -26,6 +32,7 @@ from quantizer.graph.labels import (
     meta_values,
     run_node,
 )
+from quantizer.graph.ir import Graph, Node, map_refs
 from quantizer.graph.targets import call
 from quantizer.storage.deferred_tensor import loaded
 

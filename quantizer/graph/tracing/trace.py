@@ -22,11 +22,17 @@ from quantizer.config.dynamic_sizes import AXES
 from quantizer.config.wording import listed, with_article
 from quantizer.default_device import default_device_of_user
 from quantizer.errors import ModelError, SameForAllExamplesError
-from quantizer.graph.batch_axes import BatchAxes, choices_of_axes, samples_in, with_samples
-from quantizer.graph.exported_program import Converter
-from quantizer.graph.functionalize import functionalize
 from quantizer.graph.ir import Call, Graph
-from quantizer.graph.lengths import (
+from quantizer.graph.names import check_names
+from quantizer.graph.tracing.batch_axes import (
+    BatchAxes,
+    choices_of_axes,
+    samples_in,
+    with_samples,
+)
+from quantizer.graph.tracing.exported_program import Converter
+from quantizer.graph.tracing.functionalize import functionalize
+from quantizer.graph.tracing.lengths import (
     Length,
     excludes_single_batches,
     leaf_shapes,
@@ -35,10 +41,9 @@ from quantizer.graph.lengths import (
     shortened_lengths,
     size_axes,
 )
-from quantizer.graph.names import check_names
-from quantizer.graph.parameters import without_values
-from quantizer.graph.program_nodes import input_paths, mark_stubs
-from quantizer.graph.torch_modules import (
+from quantizer.graph.tracing.parameters import without_values
+from quantizer.graph.tracing.program_nodes import input_paths, mark_stubs
+from quantizer.graph.tracing.torch_modules import (
     distributions_are_not_checked,
     masks_are_not_searched,
     recurrent_weights_restored,
@@ -144,8 +149,8 @@ def _export_sizes(
         ModelError: the model fixes one of the sizes, or has no input with it.
     """
     # Only runs with open sizes need them
-    from quantizer.graph.open_sizes import SizedTrace
-    from quantizer.graph.size_guards import GuardedTrace
+    from quantizer.graph.tracing.open_sizes import SizedTrace
+    from quantizer.graph.tracing.size_guards import GuardedTrace
 
     asked = size_axes(call, names)
     axes: list[tuple[int, ...]] = []
@@ -334,7 +339,7 @@ def _export(
     watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if lengths and stop:
         # Only models with inputs of any length need them
-        from quantizer.graph.size_guards import LengthTrace
+        from quantizer.graph.tracing.size_guards import LengthTrace
 
         sizes = leaf_shapes((args, kwargs))
         watched = LengthTrace(module, sizes, stops_if_fixed=stop == "fixed")
@@ -363,12 +368,12 @@ def _export(
         if watched is not None and watched.remark:
             logger.info("%s", watched.remark)
         # Only models that cannot be traced need it
-        from quantizer.graph.trace_errors import explain_failure
+        from quantizer.graph.tracing.trace_errors import explain_failure
 
         raise explain_failure(module, error) from error
     except BaseException as error:
         # forward() called sys.exit(): the process goes on, so that it ends with a sentence.
-        from quantizer.graph.trace_errors import place_of
+        from quantizer.graph.tracing.trace_errors import place_of
 
         raise SameForAllExamplesError(
             f"{type(module).__name__} cannot be traced: its forward() raised "

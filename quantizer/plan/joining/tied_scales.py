@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from quantizer.config.model import QuantizationSpec
-from quantizer.graph.axis_rules import PRODUCT
+from quantizer.graph.channels.axis_rules import PRODUCT
 from quantizer.graph.ir import Graph, Node, derived
 from quantizer.plan.model import TensorSpecs
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import RESHAPED
+from quantizer.graph.channels.axis_rules import RESHAPED
+from quantizer.graph.channels.labels import example_shape, run_node
 from quantizer.graph.ir import Graph, Node, references, walk_back
-from quantizer.graph.labels import example_shape, run_node
 from quantizer.graph.op_row import ELEMENTWISE
 from quantizer.graph.targets import resolve_target
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.axis_rules import Commutes, LabelledCall, changes, is_padded
+from quantizer.graph.channels.axis_rules import Commutes, LabelledCall, changes, is_padded
 from quantizer.graph.ir import Graph, Node, derived, map_refs, references
 from quantizer.graph.targets import call
 

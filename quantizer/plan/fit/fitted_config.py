@@ -18,19 +18,22 @@ from quantizer.config.wording import first_names
 from quantizer.errors import UsageError, or_without
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.plan.fitted_algorithms import leave_out_idle_algorithms, smooth_normalized_inputs
-from quantizer.plan.fitted_groups import (
+from quantizer.plan.fit.fitted_algorithms import (
+    leave_out_idle_algorithms,
+    smooth_normalized_inputs,
+)
+from quantizer.plan.fit.fitted_groups import (
     fit_axes,
     fit_groups,
     leave_out_impossible,
     replace_super_blocks,
 )
-from quantizer.plan.fitted_layers import (
+from quantizer.plan.fit.fitted_layers import (
     give_divided_heads_channels,
     give_recurrent_layers_eight_bits,
     spare_sensitive_layers,
 )
-from quantizer.plan.fitting import Fitting
+from quantizer.plan.fit.fitting import Fitting
 from quantizer.plan.match import SELECTED_KINDS, match
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import group_size_remarks

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from quantizer.errors import or_without
-from quantizer.graph.batch_axes import fixed_batch, has_open_batch
-from quantizer.graph.ir import Graph, Node
-from quantizer.graph.label_replay import (
+from quantizer.graph.channels.label_replay import (
     FILLED,
     UNWRITTEN,
     ExampleValues,
@@ -26,7 +24,7 @@ from quantizer.graph.label_replay import (
     Replay,
     Seen,
 )
-from quantizer.graph.labels import (
+from quantizer.graph.channels.labels import (
     UNFOLLOWED,
     changing_axes,
     compress_labels,
@@ -34,8 +32,10 @@ from quantizer.graph.labels import (
     filled_labels,
     numbered_labels,
 )
+from quantizer.graph.channels.row_order import RowOrder, row_order
+from quantizer.graph.ir import Graph, Node
 from quantizer.graph.output_names import OTHERS, output_leaves, unique_names, unused_names
-from quantizer.graph.row_order import RowOrder, row_order
+from quantizer.graph.tracing.batch_axes import fixed_batch, has_open_batch
 
 MAX_PARTS = 32
 """Parts of an output that have names of their own. If there are more, the last one is the pool

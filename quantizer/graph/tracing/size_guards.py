@@ -23,7 +23,7 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, PythonMod
 from torch.utils._sympy.printers import PythonPrinter
 
 from quantizer.config.wording import listed
-from quantizer.graph.trace_errors import NOT_USER_CODE
+from quantizer.graph.tracing.trace_errors import NOT_USER_CODE
 
 _SPATIAL = (-1, -2)
 """The axes of a map that a layer may make constant."""

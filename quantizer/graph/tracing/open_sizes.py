@@ -11,8 +11,8 @@ from torch import nn
 
 from quantizer.config.dynamic_sizes import AXES
 from quantizer.errors import ModelError
-from quantizer.graph.lengths import Length, axes_of_symbols, open_lengths, upper_bound
-from quantizer.graph.size_guards import Guard, GuardedTrace
+from quantizer.graph.tracing.lengths import Length, axes_of_symbols, open_lengths, upper_bound
+from quantizer.graph.tracing.size_guards import Guard, GuardedTrace
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
