@@ -20,7 +20,14 @@ from workloads import images, resnet18
 from quantizer.algorithms.bias_correction.bias_correction import correct_layer_biases
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
+from quantizer.config.model import (
+    ROLES,
+    ConfigRule,
+    ResolvedConfig,
+    Selector,
+    Settings,
+    Sourced,
+)
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.tracing.trace import trace
@@ -106,7 +113,7 @@ def plan(graph: Graph, original: Graph, settings: Settings = SETTINGS, **fields:
     rule = ConfigRule(
         Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values)
     )
-    return resolve_plan(Config(settings, (rule,)), graph, original)
+    return resolve_plan(ResolvedConfig(settings, (rule,)), graph, original)
 
 
 def calibration(planned: Plan, batches: list[Batch]) -> object:

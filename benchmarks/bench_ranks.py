@@ -19,7 +19,14 @@ import torch
 from workloads import images, resnet18
 
 from quantizer.calibration import observing, rank_shards
-from quantizer.config.model import ROLES, Config, ConfigRule, Selector, Settings, Sourced
+from quantizer.config.model import (
+    ROLES,
+    ConfigRule,
+    ResolvedConfig,
+    Selector,
+    Settings,
+    Sourced,
+)
 from quantizer.distributed import ALONE, Ranks
 from quantizer.distributed.process_group import ProcessGroup
 from quantizer.graph.passes import run_passes
@@ -45,7 +52,9 @@ def main() -> None:
         rule = ConfigRule(
             Selector("all"), "overall", frozenset(ROLES), fields=dict.fromkeys(ROLES, values)
         )
-        plan = resolve_plan(Config(Settings(), (rule,)), run_passes(graph, Settings()), graph)
+        plan = resolve_plan(
+            ResolvedConfig(Settings(), (rule,)), run_passes(graph, Settings()), graph
+        )
         measured: dict[int, list[tuple[float, float]]] = {count: [] for count in COUNTS}
         gc.collect()
         gc.freeze()  # a fork that goes through what it has inherited copies it

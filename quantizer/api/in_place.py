@@ -15,7 +15,7 @@ from quantizer.api.notebook import follower
 from quantizer.calibration import steps
 from quantizer.calibration.module_target import ModuleTarget
 from quantizer.calibration.request import CalibrationRequest, CalibrationState
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.export.agreement import Verification
@@ -139,7 +139,7 @@ def export(
         return export_modules(model, place, _items(dataloader, model))
 
 
-def _need_of_data(config: Config, plan: Plan) -> tuple[str, str]:
+def _need_of_data(config: ResolvedConfig, plan: Plan) -> tuple[str, str]:
     """Return why data is needed, and what to give."""
     algorithms = config.algorithms
     for algorithm in algorithms:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantizer.config.forms.resolved import resolved_document
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph, Node
 from quantizer.plan.model import Plan, TensorSpecs
 from quantizer.storage.deferred_tensor import DeferredTensor, bytes_of
@@ -79,7 +79,7 @@ def input_call_paths(graph: Graph) -> list[tuple[list[Any], str | None]]:
     return paths
 
 
-def config_digest(value: Config) -> str:
+def config_digest(value: ResolvedConfig) -> str:
     """Return a digest of a config with its defaults written out, without comments."""
     return value_digest(resolved_document(value))
 

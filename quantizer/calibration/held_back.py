@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quantizer.config.model import Config, ConfigRule, Role
+from quantizer.config.model import ConfigRule, ResolvedConfig, Role
 from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 
@@ -12,7 +12,7 @@ _SHARE_HELD_BACK = 4
 """One of so many batches judges, or of so many samples if there is one batch."""
 
 
-def may_need_data(config: Config) -> bool:
+def may_need_data(config: ResolvedConfig) -> bool:
     """Return whether a config may need the values of data; False if it quantizes weights to
     nearest.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from quantizer.config.model import Algorithm, Config
+from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.errors import OutOfMemoryError
 from quantizer.graph.ir import Graph, Node
@@ -76,7 +76,7 @@ class BatchSizes:
 
 
 def calibration_bytes(
-    plan: Plan, config: Config, data: BatchSizes, *, finetuned: bool = False
+    plan: Plan, config: ResolvedConfig, data: BatchSizes, *, finetuned: bool = False
 ) -> int:
     """Return what calibration adds to a process that has the model, its graph and its plan.
 

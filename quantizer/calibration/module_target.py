@@ -20,7 +20,7 @@ from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution
 from quantizer.calibration.target import AlgorithmScope, Target
 from quantizer.config.algorithms import SWITCHES
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.roles import is_parameter, parameter_name
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import UsageError
@@ -86,7 +86,9 @@ class ModuleTarget(Target):
         graph = module_graph(model)
         return cls(model, graph, graph, ModuleTree(model, graph))
 
-    def prepared(self, config: Config, kept: Mapping[str, Any] | None = None) -> ModuleTarget:
+    def prepared(
+        self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None
+    ) -> ModuleTarget:
         """Return the target unchanged, if the config asks for nothing that needs a trace.
 
         Raises:
@@ -121,7 +123,7 @@ class ModuleTarget(Target):
                 )
         return self
 
-    def plan(self, config: Config) -> Plan:
+    def plan(self, config: ResolvedConfig) -> Plan:
         """Return the plan of a config, without values that cannot be quantized in place."""
         plan = resolve_plan(config, self.graph, self.graph)
         return self._without_floats(plan)
@@ -148,7 +150,7 @@ class ModuleTarget(Target):
         paths = _quantized_paths(plan)
         check_finite(self.model, skipped={path.removesuffix(".T") for path in paths})
 
-    def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+    def remarks(self, config: ResolvedConfig, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield how many layers each rule selects, and what stays float."""
         for rule in plan.rules:
             nodes = [plan.graph.by_name[name] for name in rule.layers]
@@ -256,7 +258,7 @@ def _quantized_paths(plan: Plan) -> set[str]:
     return paths
 
 
-def _not_quantized(config: Config, plan: Plan) -> Iterator[str]:
+def _not_quantized(config: ResolvedConfig, plan: Plan) -> Iterator[str]:
     """Yield a sentence on the inputs, and one on the outputs, that the config asks for in
     vain.
     """

@@ -15,7 +15,7 @@ from quantizer.calibration.solution import Solution
 from quantizer.calibration.stretched_inputs import InputMagnitudes
 from quantizer.calibration.target import Target
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.distributed import ALONE, Ranks
 from quantizer.errors import DataError
 from quantizer.graph.ir import Graph
@@ -98,7 +98,7 @@ class CalibrationRequest:
     """
 
     target: Target
-    config: Config
+    config: ResolvedConfig
     batches: Batches
     events: Events = field(default_factory=LoggedEvents)
     checkpoints: CheckpointStore | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quantizer.calibration.observing import Observable
 from quantizer.calibration.solution import Solution, encode_parameters
-from quantizer.config.model import Algorithm, Config
+from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.layerwise.adjustment import Adjustment, apply_adjustment
@@ -55,7 +55,7 @@ class Target(Protocol):
     original: Graph
     is_traced: bool
 
-    def prepared(self, config: Config, kept: Mapping[str, Any] | None = None) -> Target:
+    def prepared(self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None) -> Target:
         """Return the target with its graph in the form that is planned.
 
         Args:
@@ -66,10 +66,10 @@ class Target(Protocol):
             UsageError: the config asks for what this kind of target cannot do.
         """
 
-    def plan(self, config: Config) -> Plan:
+    def plan(self, config: ResolvedConfig) -> Plan:
         """Return the plan for the graph."""
 
-    def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+    def remarks(self, config: ResolvedConfig, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield messages about the plan for the user, each after its level of `logging`."""
 
     def scope(self, plan: Plan, first: Batch) -> AlgorithmScope:
@@ -117,14 +117,16 @@ class TracedTarget(Target):
         """Return the graph as it is now."""
         return self.original if self.changed is None else self.changed
 
-    def prepared(self, config: Config, kept: Mapping[str, Any] | None = None) -> TracedTarget:
+    def prepared(
+        self, config: ResolvedConfig, kept: Mapping[str, Any] | None = None
+    ) -> TracedTarget:
         changed = run_passes(self.original, config.settings, kept=kept)
         return replace(self, changed=changed)
 
-    def plan(self, config: Config) -> Plan:
+    def plan(self, config: ResolvedConfig) -> Plan:
         return resolve_plan(config, self.graph, self.original)
 
-    def remarks(self, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+    def remarks(self, config: ResolvedConfig, plan: Plan) -> Iterator[tuple[int, str]]:
         """Yield what passes did to parameters, and which operators stay float."""
         for text in plan_remarks(plan):
             yield logging.INFO, text

@@ -10,7 +10,7 @@ Post-Training Quantization" (2020).
 from dataclasses import replace
 
 from quantizer.config.absent import plugin_of_results, plugin_of_setting, remedy
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.errors import ResultError, UsageError
 
 LEVELS = ("high",)
@@ -19,7 +19,7 @@ FINETUNE_MODES = ("adaround", "adaquant")
 _SWITCHES = ("include_cle", "include_bias_corr")
 
 
-def with_dpu_accuracy(config: Config, level: str | None) -> Config:
+def with_dpu_accuracy(config: ResolvedConfig, level: str | None) -> ResolvedConfig:
     """Return the config for a level of accuracy: at "high" with equalization and bias
     correction.
 
@@ -64,8 +64,8 @@ def finetuning(level: str | None, requested: str | None) -> str | None:
 
 
 def with_finetuning(
-    config: Config, level: str | None, mode: str | None
-) -> tuple[Config, str | None]:
+    config: ResolvedConfig, level: str | None, mode: str | None
+) -> tuple[ResolvedConfig, str | None]:
     """Return the config and the mode of finetuning of a run with `--dpu_accuracy level` and
     `--fast_finetune mode`.
 
@@ -89,7 +89,7 @@ def _require_plugin(option: str, plugin: str) -> None:
         )
 
 
-def _check_mode(mode: str | None, config: Config) -> None:
+def _check_mode(mode: str | None, config: ResolvedConfig) -> None:
     """Refuse adaquant on the DPU, and an algorithm that rounds the same weights."""
     rounding = [algorithm.name for algorithm in config.algorithms if algorithm.stage == "round"]
     if mode and rounding:

@@ -1,4 +1,4 @@
-"""Load a config: from a path, a text or a document to a checked `Config` and all findings.
+"""Load a config: from a path, text or document to a checked `ResolvedConfig`, and all findings.
 
 A document of either form is checked against its schema. Then its valid part is checked for
 conflicts.
@@ -23,7 +23,7 @@ from quantizer.config.document.document import Document, Text, ValidDocument
 from quantizer.config.document.read import parse_document, read_text
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.layered import translate_layered
-from quantizer.config.model import Config, ConfigRule
+from quantizer.config.model import ConfigRule, ResolvedConfig
 from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_layered import check_layered
 from quantizer.config.rules.check_structure import check_structure
@@ -46,12 +46,12 @@ class LoadResult:
     for excerpts.
     """
 
-    config: Config | None
+    config: ResolvedConfig | None
     diagnostics: tuple[Diagnostic, ...]
     sources: Mapping[str, str]
     document: Document | None = None
 
-    def require(self) -> Config:
+    def require(self) -> ResolvedConfig:
         """Return the config.
 
         Raises:
@@ -82,7 +82,7 @@ def load_text(source: Text) -> LoadResult:
         return LoadResult(None, error.diagnostics, error.sources)
 
 
-def load_preset(name: str) -> Config:
+def load_preset(name: str) -> ResolvedConfig:
     """Return the config of a preset."""
     return load_text(Text(name, preset_text(name))).require()
 
@@ -120,7 +120,7 @@ def fix_text(source: Text) -> tuple[Text, int]:
         count += len(due)
 
 
-def default_config() -> Config:
+def default_config() -> ResolvedConfig:
     """Return the config that holds when no file is given: DPU, power-of-two scales. The file
     check does not apply to it.
 
@@ -145,7 +145,7 @@ def default_config() -> Config:
     return translate_layered(document).config
 
 
-def _translate(document: Document) -> tuple[Config | None, _Findings]:
+def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     """Return the config, if the document makes one, and every finding; proposed fixes are not
     tried.
     """

@@ -428,7 +428,7 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
-class Config:
+class ResolvedConfig:
     """A validated config: settings, and rules in the file's order (overall first, then tensor,
     then layers).
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from quantizer.config.algorithms import keeps_super_blocks
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.forms.form import Form
-from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Role
+from quantizer.config.model import ConfigRule, QuantizationSpec, ResolvedConfig, Role
 from quantizer.config.roles import base_role, is_parameter
 from quantizer.config.rules.check_layered import inherits_float, refused_under_float
 from quantizer.config.rules.spec_rules import conflicts
@@ -132,7 +132,7 @@ def embeddings(
 
 
 def of_tensors(
-    config: Config,
+    config: ResolvedConfig,
     rules: Sequence[MatchedRule],
     graph: Graph,
     tensors: Mapping[Key, TensorPlan],
@@ -145,7 +145,7 @@ def of_tensors(
 
 
 def left_to_search(
-    config: Config, graph: Graph, tensors: Mapping[Key, TensorPlan]
+    config: ResolvedConfig, graph: Graph, tensors: Mapping[Key, TensorPlan]
 ) -> Iterator[Diagnostic]:
     """Yield an error for each algorithm with nothing to round, because all weights have formats
     whose scales are searched.
@@ -170,7 +170,7 @@ def left_to_search(
 
 
 def dynamic_sizes(
-    config: Config, graph: Graph, tensors: Iterable[TensorPlan]
+    config: ResolvedConfig, graph: Graph, tensors: Iterable[TensorPlan]
 ) -> Iterator[Diagnostic]:
     """Yield errors where a config needs fixed sizes, and --dynamic leaves them open: for the
     DPU, which is compiled for sizes, and for a scale per position.
@@ -219,7 +219,7 @@ def ineffective(
 
 
 def of_tensor(
-    tensor: PlannedTensor, config: Config, rules: Sequence[ConfigRule]
+    tensor: PlannedTensor, config: ResolvedConfig, rules: Sequence[ConfigRule]
 ) -> Iterator[Diagnostic]:
     """Yield findings about a merged spec. `rules` set its fields and are sorted weakest
     first.
@@ -229,7 +229,7 @@ def of_tensor(
 
 
 def _conflicting(
-    tensor: PlannedTensor, config: Config, rules: Sequence[ConfigRule]
+    tensor: PlannedTensor, config: ResolvedConfig, rules: Sequence[ConfigRule]
 ) -> Iterator[Diagnostic]:
     """Yield findings about fields of a merged spec that conflict.
 

@@ -3,7 +3,7 @@ because they are in a transformer's residual stream. Some have few weights, whic
 does not divide.
 """
 
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.structure.language_parts import router_layers
 from quantizer.plan.floating import (
@@ -21,7 +21,7 @@ ROUTER = "chooses experts, and engines compute it in float"
 _ENTRIES = ("input", "module_input")
 
 
-def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]:
+def residual(config: ResolvedConfig, graph: Graph, rules: list[MatchedRule]) -> set[str]:
     """Return the layers of the residual stream, which only normalizations read.
 
     Layers that the config selects by type or name are not among them. For the DPU, which stores
@@ -38,7 +38,9 @@ def residual(config: Config, graph: Graph, rules: list[MatchedRule]) -> set[str]
     return layers
 
 
-def layers_kept_float(config: Config, graph: Graph, rules: list[MatchedRule]) -> dict[str, str]:
+def layers_kept_float(
+    config: ResolvedConfig, graph: Graph, rules: list[MatchedRule]
+) -> dict[str, str]:
     """Return the layers that a global switch or the model's stubs keep in float, with the
     reason, and the routers of experts that no rule names.
     """

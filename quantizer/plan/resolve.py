@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from quantizer.config.model import CAST_ONLY, Config, QuantizationSpec, Role
+from quantizer.config.model import CAST_ONLY, QuantizationSpec, ResolvedConfig, Role
 from quantizer.config.roles import base_role, is_parameter, parameter_role
 from quantizer.config.spec_fields import effective
 from quantizer.graph.ir import Graph, Node
@@ -44,7 +44,7 @@ _NO_VALUES = {
 }
 
 
-def resolve_plan(config: Config, graph: Graph, original: Graph) -> Plan:
+def resolve_plan(config: ResolvedConfig, graph: Graph, original: Graph) -> Plan:
     """Return the plan of `config` for `graph`.
 
     The plan's `diagnostics` contain errors as well: selectors that match nothing, and conflicts
@@ -77,7 +77,7 @@ class _Resolver:
         misfits: the tensors whose group size does not fit, which is an error.
     """
 
-    def __init__(self, config: Config, graph: Graph, original: Graph) -> None:
+    def __init__(self, config: ResolvedConfig, graph: Graph, original: Graph) -> None:
         self.config = config
         self.graph = graph
         self.rules: list[MatchedRule] = []

@@ -21,7 +21,7 @@ from quantizer.config.dpu_accuracy import LEVELS, with_dpu_accuracy
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document, default_config
-from quantizer.config.model import Config, Settings
+from quantizer.config.model import ResolvedConfig, Settings
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import listed
 from quantizer.errors import DataError, ModelError, ResultError
@@ -304,7 +304,7 @@ def _warn_of_other_torch(stored: Any) -> None:
         )
 
 
-def stored_config(opened: OpenedResults) -> Config:
+def stored_config(opened: OpenedResults) -> ResolvedConfig:
     """Return the config of a calibration.
 
     Raises:

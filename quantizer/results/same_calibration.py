@@ -7,7 +7,7 @@ from typing import Any
 
 from quantizer.calibration import fingerprint
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.model import Config, Settings
+from quantizer.config.model import ResolvedConfig, Settings
 from quantizer.errors import ResultError
 from quantizer.graph.ir import Graph, references
 from quantizer.plan.joining.joins import with_decisions
@@ -72,7 +72,7 @@ def check_output(info: OpenedResults, stored: Graph, original: Graph) -> None:
             )
 
 
-def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
+def check_plan(info: QuantInfo, config: ResolvedConfig, plan: Plan) -> Plan:
     """Return a plan with its joins quantized as in the calibration.
 
     Args:
@@ -94,7 +94,7 @@ def check_plan(info: QuantInfo, config: Config, plan: Plan) -> Plan:
 
 
 def _differences(
-    info: QuantInfo, config: Config, planned: Mapping[tuple[str, str], Any]
+    info: QuantInfo, config: ResolvedConfig, planned: Mapping[tuple[str, str], Any]
 ) -> Iterator[str]:
     """Yield sentences about settings and tensors that differ from those of the calibration."""
     names = [field.name for field in fields(Settings) if field.name != "places"]

@@ -16,7 +16,7 @@ from quantizer.calibration import fingerprint
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, encode_parameters, writes_inplace
 from quantizer.config.forms.resolved import resolved_document
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.edits import with_weights
 from quantizer.graph.emit import emit
@@ -126,7 +126,7 @@ def write_results(
     calibration: Calibration,
     solution: Solution,
     *,
-    config: Config,
+    config: ResolvedConfig,
     run: Mapping[str, Any],
     origins: Mapping[str, Iterable[bytes] | bytes] | None = None,
 ) -> None:
@@ -190,7 +190,7 @@ def write_results(
         write_info(new_folder, header, _tensor_entries(calibration, modules, solution))
 
 
-def _settings_entry(config: Config) -> dict[str, Any]:
+def _settings_entry(config: ResolvedConfig) -> dict[str, Any]:
     """Return the entry of the header with the global settings of a config."""
     settings = asdict(config.settings)
     del settings["places"]
@@ -239,12 +239,12 @@ def replace_results(folder: Path) -> Iterator[Path]:
         yield new_folder
 
 
-def config_file(config: Config) -> dict[str, str]:
+def config_file(config: ResolvedConfig) -> dict[str, str]:
     """Return the entry of plan.json with the user's config file."""
     return {"name": Path(config.source).name, "text": config.text}
 
 
-def _plan_content(plan: Plan, config: Config) -> dict[str, Any]:
+def _plan_content(plan: Plan, config: ResolvedConfig) -> dict[str, Any]:
     """Return the content of plan.json: the plan, the sizes of the weights, and the config
     file.
     """

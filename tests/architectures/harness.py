@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.evaluation.compare import compare
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -102,7 +102,7 @@ def traced(case: Case) -> Graph:
     return trace(case.module, case.batches[0], case.kwargs)
 
 
-def run(case: Case, original: Graph, config: Config, folder: Path) -> Found:
+def run(case: Case, original: Graph, config: ResolvedConfig, folder: Path) -> Found:
     """Calibrate on all batches, compare on all batches, and run the generated code on the
     first.
     """

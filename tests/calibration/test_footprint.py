@@ -18,7 +18,7 @@ from quantizer.calibration.memory_prediction import (
 )
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.graph.tracing.trace import trace
 from quantizer.plan.resolve import resolve_plan
 from quantizer.plan.size import working_bytes
@@ -29,7 +29,7 @@ WEIGHT, BIAS = 100 * 40, 40
 COPIES = 4 * 4 * WEIGHT
 
 
-def configured(**more: object) -> Config:
+def configured(**more: object) -> ResolvedConfig:
     weight = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}
     return check_document(
         Document.of({"global_quant_config": {"weight": weight}, **more}, "config.json")

@@ -24,7 +24,7 @@ from quantizer.commands.convert.convert import (
 from quantizer.config.diagnostics import Diagnostic
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document, load_config
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.resources import presets
 from quantizer.graph.ops import OPS
 from quantizer.graph.passes import run_passes
@@ -38,7 +38,7 @@ INPUT = {"dtype": "int8", "qscheme": "per_tensor", "symmetric": False}
 BIAS = {"dtype": "int32", "qscheme": "per_tensor"}
 
 
-def config(value: dict[str, Any]) -> Config:
+def config(value: dict[str, Any]) -> ResolvedConfig:
     return check_document(Document.of(value, "Config")).require()
 
 
@@ -57,12 +57,12 @@ def plan(value: dict[str, Any], toy: str) -> Plan:
     return resolve_plan(found, run_passes(traced(toy), found.settings), traced(toy))
 
 
-def to_layered(found: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
+def to_layered(found: ResolvedConfig) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
     other = convert_config(found, "layered")
     return other.document, other.findings
 
 
-def to_hierarchical(found: Config) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
+def to_hierarchical(found: ResolvedConfig) -> tuple[dict[str, Any], tuple[Diagnostic, ...]]:
     other = convert_config(found, "hierarchical")
     return other.document, other.findings
 
@@ -288,7 +288,7 @@ def test_what_is_written_passes_the_checks_of_its_form(monkeypatch: pytest.Monke
     source = document(layer("fc", roles=["weights"]), quantizable_data_type=["weights"])
     place = config(source).rules[-1].selector.place
 
-    def wrong(found: Config) -> ConvertedDocument:
+    def wrong(found: ResolvedConfig) -> ConvertedDocument:
         levels = {
             "layer_quant_config": {
                 "fc": {"weight": {"dtype": "int8", "group_size": 0, "qscheme": "per_group"}}

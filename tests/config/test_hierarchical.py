@@ -21,7 +21,7 @@ from quantizer.config.forms.form import SPEC_KEYS
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.forms.types import DeviceType, Dtype, QSchemeType, RoundType, ScaleType
 from quantizer.config.load import LoadResult, check_document, load_config
-from quantizer.config.model import Config, ConfigRule, QuantizationSpec, Settings
+from quantizer.config.model import ConfigRule, QuantizationSpec, ResolvedConfig, Settings
 from quantizer.config.resources import load_resource
 from quantizer.config.roles import ROLE_OF
 
@@ -35,7 +35,7 @@ def check(value: dict[str, Any]) -> LoadResult:
     return check_document(parse_document(Text("net.json", json.dumps(value, indent=1))))
 
 
-def load(**blocks: Any) -> Config:
+def load(**blocks: Any) -> ResolvedConfig:
     return check(blocks).require()
 
 
@@ -43,11 +43,11 @@ def codes(**blocks: Any) -> list[str]:
     return [found.code for found in check(blocks).diagnostics]
 
 
-def rule(config: Config, label: str) -> ConfigRule:
+def rule(config: ResolvedConfig, label: str) -> ConfigRule:
     return next(rule for rule in config.rules if rule.label.startswith(label))
 
 
-def merged(config: Config, *labels: str, role: Any = "weights") -> QuantizationSpec:
+def merged(config: ResolvedConfig, *labels: str, role: Any = "weights") -> QuantizationSpec:
     """The spec where the levels with these labels meet, the narrowest last."""
     fields = {
         name: s.value

@@ -22,7 +22,7 @@ from quantizer.config.forms.level_edits import (
     with_tuning_comments,
 )
 from quantizer.config.load import check_document
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.resources import load_resource, presets
 from quantizer.errors import UsageError
 
@@ -50,7 +50,7 @@ INT4 = {
 }
 
 
-def loaded(value: Mapping[str, Any]) -> Config | None:
+def loaded(value: Mapping[str, Any]) -> ResolvedConfig | None:
     return check_document(Document.of(value, "config")).config
 
 

@@ -16,13 +16,13 @@ from quantizer.config.document.document import Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.load import check_document, default_config, load_config
-from quantizer.config.model import ROLES, Config, QuantizationSpec, Settings, Sourced
+from quantizer.config.model import ROLES, QuantizationSpec, ResolvedConfig, Settings, Sourced
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXAMPLE = json.loads((CONFIGS / "example.json").read_text("utf-8"))
 
 
-def load(value: dict[str, Any]) -> Config:
+def load(value: dict[str, Any]) -> ResolvedConfig:
     return check_document(parse_document(Text("net.json", json.dumps(value)))).require()
 
 

@@ -19,7 +19,7 @@ from support.toys import built, traced
 from torch import Tensor, nn
 
 from quantizer.calibration import observing
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.errors import UsageError
 from quantizer.export.deployment import Deployment
 from quantizer.export.exporting import export, require_expressible
@@ -72,7 +72,7 @@ INPUTS: dict[str, Mapping[str, Any]] = {
 
 
 def calibrated(
-    original: Graph, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    original: Graph, config: ResolvedConfig, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Deployment:
     """A network with the scales of one batch."""
     plan = resolve_plan(config, run_passes(original, config.settings), original)

@@ -20,7 +20,7 @@ from support.toys import traced
 from quantizer.commands.convert.convert import ConvertedDocument, convert_config
 from quantizer.config.document.document import Document
 from quantizer.config.load import check_document
-from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.model import QuantizationSpec, ResolvedConfig
 from quantizer.config.roles import base_role
 from quantizer.config.spec_fields import effective
 from quantizer.graph.passes import run_passes
@@ -34,7 +34,7 @@ drawn = settings(
 SEEDS = st.integers(0, 2**32)
 
 
-def planned(config: Config) -> Plan:
+def planned(config: ResolvedConfig) -> Plan:
     graph = traced("residual")
     return resolve_plan(config, run_passes(graph, config.settings), graph)
 

@@ -29,7 +29,7 @@ from quantizer.algorithms.equalization.equalization import (
 )
 from quantizer.calibration import observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.model import Config, ConfigRule, Selector, Settings, Sourced
+from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings, Sourced
 from quantizer.graph.edits import by_channel
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes, summary
@@ -55,7 +55,7 @@ def with_weights_only(original: Graph, graph: Graph, **fields: object) -> Networ
     rule = ConfigRule(
         Selector("all"), "overall", frozenset(("weights",)), fields={"weights": values}
     )
-    plan = resolve_plan(Config(PLAIN, (rule,)), graph, original)
+    plan = resolve_plan(ResolvedConfig(PLAIN, (rule,)), graph, original)
     return quantized_network(
         graph, observing.observed_solution(observing.create_observers(plan))
     )

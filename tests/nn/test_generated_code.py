@@ -21,7 +21,7 @@ from support.toys import TOYS, built, leaves_equal, traced
 
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.errors import ResultError
 from quantizer.graph.emit import emit
 from quantizer.graph.ir import Graph
@@ -87,7 +87,7 @@ def calibrated(folder: Path, name: str, content: dict[str, Any]) -> Graph:
     return written(folder / "results", name, config(folder, content))
 
 
-def written(folder: Path, name: str, settings: Config) -> Graph:
+def written(folder: Path, name: str, settings: ResolvedConfig) -> Graph:
     """The toy's planned graph, its results for a config written to `folder`."""
     graph = run_passes(traced(name), settings.settings)
     network = Network(graph)

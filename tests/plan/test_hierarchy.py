@@ -14,7 +14,7 @@ from support.toys import traced
 from torch import Tensor, nn
 
 from quantizer.config.diagnostics import Diagnostic
-from quantizer.config.model import Config, QuantizationSpec, Settings
+from quantizer.config.model import QuantizationSpec, ResolvedConfig, Settings
 from quantizer.graph.modules import module_graph
 from quantizer.graph.passes import run_passes
 from quantizer.graph.tracing.trace import trace
@@ -35,7 +35,7 @@ INT4 = {"dtype": "int", "bit_width": 4}
 TOKEN = INT8 | {"qscheme": "per_token", "is_dynamic": True}
 
 
-def planned(config: Config, toy: str = "residual") -> Plan:
+def planned(config: ResolvedConfig, toy: str = "residual") -> Plan:
     return resolve_plan(config, run_passes(traced(toy), config.settings), traced(toy))
 
 
@@ -91,7 +91,7 @@ def test_the_order_of_blocks_does_not_decide() -> None:
         {"Conv2d": {"weights": INT4}},
         {"layer1.0.*": {"weights": {"bit_width": 2}}},
     )
-    turned = Config(config.settings, tuple(reversed(config.rules)), form="hierarchical")
+    turned = ResolvedConfig(config.settings, tuple(reversed(config.rules)), form="hierarchical")
     assert planned(config).tensors == planned(turned).tensors
 
 
@@ -445,7 +445,9 @@ def test_only_ranges_that_stay_need_data(
 
 def test_bias_correction_needs_data() -> None:
     config = hierarchy({"weights": INT8})
-    corrected = Config(Settings(include_bias_corr=True), config.rules, form="hierarchical")
+    corrected = ResolvedConfig(
+        Settings(include_bias_corr=True), config.rules, form="hierarchical"
+    )
     assert planned(corrected).needs_data
 
 

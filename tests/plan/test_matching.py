@@ -9,7 +9,7 @@ import pytest
 from support.toys import traced
 
 from quantizer.config import patterns
-from quantizer.config.model import Config, ConfigRule, Selector, Settings
+from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.errors import UsageError
 from quantizer.graph.passes import run_passes
 from quantizer.plan.match import RANKS, Match, closest_layers, match
@@ -102,7 +102,7 @@ def test_kinds_are_found_in_any_model_and_none_is_no_error() -> None:
     ]
     original = traced("residual")
     for text, findings in (("kind:embedding", 0), ("kind:embeddings", 1), ("embed*", 1)):
-        config = Config(
+        config = ResolvedConfig(
             Settings(),
             (ConfigRule(Selector("exclude", text), "exclude[0]"),),
             form="hierarchical",

@@ -13,9 +13,9 @@ from support.toys import traced
 
 from quantizer.config.diagnostics import Diagnostic, Place
 from quantizer.config.model import (
-    Config,
     ConfigRule,
     QuantizationSpec,
+    ResolvedConfig,
     Selector,
     Settings,
     Sourced,
@@ -286,7 +286,7 @@ def rule(text: str, line: int, **fields: Any) -> ConfigRule:
 
 
 def test_a_conflict_that_only_merging_shows_points_at_both_lines() -> None:
-    partial = Config(
+    partial = ResolvedConfig(
         Settings(), (rule("layer1.*", 10, symmetric=False), rule("layer1.0", 20, method="mse"))
     )
     plan = resolve_plan(

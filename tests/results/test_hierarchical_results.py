@@ -21,7 +21,7 @@ from quantizer.algorithms.finetuning.network import finetune_network
 from quantizer.calibration import fingerprint, observing
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import quantized_network
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.errors import DataError, ModelError, ResultError
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
@@ -255,7 +255,7 @@ def test_biases_are_corrected_whatever_the_weights_are(weights: dict[str, Any]) 
         {"weights": weights, "input": DYNAMIC | {"qscheme": "per_token"}}, exclude=("conv1",)
     )
     settings = dataclasses.replace(config.settings, include_bias_corr=True)
-    corrected = Config(settings, config.rules, form="hierarchical")
+    corrected = ResolvedConfig(settings, config.rules, form="hierarchical")
     plan = resolve_plan(corrected, run_passes(traced("residual"), settings), traced("residual"))
     calibration = calibrated(plan)
     found = observing.observed_solution(calibration)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantizer.config.load import load_config
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 
 OVERALL: dict[str, Any] = {
     "bit_width": 8,
@@ -68,7 +68,7 @@ def document(
     }
 
 
-def config(folder: Path, content: dict[str, Any]) -> Config:
+def config(folder: Path, content: dict[str, Any]) -> ResolvedConfig:
     """The file's config; it must be free of errors."""
     path = folder / "config.json"
     path.write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -13,7 +13,7 @@ from quantizer.calibration import observing
 from quantizer.calibration.channel_mean import ChannelMean
 from quantizer.calibration.observing import Calibration
 from quantizer.calibration.solution import Solution, quantized_network
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
 from quantizer.layerwise.activation_store import ActivationStore
@@ -75,7 +75,7 @@ class Corrected:
         return float(torch.cat(list(self.shifts(solution).values())).abs().mean())
 
 
-def corrected(original: Graph, config: Config, batches: Sequence[Batch]) -> Corrected:
+def corrected(original: Graph, config: ResolvedConfig, batches: Sequence[Batch]) -> Corrected:
     """Calibrate a traced model; the correction itself runs when it is asked for."""
     graph = run_passes(original, config.settings)
     network = Network(graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantizer.config.model import Config, ConfigRule, Role, Selector, Settings, Sourced
+from quantizer.config.model import ConfigRule, ResolvedConfig, Role, Selector, Settings, Sourced
 
 Fields = Mapping[Role, Mapping[str, Any]]
 
@@ -24,7 +24,7 @@ def hierarchy(
     types: Mapping[str, Fields] | None = None,
     names: Mapping[str, Fields] | None = None,
     exclude: tuple[str, ...] = (),
-) -> Config:
+) -> ResolvedConfig:
     """The config that a file with these blocks becomes."""
     rules = [
         ConfigRule(Selector("all"), "default", roles=frozenset()),
@@ -42,6 +42,6 @@ def hierarchy(
             for i, key in enumerate(exclude)
         ),
     ]
-    return Config(
+    return ResolvedConfig(
         Settings(), tuple(rules), document={"global_quant_config": {}}, form="hierarchical"
     )

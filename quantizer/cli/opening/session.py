@@ -20,7 +20,7 @@ from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import default_config, load_config
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 class ReadConfig:
     """A config, its findings, and the texts of its files."""
 
-    config: Config
+    config: ResolvedConfig
     diagnostics: tuple[Diagnostic, ...]
     sources: dict[str, str]
     document: Document | None = None

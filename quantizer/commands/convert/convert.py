@@ -21,19 +21,19 @@ from quantizer.config.diagnostics import Diagnostics, Place, by_place
 from quantizer.config.document.document import Document
 from quantizer.config.forms.form import Form
 from quantizer.config.load import check_document, load_config
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.errors import UsageError
 
 __all__ = ["WEIGHTED", "WRITERS", "ConvertedDocument", "convert_config"]
 
-WRITERS: Mapping[Form, Callable[[Config], ConvertedDocument]] = {
+WRITERS: Mapping[Form, Callable[[ResolvedConfig], ConvertedDocument]] = {
     "layered": to_layered,
     "hierarchical": to_hierarchical,
 }
 """The function that writes each form."""
 
 
-def convert_config(config: Config, form: Form) -> ConvertedDocument:
+def convert_config(config: ResolvedConfig, form: Form) -> ConvertedDocument:
     """Return the document of `form` that means the same, checked as any file of that form is.
     Errors among its findings are what it cannot express.
     """
@@ -44,7 +44,7 @@ def convert_config(config: Config, form: Form) -> ConvertedDocument:
     return replace(conversion, findings=by_place(one_per_reason(findings)))
 
 
-def _refused(config: Config, form: Form, conversion: ConvertedDocument) -> Diagnostics:
+def _refused(config: ResolvedConfig, form: Form, conversion: ConvertedDocument) -> Diagnostics:
     """Yield the errors of a file of the form with this document, at the places of the
     source.
     """
@@ -58,7 +58,9 @@ def _refused(config: Config, form: Form, conversion: ConvertedDocument) -> Diagn
             )
 
 
-def _origin(config: Config, conversion: ConvertedDocument, place: Place | None) -> Place | None:
+def _origin(
+    config: ResolvedConfig, conversion: ConvertedDocument, place: Place | None
+) -> Place | None:
     """Return where in the source the value at a place of the document comes from; the first
     rule, if that is not known.
     """

@@ -33,10 +33,10 @@ from quantizer.config.forms.layered import FIELDS
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
     ROLES,
-    Config,
     ConfigRule,
     Fields,
     QuantizationSpec,
+    ResolvedConfig,
     Role,
     Settings,
 )
@@ -66,7 +66,7 @@ class _Entry:
     place: Place | None
 
 
-def to_hierarchical(config: Config) -> ConvertedDocument:
+def to_hierarchical(config: ResolvedConfig) -> ConvertedDocument:
     """Return the document.
 
     Entries that state the same for all operators with weights, where there are no others,
@@ -111,7 +111,7 @@ class _Layered:
         entries: the rules for types and names that are left.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
         self.overall, self._tensor, *entries = config.rules
         top = self.merged([])

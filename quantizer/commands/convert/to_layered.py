@@ -28,10 +28,10 @@ from quantizer.config.model import (
     CAST_ONLY,
     POOLED,
     ROLES,
-    Config,
     ConfigRule,
     Fields,
     QuantizationSpec,
+    ResolvedConfig,
     Role,
     Sourced,
 )
@@ -76,7 +76,7 @@ _NOTHING: JsonMapping = {
 }
 
 
-def to_layered(config: Config) -> ConvertedDocument:
+def to_layered(config: ResolvedConfig) -> ConvertedDocument:
     """Return the document: the network as a whole is left in float, and an entry per operator
     with weights stands for the global block.
     """
@@ -164,7 +164,7 @@ def _explicit_words(specs: Sequence[QuantizationSpec]) -> set[str]:
     return words
 
 
-def _device(config: Config) -> Diagnostics:
+def _device(config: ResolvedConfig) -> Diagnostics:
     device = config.settings.target_device
     if device not in ("CPU", "GPU"):
         yield inexpressible(
@@ -174,7 +174,7 @@ def _device(config: Config) -> Diagnostics:
         )
 
 
-def _cache(config: Config) -> Diagnostics:
+def _cache(config: ResolvedConfig) -> Diagnostics:
     for rule in config.rules:
         if rule.selector.kind in ("cache", "cache_source"):
             yield inexpressible(
@@ -184,7 +184,7 @@ def _cache(config: Config) -> Diagnostics:
             )
 
 
-def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:
+def _not_layered(config: ResolvedConfig, merged: Mapping[Role, Fields]) -> Diagnostics:
     for role, fields in merged.items():
         yield from _limits(config, role, fields)
         statistic = fields.get("statistic")
@@ -202,7 +202,7 @@ def _not_layered(config: Config, merged: Mapping[Role, Fields]) -> Diagnostics:
             yield concatenation_differs(dtype.place)
 
 
-def _limits(config: Config, role: Role, fields: Fields) -> Diagnostics:
+def _limits(config: ResolvedConfig, role: Role, fields: Fields) -> Diagnostics:
     """Yield the fields with a value that the layered form lacks, one for each place."""
     places: list[Place | None] = []
     for name, (is_expressible, reason) in _LIMITS.items():
@@ -218,7 +218,7 @@ def _limits(config: Config, role: Role, fields: Fields) -> Diagnostics:
             return
 
 
-def _written(config: Config, name: str, stated: Sourced) -> str:
+def _written(config: ResolvedConfig, name: str, stated: Sourced) -> str:
     """Return a key and its value as the file has them; other keys imply some fields."""
     key = name
     value = stated.value

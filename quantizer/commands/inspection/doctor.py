@@ -27,7 +27,7 @@ from quantizer.cli.terminal import output
 from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.commands.inspection.plan import peaks_of
 from quantizer.config.load import LoadResult, default_config, load_config
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted, first_names
 from quantizer.errors import GateError, QuantizerError, pip_line
 from quantizer.graph.edits import by_channel
@@ -102,7 +102,7 @@ def _checks(options: Options) -> Iterator[CheckResult]:
     """Yield all results. If something cannot be read, the error is one of them."""
     yield from check_machine(options.device, from_start(options.output_dir))
     result = None
-    config: Config | None = default_config()
+    config: ResolvedConfig | None = default_config()
     if options.config_file:
         result = load_config(options.config_file)
         config = result.config
@@ -132,7 +132,7 @@ def _check_config(result: LoadResult | None) -> Iterator[CheckResult]:
         yield CheckResult("config", "ok", f"{result.config.source} is valid")
 
 
-def _check_model(options: Options, config: Config | None) -> Iterator[CheckResult]:
+def _check_model(options: Options, config: ResolvedConfig | None) -> Iterator[CheckResult]:
     loaded = session.open_model(options)
     batches = session.open_data(options, loaded)
     yield from check_data(batches)

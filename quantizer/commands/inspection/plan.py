@@ -14,7 +14,7 @@ from quantizer.cli.opening.traced_model import TracedModel, named_structures, tr
 from quantizer.cli.terminal import output
 from quantizer.cli.terminal.output import filtered_view
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.config.model import Algorithm, Config
+from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import UsageError
 from quantizer.export.exporter import Refusal
@@ -119,7 +119,7 @@ def plan(options: Options) -> None:
 
 def peaks_of(
     plan: Plan,
-    config: Config,
+    config: ResolvedConfig,
     data: memory_prediction.BatchSizes,
     traced: TracedModel,
     *,

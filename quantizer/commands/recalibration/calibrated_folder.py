@@ -14,7 +14,7 @@ from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.model import QuantizationSpec, ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.errors import ResultError
 from quantizer.nn.load import WEIGHTS_FILE
@@ -145,7 +145,7 @@ class CalibratedFolder:
     def write(
         self,
         place: Path,
-        config: Config,
+        config: ResolvedConfig,
         *,
         entries: Mapping[Key, JsonObject],
         planned: Mapping[Key, JsonObject],

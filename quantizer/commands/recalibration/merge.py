@@ -25,7 +25,7 @@ from quantizer.cli.opening.run_folder import log_run
 from quantizer.cli.terminal.follow import run_display
 from quantizer.cli.terminal.output import Outcome, show
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.wording import counted
 from quantizer.errors import ResultError, UsageError
 from quantizer.graph.tracing.parameters import with_views
@@ -176,7 +176,7 @@ def _statistics_of(info: QuantInfo) -> StoredStatistics:
     return StoredStatistics(info.statistics(), int(info.header["batches"]))
 
 
-def _require_mergeable(infos: Sequence[QuantInfo], config: Config) -> None:
+def _require_mergeable(infos: Sequence[QuantInfo], config: ResolvedConfig) -> None:
     """Check that the statistics of folders can be merged into one calibration.
 
     Args:
@@ -231,7 +231,7 @@ def _setting_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> 
             yield sentence
 
 
-def _insufficient(header: Mapping[str, Any], config: Config) -> Iterator[str]:
+def _insufficient(header: Mapping[str, Any], config: ResolvedConfig) -> Iterator[str]:
     """Yield sentences that say what a calibration needs besides statistics."""
     for algorithm in config.algorithms:
         if algorithm.needs_data:

@@ -22,7 +22,7 @@ from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import observer_word, usual_statistic
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.load import check_document
-from quantizer.config.model import Config, QuantizationSpec, Role
+from quantizer.config.model import QuantizationSpec, ResolvedConfig, Role
 from quantizer.config.roles import base_role
 from quantizer.config.wording import first_names
 from quantizer.errors import ResultError, UsageError
@@ -143,7 +143,7 @@ class RetunedFolder:
             name = self._before.source.name
         self.text = edited_text(self._before, value)
         self._after = parse_document(Text(name, self.text))
-        self.config: Config = check_document(self._after).require()
+        self.config: ResolvedConfig = check_document(self._after).require()
 
     @cached_property
     def entries(self) -> tuple[dict[Key, JsonObject], ObserverStates]:

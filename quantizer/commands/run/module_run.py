@@ -38,7 +38,7 @@ from quantizer.commands.run.module_scores import ModulePair
 from quantizer.commands.searching.divided_data import DividedData
 from quantizer.commands.searching.tuned_run import TunedRun
 from quantizer.config.diagnostics import pointing_into
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.config.wording import counted
 from quantizer.errors import (
@@ -73,7 +73,9 @@ _SUFFIX = "-modules"
 _FAULT_HELP = "leave the layers that matter most in float: add them to exclude"
 
 
-def require_weights_only(model: nn.Module, config: Config, error: UntraceableError) -> None:
+def require_weights_only(
+    model: nn.Module, config: ResolvedConfig, error: UntraceableError
+) -> None:
     """Check that a config can be applied to single modules without data.
 
     Args:
@@ -192,7 +194,9 @@ class RunOnModules:
             "there is no GPTQ, no quantized activation and no figure of a layer."
         )
 
-    def _quantized(self, target: ModuleTarget, config: Config, sources: dict[str, str]) -> Plan:
+    def _quantized(
+        self, target: ModuleTarget, config: ResolvedConfig, sources: dict[str, str]
+    ) -> Plan:
         """Quantize the modules of the target, and return their plan."""
         request = CalibrationRequest(
             target=target,

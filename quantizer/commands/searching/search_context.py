@@ -21,7 +21,7 @@ from quantizer.cli.opening.session import ReadConfig
 from quantizer.cli.terminal.follow import progress, run_display
 from quantizer.cli.terminal.screen import without_notes
 from quantizer.commands.searching.trial import Figures, Trial
-from quantizer.config.model import Algorithm, Config
+from quantizer.config.model import Algorithm, ResolvedConfig
 from quantizer.errors import UsageError
 from quantizer.evaluation.analyze import WatchedData
 from quantizer.evaluation.scores import measure, score
@@ -68,7 +68,10 @@ class Subject:
     original: Graph
 
     def calibrated(
-        self, config: Config, events: Events | None = None, fast_finetune: str | None = None
+        self,
+        config: ResolvedConfig,
+        events: Events | None = None,
+        fast_finetune: str | None = None,
     ) -> tuple[Calibrated, Plan]:
         """Return the model calibrated with a config, in memory, and the plan.
 

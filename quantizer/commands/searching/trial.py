@@ -14,7 +14,7 @@ from quantizer.config.document.document import Document
 from quantizer.config.dpu_accuracy import with_finetuning
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.load import check_document
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 
 LEAST_GAIN = 0.01
 """A change gains something if it takes away this share of the distance from the gates. Less is
@@ -37,7 +37,7 @@ class Trial:
     fast_finetune: str | None = None
 
     @cached_property
-    def config(self) -> Config:
+    def config(self) -> ResolvedConfig:
         """Return the checked config.
 
         Raises:

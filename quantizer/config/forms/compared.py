@@ -6,13 +6,15 @@ from typing import Any
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.resolved import resolved_document
 from quantizer.config.json_types import JsonPath
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 
 _SELECTOR_KEYS = ("layer_name", "layer_type")
 """The keys that identify an entry of a list: entries are compared by them, not by place."""
 
 
-def compare_configs(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
+def compare_configs(
+    first: ResolvedConfig, second: ResolvedConfig
+) -> dict[str, tuple[Any, Any]]:
     """Return the values that differ once both files are complete, by JSON pointer; a
     missing value is None.
 

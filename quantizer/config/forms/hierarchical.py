@@ -1,4 +1,4 @@
-"""Translate the hierarchical form (global, layer type, layer name, exclude) into a `Config`."""
+"""Translate the hierarchical form (global, layer type or name, exclude) to a `ResolvedConfig`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.forms.hierarchical_spec import Words
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import (
-    Config,
     ConfigRule,
     Fields,
     QuantizationSpec,
+    ResolvedConfig,
     Role,
     Selector,
     Settings,
@@ -111,7 +111,7 @@ class Hierarchical:
     """
 
     document: Document
-    config: Config
+    config: ResolvedConfig
     levels: tuple[HierarchicalLevel, ...]
     listed: tuple[tuple[str, Place | None], ...] = ()
     ignored: frozenset[str] = frozenset()
@@ -136,7 +136,7 @@ def translate_hierarchical(document: Document, ignored: Collection[str] = ()) ->
     rules += [level.rule() for level in levels]
     rules += file.excludes()
     listed = read_names(file, *ALGORITHM_LISTS)
-    config = Config(
+    config = ResolvedConfig(
         settings=file.settings(listed),
         rules=tuple(rules),
         source=document.source.name,

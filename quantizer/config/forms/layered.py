@@ -1,4 +1,4 @@
-"""Translate the layered form (overall, tensor, layer blocks) into a `Config`."""
+"""Translate the layered form (overall, tensor, layer blocks) into a `ResolvedConfig`."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -10,9 +10,9 @@ from quantizer.config.forms.algorithm_words import read_algorithms
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import (
     ROLES,
-    Config,
     ConfigRule,
     Fields,
+    ResolvedConfig,
     Role,
     Selector,
     Settings,
@@ -90,7 +90,7 @@ class Layered:
     """
 
     document: Document
-    config: Config
+    config: ResolvedConfig
     top: LayeredLevel
     layers: tuple[LayeredLevel, ...]
 
@@ -104,7 +104,7 @@ def translate_layered(document: Document, ignored: Collection[str] = ()) -> Laye
     file = _Translator(document, frozenset(ignored))
     top = file.level(Selector("all"), "overall_quantize_config", ())
     layers = tuple(file.entries())
-    config = Config(
+    config = ResolvedConfig(
         settings=file.settings(),
         rules=(
             ConfigRule(top.selector, top.label, top.roles, top.roles_place, top.overall),

@@ -9,7 +9,7 @@ from quantizer.config.algorithms import SWITCHES, entry_kinds
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.json_types import JsonMapping, JsonObject
-from quantizer.config.model import CAST_ONLY, Config, Settings
+from quantizer.config.model import CAST_ONLY, ResolvedConfig, Settings
 from quantizer.config.roles import ROLE_OF
 
 _DEFAULTS: JsonMapping = {
@@ -24,7 +24,7 @@ _DEFAULTS: JsonMapping = {
 _SPEC_DEFAULTS = {"is_dynamic": False, "round_method": "half_even", "scale_type": "float"}
 
 
-def resolved_document(config: Config) -> JsonObject:
+def resolved_document(config: ResolvedConfig) -> JsonObject:
     """Return a document that means the same as `config` and leaves nothing to defaults.
 
     Blocks of the layered form are complete in a valid file, so only the switches are filled
@@ -40,7 +40,7 @@ def resolved_document(config: Config) -> JsonObject:
     return {**switches, **document, **_algorithm_lists(config, "algorithms")}
 
 
-def _algorithm_lists(config: Config, *keys: str) -> JsonObject:
+def _algorithm_lists(config: ResolvedConfig, *keys: str) -> JsonObject:
     """Return the lists of algorithms that are not empty, each with all its settings as they
     took effect.
     """

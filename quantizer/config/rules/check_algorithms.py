@@ -9,11 +9,18 @@ from typing import Any
 
 from quantizer.config.algorithms import finds_codes, settings_of
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, related_to
-from quantizer.config.model import Algorithm, Config, Fields, QuantizationSpec, Role, Sourced
+from quantizer.config.model import (
+    Algorithm,
+    Fields,
+    QuantizationSpec,
+    ResolvedConfig,
+    Role,
+    Sourced,
+)
 from quantizer.config.wording import listed, quoted
 
 
-def check_algorithms(config: Config) -> Diagnostics:
+def check_algorithms(config: ResolvedConfig) -> Diagnostics:
     """Yield the findings on the algorithms of a config, in the order in which they run."""
     algorithms = config.algorithms
     yield from _order([entry for entry in algorithms if not _is_misplaced(entry)])
@@ -38,7 +45,7 @@ def check_algorithms(config: Config) -> Diagnostics:
         yield from _for_nothing(algorithm, config)
 
 
-def _on_dpu(algorithm: Algorithm, config: Config) -> Diagnostics:
+def _on_dpu(algorithm: Algorithm, config: ResolvedConfig) -> Diagnostics:
     if config.settings.target_device == "DPU":
         yield Diagnostic(
             "QZ210",
@@ -163,7 +170,7 @@ def _decided_elsewhere(algorithm: Algorithm, weights: Fields) -> Diagnostics:
         )
 
 
-def _idle(algorithm: Algorithm, config: Config) -> Diagnostics:
+def _idle(algorithm: Algorithm, config: ResolvedConfig) -> Diagnostics:
     """Warn of rounding where no weights are quantized, and of an algorithm with all its parts
     off.
     """
@@ -197,7 +204,7 @@ def _idle(algorithm: Algorithm, config: Config) -> Diagnostics:
         yield Diagnostic("QZ128", text, place, "warning", help=help_, related=related)
 
 
-def _for_nothing(algorithm: Algorithm, config: Config) -> Diagnostics:
+def _for_nothing(algorithm: Algorithm, config: ResolvedConfig) -> Diagnostics:
     """Warn of weights made harder to round for the sake of activations that stay float."""
     if not algorithm.kind.eases_activations:
         return
@@ -222,7 +229,7 @@ def _parts(algorithm: Algorithm) -> list[str]:
     return [key for key, setting in settings.items() if setting.is_part]
 
 
-def _quantizes(config: Config, role: Role) -> bool:
+def _quantizes(config: ResolvedConfig, role: Role) -> bool:
     """Return whether some tensor of a role gets a format with a scale."""
     inherited = _everywhere(config, role)
     for rule in config.rules:
@@ -236,7 +243,7 @@ def _quantizes(config: Config, role: Role) -> bool:
     return False
 
 
-def _has_groups(config: Config) -> bool:
+def _has_groups(config: ResolvedConfig) -> bool:
     """Return whether some rule puts weights into groups."""
     for rule in config.rules:
         if _value(rule.fields.get("weights", {}), "qscheme") == "per_group":
@@ -244,7 +251,7 @@ def _has_groups(config: Config) -> bool:
     return False
 
 
-def _everywhere(config: Config, role: Role) -> dict[str, Sourced]:
+def _everywhere(config: ResolvedConfig, role: Role) -> dict[str, Sourced]:
     """Return what holds for a role in all layers; nothing where it is not quantized
     everywhere.
     """

@@ -15,7 +15,7 @@ from quantizer.config.forms.layer_entries import with_float
 from quantizer.config.forms.level_edits import is_stated
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.load import check_document
-from quantizer.config.model import Config, QuantizationSpec
+from quantizer.config.model import QuantizationSpec, ResolvedConfig
 from quantizer.config.roles import is_parameter
 from quantizer.graph.ir import Graph
 from quantizer.plan import axes
@@ -59,7 +59,7 @@ class Fitting:
     original: Graph
     changes: list[str] = field(default_factory=list)
     _added: dict[JsonPath, list[str]] = field(default_factory=dict)
-    _read: tuple[Document, Config] | None = None
+    _read: tuple[Document, ResolvedConfig] | None = None
     _plan: Plan | None = None
 
     def copied(self) -> Fitting:
@@ -74,7 +74,7 @@ class Fitting:
         return parsed
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ResolvedConfig:
         """Return the config.
 
         Raises:
@@ -105,7 +105,7 @@ class Fitting:
         """Return whether the config is for the DPU, whose restrictions leave no choice."""
         return self.config.settings.target_device == "DPU"
 
-    def _checked(self) -> tuple[Document, Config]:
+    def _checked(self) -> tuple[Document, ResolvedConfig]:
         if self._read is None:
             parsed = Document.of(self.document, self.name)
             self._read = parsed, check_document(parsed).require()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
-from quantizer.config.model import Config
+from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph
 from quantizer.plan.layout import EVERY_JOIN, Group, Join, Layout, Multiplication
 from quantizer.plan.match import RANKS, MatchedRule
@@ -17,7 +17,9 @@ CLOSE_DB = 9.0
 """Parts share a scale if the error of every product grows by no more than this."""
 
 
-def single_joins(config: Config, graph: Graph, rules: Iterable[MatchedRule]) -> Container[str]:
+def single_joins(
+    config: ResolvedConfig, graph: Graph, rules: Iterable[MatchedRule]
+) -> Container[str]:
     """Return the joins whose parts share one scale: all on the DPU, otherwise those that a
     layer entry names.
 
