@@ -1,4 +1,4 @@
-"""Translate the hierarchical form (global, layer type or name, exclude) to a `ResolvedConfig`."""
+"""Translate the hierarchical form (global, layer type or name, exclude): a `ResolvedConfig`."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
