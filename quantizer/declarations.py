@@ -13,6 +13,8 @@ from quantizer.rows import NumberFormat, RangeMethod
 
 HIGHER = "higher"
 LOWER = "lower"
+FIT_INPUTS = "fits a config to the inputs of linear layers"
+"""What the part does that adds an algorithm to a config which is fitted to a model."""
 _TRANSPOSED_LINEAR = "Conv1D"
 """The linear layers of GPT-2, whose weights are transposed."""
 _logger = logging.getLogger(__name__)
@@ -353,7 +355,7 @@ class Plugin:
         steps: of the calibration.
         data: the kinds of data of `--data`.
         models: the kinds of models of `--model`. The first that a text names loads it.
-        parts: functions ("module:name") by what they do, for the plug-ins in `needs`.
+        parts: functions ("module:name") by what they do, for other plug-ins and the core.
         packages: what it imports, by the extra that installs it.
         range_methods: the values of `method`, by name.
         formats: the number formats, by name.

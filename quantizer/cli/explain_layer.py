@@ -21,8 +21,9 @@ from quantizer.config.model import QuantizationSpec, Selector
 from quantizer.config.roles import KEY_OF, base_role, is_parameter
 from quantizer.config.wording import listed
 from quantizer.errors import UsageError
-from quantizer.plan.match import advice, match
+from quantizer.plan.match import match
 from quantizer.plan.model import Plan, TensorPlan
+from quantizer.plan.selected import advice
 from quantizer.printable import json_text
 from quantizer.report.tables import why_float
 

@@ -16,13 +16,13 @@ from quantizer.comparison.output_figures import OutputFigures, PartFigures, RowC
 from quantizer.comparison.sample_noise import together
 from quantizer.comparison.sample_rows import SampleFinder, SampleRows
 from quantizer.errors import ModelError
-from quantizer.graph.channels.label_replay import Seen, SeenOutput
 from quantizer.graph.channels.output_parts import (
     Output,
     OutputPart,
     output_parts,
     parts_named_as,
 )
+from quantizer.graph.channels.provenance import Seen, SeenOutput
 from quantizer.graph.ir import Graph
 from quantizer.nn.execution import Execution, Watchers
 from quantizer.nn.network import Network

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantizer.graph.channels.axis_rules import Commutes, is_padded
 from quantizer.graph.ir import Graph, Node, Ref
 
 _RECURRENT_WEIGHT = "weight_ih_l0"
@@ -169,3 +170,15 @@ def rescale_weight(
     if node.row.transposed:
         table = table.transpose(1, 2)
     return table.reshape(weight.shape).to(weight.dtype)
+
+
+def passes_shifts(node: Node) -> bool:
+    """Return whether a constant added to a channel adds the same to what the node makes.
+
+    A mean does not if it includes padding.
+    """
+    if Commutes.SHIFTS not in node.row.commutes:
+        return False
+    if node.attrs.get("divisor_override") is not None:
+        return False
+    return node.row.kind == "passthrough" or not is_padded(node.attrs)

@@ -14,7 +14,7 @@ from quantizer.config.rules.spec_rules import conflicts
 from quantizer.config.wording import listed
 from quantizer.graph.ir import Graph
 from quantizer.plan.axes import PlannedTensor
-from quantizer.plan.match import RANKS, SELECTED_KINDS, MatchedRule, advice, how_to_list_layers
+from quantizer.plan.match import RANKS, MatchedRule
 from quantizer.plan.model import Key, TensorPlan
 
 _KEYS = {
@@ -40,9 +40,12 @@ def unmatched_selectors(
         selector = row.rule.selector
         if row.match.note:
             yield Diagnostic("QZ404", row.match.note, selector.place, "note")
-        may_be_missing = not selector.required or selector.text in SELECTED_KINDS
         is_matched = bool(row.match.layers or row.match.named)
-        if is_matched or selector.kind == "all" or may_be_missing:
+        if is_matched or selector.kind == "all" or not selector.required:
+            continue
+        from quantizer.plan.selected import SELECTED_KINDS, advice, how_to_list_layers
+
+        if selector.text in SELECTED_KINDS:
             continue
         if selector.kind == "weighted":
             # An empty block has nothing to apply

@@ -6,8 +6,7 @@ from collections.abc import Container, Iterable
 
 from quantizer.errors import or_without
 from quantizer.graph.channels.axis_rules import PADDED, pads_zeros
-from quantizer.graph.channels.origins import Runs, computed_parts, maker, origins_of
-from quantizer.graph.ir import Graph, Node, readers
+from quantizer.graph.ir import Graph, Node, maker, readers
 from quantizer.graph.op_row import ELEMENTWISE
 from quantizer.plan.floating import (
     ARGUMENT,
@@ -52,22 +51,30 @@ class _Layouter:
     def __init__(self, graph: Graph, single: Container[str]) -> None:
         self.graph = graph
         self.single = single
-        self.where = Layout({}, {}, floats=floating(graph), origins=origins_of(graph))
-        if single is not EVERY_JOIN:
-            none: dict[str, Runs] = {}
-            runs = or_without(
-                "the parts of values that are computed from joined ones",
-                lambda: computed_parts(graph, self.where.origins),
-                none,
-            )
-            self.where.runs.update(runs)
-            self.where.apart.update(_staying_apart(graph, self.where))
+        self.where = Layout({}, {}, floats=floating(graph))
+        if any(node.is_join for node in graph.nodes):
+            self._find_parts()
         # The only reader of a group's point or of a join, if that is a join
         self.feeds: dict[str, str] = {}
         # Groups that are only returned, and need no quantization unless a join has one scale
         self.last: dict[str, Group] = {}
         # Activation functions that belong to a join
         self.after_joins: set[str] = set()
+
+    def _find_parts(self) -> None:
+        """Find the parts of joins, and of values that are computed from these."""
+        from quantizer.graph.channels.origins import Runs, computed_parts, origins_of
+
+        self.where.origins.update(origins_of(self.graph))
+        if self.single is not EVERY_JOIN:
+            none: dict[str, Runs] = {}
+            runs = or_without(
+                "the parts of values that are computed from joined ones",
+                lambda: computed_parts(self.graph, self.where.origins),
+                none,
+            )
+            self.where.runs.update(runs)
+            self.where.apart.update(_staying_apart(self.graph, self.where))
 
     def layout(self) -> Layout:
         """Return the layout."""

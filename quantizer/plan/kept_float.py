@@ -5,7 +5,6 @@ does not divide.
 
 from quantizer.config.model import ResolvedConfig
 from quantizer.graph.ir import Graph, Node
-from quantizer.graph.structure.language_parts import router_layers
 from quantizer.plan.floating import (
     OUTSIDE,
     SCALED,
@@ -47,7 +46,11 @@ def layers_kept_float(
     reasons = dict.fromkeys(outside_stubs(graph), OUTSIDE)
     scaled = scaled_inputs(graph)
     reasons.update(dict.fromkeys(scaled, SCALED))
-    routers = router_layers(graph)
+    routers: list[str] = []
+    if any(node.row.experts or "experts." in node.scope for node in graph.nodes):
+        from quantizer.graph.structure.language_parts import router_layers
+
+        routers = router_layers(graph)
     named: set[str] = set()
     for rule in rules:
         if RANKS[rule.match.rank] not in ("all", "weighted", "type"):

@@ -1,10 +1,15 @@
 """The layout of a graph: which values share one quantization, and where."""
 
+from __future__ import annotations
+
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from quantizer.graph.channels.origins import Origins, Runs
 from quantizer.graph.ir import Graph
+
+if TYPE_CHECKING:
+    from quantizer.graph.channels.origins import Origins, Runs
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,22 @@
 values still matter to their readers, and which layers multiply values of inputs alone.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import first_names
-from quantizer.graph.channels.labels import ChannelLabels
 from quantizer.graph.edits import channels_of, input_weights, is_recurrent_layer
 from quantizer.graph.ir import Graph, Node, readers
-from quantizer.graph.structure.definitions import InputGroup
 from quantizer.plan.floating import MASK, ancestors, input_values
 from quantizer.plan.mask_constants import chooses
+
+if TYPE_CHECKING:
+    from quantizer.graph.structure.definitions import InputGroup
 
 Reading = tuple[str, str]
 """A reader, "" for the network's output, and the node that it reads."""
@@ -125,6 +129,8 @@ def _groups(graph: Graph, names: set[str]) -> list[InputGroup]:
     """Return the linear, convolution and recurrent layers that read some values, grouped by the
     value and the axis of its channels.
     """
+    from quantizer.graph.structure.definitions import InputGroup
+
     groups: dict[tuple[str, int], InputGroup] = {}
     for node in graph.nodes:
         source = graph.source(node)
@@ -173,6 +179,8 @@ def _input_of(graph: Graph, group: InputGroup, names: set[str]) -> str | None:
         source = graph.by_name[operands[0]]
         is_moved = node.row.kind == "passthrough"
         if is_moved or source.shape != node.shape:
+            from quantizer.graph.channels.labels import ChannelLabels
+
             labels = ChannelLabels(graph)
             axis = labels.moved_back(node, axis)
         node = source

@@ -18,7 +18,8 @@ from quantizer.config.model import QuantizationSpec
 from quantizer.evaluation.compare import compare
 from quantizer.evaluation.network_comparison import NetworkComparison, Networks
 from quantizer.evaluation.output_warnings import output_warnings
-from quantizer.graph.channels.output_parts import MAX_PARTS, output_parts
+from quantizer.graph.channels.joined_parts import MAX_PARTS
+from quantizer.graph.channels.output_parts import output_parts
 from quantizer.graph.ir import Graph
 from quantizer.graph.tracing.trace import trace
 from quantizer.nn.network import Network

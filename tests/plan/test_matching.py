@@ -12,8 +12,9 @@ from quantizer.config import patterns
 from quantizer.config.model import ConfigRule, ResolvedConfig, Selector, Settings
 from quantizer.errors import UsageError
 from quantizer.graph.passes import run_passes
-from quantizer.plan.match import RANKS, Match, closest_layers, match
+from quantizer.plan.match import RANKS, Match, match
 from quantizer.plan.resolve import resolve_plan
+from quantizer.plan.selected import closest_layers
 
 ROOT = "Residual::Residual/"
 BLOCK = ROOT + "Sequential[layer1]/Block[{}]/"

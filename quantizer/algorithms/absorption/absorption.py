@@ -27,8 +27,7 @@ from quantizer.calibration.step import Decision
 from quantizer.config.model import QuantizationSpec
 from quantizer.config.wording import counted
 from quantizer.graph.channels.axis_rules import is_padded
-from quantizer.graph.channels.labels import passes_shifts
-from quantizer.graph.edits import by_channel, with_weights
+from quantizer.graph.edits import by_channel, passes_shifts, with_weights
 from quantizer.graph.ir import Graph, Node, PassChange
 from quantizer.graph.passes import graph_before
 from quantizer.nn.execution import Execution

@@ -20,7 +20,8 @@ from quantizer.graph.channels.axis_rules import (
     REDUCED,
     Commutes,
 )
-from quantizer.graph.channels.labels import ChannelLabels, passes_shifts, paths
+from quantizer.graph.channels.labels import ChannelLabels, paths
+from quantizer.graph.edits import passes_shifts
 from quantizer.graph.ir import Graph, Node, Ref
 from quantizer.graph.targets import call
 

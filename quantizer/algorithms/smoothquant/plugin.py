@@ -1,10 +1,11 @@
 """Declares SmoothQuant."""
 
-from quantizer.declarations import ListedAlgorithm, Plugin
+from quantizer.declarations import FIT_INPUTS, ListedAlgorithm, Plugin
 
 _SETTINGS = "quantizer.algorithms.smoothquant.settings:SmoothQuantConfig"
 PLUGIN = Plugin(
     "smoothquant",
     rank=20,
+    parts={FIT_INPUTS: "quantizer.algorithms.smoothquant.fitting:smooth_normalized_inputs"},
     algorithms={"smoothquant": ListedAlgorithm(_SETTINGS, aliases=("smooth",))},
 )

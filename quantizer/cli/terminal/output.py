@@ -25,7 +25,6 @@ from quantizer.config.model import Selector, Settings
 from quantizer.errors import UsageError
 from quantizer.graph.ir import Graph
 from quantizer.graph.names import path_names
-from quantizer.plan.match import advice, match
 from quantizer.plan.model import Plan
 from quantizer.printable import json_text, one_line
 from quantizer.report.tables import layer_table
@@ -153,6 +152,9 @@ def filtered_view(options: Options, graph: Graph, original: Graph) -> TableView:
     view = table_view(options, graph)
     if options.filter is None:
         return replace(view, remedy=f"{view.remedy}, --filter GLOB those of some layers")
+    from quantizer.plan.match import match
+    from quantizer.plan.selected import advice
+
     selector = Selector("name", options.filter)
     layers = set(match(selector, graph, original).layers)
     for name, path in path_names(graph).items():

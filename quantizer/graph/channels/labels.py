@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantizer.graph.channels.axis_rules import Commutes, LabelledCall, changes, is_padded
+from quantizer.graph.channels.axis_rules import Commutes, LabelledCall, changes
 from quantizer.graph.ir import Graph, Node, derived, map_refs, references
 from quantizer.graph.targets import call
 
@@ -252,18 +252,6 @@ def paths(node: Node, how: Commutes = Commutes.SCALING) -> tuple[str, ...]:
         return ()
     arguments = [node.inputs.get(key) for key in _carrying_arguments(node)]
     return tuple(references(arguments))
-
-
-def passes_shifts(node: Node) -> bool:
-    """Return whether a constant added to a channel adds the same to what the node makes.
-
-    A mean does not if it includes padding.
-    """
-    if Commutes.SHIFTS not in node.row.commutes:
-        return False
-    if node.attrs.get("divisor_override") is not None:
-        return False
-    return node.row.kind == "passthrough" or not is_padded(node.attrs)
 
 
 def _carrying_arguments(node: Node) -> tuple[str, ...]:

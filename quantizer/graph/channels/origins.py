@@ -21,7 +21,6 @@ from quantizer.graph.channels.axis_rules import (
     LabelledCall,
     pads_zeros,
 )
-from quantizer.graph.channels.label_replay import is_pointwise
 from quantizer.graph.channels.labels import (
     UNFOLLOWED,
     ChannelLabels,
@@ -32,7 +31,8 @@ from quantizer.graph.channels.labels import (
     meta_values,
     run_node,
 )
-from quantizer.graph.ir import Graph, Node, map_refs
+from quantizer.graph.channels.provenance import is_pointwise
+from quantizer.graph.ir import Graph, Node, maker, map_refs
 from quantizer.graph.targets import call
 from quantizer.storage.deferred_tensor import loaded
 
@@ -69,19 +69,6 @@ def origins_of(graph: Graph) -> dict[str, Origins]:
     for node in graph.nodes:
         walk.visit(node)
     return walk.origins
-
-
-def maker(graph: Graph, name: str) -> str:
-    """Return the node that made a moved value; of one of several results, the node that picks
-    it out of them.
-    """
-    node = graph.by_name[name]
-    while node.row.kind == "passthrough":
-        source = graph.source(node)
-        if source is None or (node.op == "getitem" and source.row.kind != "passthrough"):
-            break
-        node = source
-    return node.name
 
 
 class _OriginWalk:

@@ -21,14 +21,9 @@ from quantizer.graph.channels.axis_rules import (
     PLAIN_MATRIX_PRODUCT,
     REDUCED,
 )
-from quantizer.graph.channels.label_replay import (
-    UNWRITTEN,
-    Replay,
-    Seen,
-    is_pointwise,
-    moved_operands,
-)
 from quantizer.graph.channels.labels import filled_labels
+from quantizer.graph.channels.provenance import Seen, is_pointwise, moved_operands
+from quantizer.graph.channels.replay import UNWRITTEN, Replay
 from quantizer.graph.ir import Graph, Node, Ref, references
 
 _PRODUCTS = (MATRIX_PRODUCT, PLAIN_MATRIX_PRODUCT, ATTENTION)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quantizer.graph.channels.labels import ChannelLabels, passes_shifts
-from quantizer.graph.edits import by_channel, rescale_weight, with_weights
+from quantizer.graph.edits import by_channel, passes_shifts, rescale_weight, with_weights
 from quantizer.graph.ir import Graph, Node, references, rewire
+
+if TYPE_CHECKING:
+    from quantizer.graph.channels.labels import ChannelLabels
 
 
 def fold_batch_norm(graph: Graph) -> Graph:
@@ -120,6 +123,8 @@ class _NormSources:
     @cached_property
     def labels(self) -> ChannelLabels:
         """Return where channels go in the graph, computed on demand."""
+        from quantizer.graph.channels.labels import ChannelLabels
+
         return ChannelLabels(self.graph)
 
     def layers(self, norm: Node) -> list[Node]:

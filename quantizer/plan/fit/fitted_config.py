@@ -15,13 +15,11 @@ from quantizer.config.forms.aliases import canonical
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
 from quantizer.config.load import check_document, load_text
 from quantizer.config.wording import first_names
+from quantizer.declarations import FIT_INPUTS
 from quantizer.errors import UsageError, or_without
 from quantizer.graph.ir import Graph
 from quantizer.graph.passes import run_passes
-from quantizer.plan.fit.fitted_algorithms import (
-    leave_out_idle_algorithms,
-    smooth_normalized_inputs,
-)
+from quantizer.plan.fit.fitted_algorithms import leave_out_idle_algorithms
 from quantizer.plan.fit.fitted_groups import (
     fit_axes,
     fit_groups,
@@ -34,10 +32,11 @@ from quantizer.plan.fit.fitted_layers import (
     spare_sensitive_layers,
 )
 from quantizer.plan.fit.fitting import Fitting
-from quantizer.plan.match import SELECTED_KINDS, match
+from quantizer.plan.match import match
 from quantizer.plan.model import Plan
 from quantizer.plan.remarks import group_size_remarks
-from quantizer.plugins import if_command
+from quantizer.plan.selected import SELECTED_KINDS
+from quantizer.plugins import if_command, part
 
 LayersToLeave = Callable[[Plan], Mapping[str, str]]
 """Returns the layers of a plan to leave in float for the file to write, with the reason."""
@@ -192,6 +191,13 @@ def _require_layers(fitting: Fitting) -> None:
             )
 
 
+def _fit_inputs(fitting: Fitting) -> None:
+    """Add the algorithm of a plug-in that serves inputs of linear layers, if there is one."""
+    fit = part(FIT_INPUTS)
+    if fit is not None:
+        fit(fitting)
+
+
 def _leave_out_idle_entries(fitting: Fitting) -> None:
     """Leave out entries for layers that are now all in float."""
     idle: dict[JsonPath, str] = {}
@@ -231,10 +237,10 @@ _STEPS = (
     replace_super_blocks,
     fit_groups,
     leave_out_impossible,
-    smooth_normalized_inputs,
+    _fit_inputs,
     give_divided_heads_channels,
     leave_out_idle_algorithms,
     _leave_out_idle_entries,
 )
-_IMPROVEMENTS = (spare_sensitive_layers, smooth_normalized_inputs, give_divided_heads_channels)
+_IMPROVEMENTS = (spare_sensitive_layers, _fit_inputs, give_divided_heads_channels)
 """The steps without which calibration accepts the config, too."""

@@ -8,7 +8,8 @@ from quantizer.config.model import Selector
 from quantizer.errors import ModelError
 from quantizer.graph.ir import Graph, Node
 from quantizer.graph.names import call_paths, path_names
-from quantizer.plan.match import SELECTED_KINDS, has_own_weights, match
+from quantizer.plan.match import has_own_weights, match
+from quantizer.plan.selected import SELECTED_KINDS
 
 _NAMED_KINDS = ("kind:embedding", "kind:head")
 """The kinds by which layers are named."""

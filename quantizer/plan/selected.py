@@ -1,0 +1,224 @@
+"""The layers that a selector names, also by type or kind, and the closest if it names none."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from quantizer.config.model import Selector
+from quantizer.config.patterns import glob_of_names, matching_limit
+from quantizer.errors import UsageError
+from quantizer.graph.ir import Graph, Node
+from quantizer.graph.names import around, call_paths, is_operator_name, module_of
+from quantizer.graph.structure.attention import cached_values
+from quantizer.graph.structure.language_parts import (
+    language_head,
+    media_layers,
+    router_layers,
+    wide_layers,
+)
+from quantizer.plan.match import RANKS, Match
+from quantizer.plan.model import Key
+from quantizer.plugins import if_command
+
+SELECTED_KINDS: Mapping[str, Callable[[Graph], list[str]]] = {
+    "kind:embedding": lambda graph: [node.name for node in graph.nodes if node.row.looks_up],
+    "kind:head": lambda graph: [node.name for node in graph.nodes if node.is_multiplying][-1:],
+    "kind:lm_head": language_head,
+    "kind:router": router_layers,
+    "kind:vision": media_layers,
+    "kind:more_bits": wide_layers,
+}
+"""Selectors that fit any model, so that a model without such layers is valid. The head is
+the last layer that multiplies.
+"""
+
+
+# The word of other frameworks, and of the documentation of the hierarchical form
+_OTHER_WORDS = {"dense": "Linear"}
+
+
+def attentions(named: Match, graph: Graph) -> Match:
+    """Return the attentions that are named, or that read the outputs of named layers."""
+    layers_named = set(named.layers)
+    keys: list[Key] = []
+    for cached in cached_values(graph):
+        if cached.layer in layers_named or not layers_named.isdisjoint(cached.sources):
+            keys.append((cached.layer, cached.role))
+    layers = tuple(dict.fromkeys(layer for layer, _ in keys))
+    return replace(named, layers=layers, keys=tuple(keys), named=named.layers)
+
+
+def type_names(node: Node) -> frozenset[str]:
+    """Return all words that select the node by type: its operator, torch's names for that, and
+    the classes of its modules.
+    """
+    names: set[str] = set()
+    for name in (node.op, *node.row.types, *node.classes):
+        names |= {name, _short(name)}
+        if name.startswith("torch.nn."):
+            names.add(f"nn.{_short(name)}")
+    return frozenset(names)
+
+
+def _short(name: str) -> str:
+    """Return the last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def by_type(text: str, graph: Graph, original: Graph) -> Match:
+    """Return the layers of a type. Words of other tools are translated to torch's, and case may
+    differ.
+
+    Layers of experts are those of `graph`, where a pass has made them of traced operators.
+    """
+    experts = {node.name: node for node in graph.nodes if node.row.experts}
+    nodes = [*(node for node in original.nodes if node.name not in experts), *experts.values()]
+    names = [node.name for node in nodes if text in type_names(node)]
+    note = None
+    if not names:
+        known: dict[str, str] = {}
+        for node in nodes:
+            for name in sorted(type_names(node), reverse=True):
+                known[name.casefold()] = name
+        word = _OTHER_WORDS.get(text.casefold(), text)
+        meant = known.get(word.casefold(), "")
+        names = [node.name for node in nodes if meant in type_names(node)]
+        if names:
+            note = f"{text!r} is read as {meant!r}"
+    layers: list[str] = []
+    absorbed: list[str] = []
+    for name in names:
+        if name in graph.by_name:
+            layers.append(name)
+        else:
+            absorbed.append(name)
+    rank = RANKS.index("type")
+    return Match(tuple(layers), rank, note, tuple(absorbed))
+
+
+def closest_layers(selector: Selector, original: Graph) -> list[str]:
+    """Return up to three names close to a selector that matches nothing."""
+    if selector.kind == "type":
+        types: dict[str, str] = {}
+        for node in original.nodes:
+            for name in (*node.row.types, *node.classes, node.op):
+                types[_short(name)] = name
+        near = difflib.get_close_matches(_short(selector.text), types, 3, 0.5)
+        return [types[name] for name in near]
+    scope = _scope(selector.text)
+    known = {*SELECTED_KINDS}
+    same_scope = []
+    for node in original.nodes:
+        if node.op in ("module", "module_input"):
+            continue
+        known.add(node.name)
+        if node.scope:
+            known.add(node.scope)
+        if scope and _scope(node.name) == scope:
+            same_scope.append(node.name)
+    near = difflib.get_close_matches(selector.text, sorted(known), 3, 0.5)
+    distinct = dict.fromkeys(same_scope + near)
+    return list(distinct)[:3]
+
+
+def _scope(name: str) -> str:
+    """Return the module of a layer's name."""
+    return name.rpartition("/")[0]
+
+
+def how_to_list_layers() -> str:
+    """Return a remedy for a word that stands for no layer."""
+    return if_command("inspect", "`quantizer inspect --top all` lists all layers")
+
+
+def advice(selector: Selector, original: Graph) -> str:
+    """Return a remedy for a selector that matches nothing."""
+    near = closest_layers(selector, original)
+    if near:
+        return f"closest: {', '.join(near)}"
+    return how_to_list_layers()
+
+
+def by_name(text: str, graph: Graph, original: Graph) -> Match:
+    """Return the layers that `text` names.
+
+    It is an exact name, a kind, a name whose scope has one layer, a module path, a path of the
+    operator, `re:…` or a glob. The first that matches counts.
+    """
+    if text in original.by_name:
+        return _survivors([text], "name", graph)
+    if text in SELECTED_KINDS:
+        selected = SELECTED_KINDS[text](graph)
+        return Match(tuple(selected), RANKS.index("pattern"))
+    if is_operator_name(text):
+        siblings = [name for name in original.by_name if _scope(name) == _scope(text)]
+        if len(siblings) == 1:
+            note = f"{text!r} is read as {siblings[0]!r}, the only layer of that module"
+            return _survivors(siblings, "name", graph, note)
+    inside = []
+    called = []
+    for node in original.nodes:
+        if node.scope == text or node.scope.startswith(f"{text}."):
+            inside.append(node.name)
+        if text in call_paths(node.name, module_of(original, node.name)):
+            called.append(node.name)
+    if inside and not text.startswith("re:"):
+        return _survivors(inside, "path", graph)
+    if called:
+        return _survivors(called, "name", graph)
+    patterns = _patterns(text)
+    if patterns is None:
+        return Match((), RANKS.index("name"))
+    name_pattern, path_pattern = patterns
+    names = []
+    with matching_limit(text, UsageError):
+        for node in original.nodes:
+            paths = map(path_pattern.fullmatch, _paths_around(node, graph))
+            if name_pattern.fullmatch(node.name) or any(paths):
+                names.append(node.name)
+    return _survivors(names, "pattern", graph)
+
+
+def _paths_around(node: Node, graph: Graph) -> list[str]:
+    """Return the paths of the modules around a node of the traced graph. The tensors of experts
+    have paths of their own.
+    """
+    current = graph.by_name.get(node.name, node)
+    paths = [*around(current.scope)]
+    if current.row.experts:
+        paths.extend(node.params.values())
+    return paths
+
+
+def _patterns(text: str) -> tuple[re.Pattern[str], re.Pattern[str]] | None:
+    """Return the regular expressions of `re:…` or of a glob for layer names and for module
+    paths, or None if it is neither.
+
+    In a layer name a bracket is literal. In a module path `[0-3]` is a set, as in a shell.
+    """
+    if text.startswith("re:"):
+        try:
+            pattern = re.compile(text[3:])
+        except re.error:
+            return None
+        return pattern, pattern
+    if not any(sign in text for sign in "*?["):
+        return None
+    return glob_of_names(text), re.compile(fnmatch.translate(text))
+
+
+def _survivors(names: list[str], rank: str, graph: Graph, note: str | None = None) -> Match:
+    """Return the match of named layers. A folded layer counts as the one that it was folded
+    into.
+    """
+    alive: dict[str, None] = {}
+    for name in names:
+        while name in graph.absorbed:
+            name = graph.absorbed[name]
+        # An operator that only moved a weight was removed, and no layer took its place
+        if name in graph.by_name:
+            alive[name] = None
+    absorbed = tuple(name for name in names if name in graph.absorbed)
+    return Match(tuple(alive), RANKS.index(rank), note, absorbed)
