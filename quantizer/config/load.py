@@ -142,7 +142,8 @@ def default_config() -> ResolvedConfig:
         "narrow_range": False
     }
     document = Document(Text("<built-in default>", ""), value, values={}, keys={})
-    return translate_layered(document).config
+    config, _ = translate_layered(ValidDocument(document))
+    return config
 
 
 def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
@@ -160,24 +161,22 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     if len(findings) > _MANY_ERRORS:
         return None, merged_by_cause(findings)
     places = [finding.place for finding in findings if finding.code not in _HARMLESS]
-    invalid = {place.pointer for place in places if place}
+    file = ValidDocument(document, frozenset(place.pointer for place in places if place))
     # Only the rules that are about something in the file are imported
     if is_hierarchical:
         from quantizer.config.forms.hierarchical import translate_hierarchical
         from quantizer.config.rules.check_hierarchical import check_hierarchical
 
-        hierarchical = translate_hierarchical(document, invalid)
-        config = hierarchical.config
-        findings += check_hierarchical(hierarchical)
+        config, levels = translate_hierarchical(file)
+        findings += check_hierarchical(file, config, levels)
     else:
-        layered = translate_layered(document, invalid)
-        config = layered.config
-        findings += check_layered(layered)
+        config, layered_levels = translate_layered(file)
+        findings += check_layered(file, config, layered_levels)
     if config.algorithms:
         from quantizer.config.rules.check_algorithms import check_algorithms
 
         findings += check_algorithms(config)
-    findings += check_present(ValidDocument(document, frozenset(invalid)))
+    findings += check_present(file)
     findings += _wrong_patterns(config.rules)
     is_usable = all(finding.severity != "error" for finding in findings)
     return config if is_usable else None, merged_by_cause(findings)

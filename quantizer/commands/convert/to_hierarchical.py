@@ -22,7 +22,6 @@ from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import pointer_to
 from quantizer.config.forms.algorithm_words import algorithm_entry
-from quantizer.config.forms.dtypes import dtype_word, integer_word
 from quantizer.config.forms.hierarchical_spec import (
     PARAMETERS,
     observer_word,
@@ -30,6 +29,7 @@ from quantizer.config.forms.hierarchical_spec import (
     usual_statistic,
 )
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.forms.types import dtype_word, integer_word
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
     ROLES,

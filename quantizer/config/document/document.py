@@ -106,15 +106,14 @@ class ValidDocument:
     """
 
     document: Document
-    ignored: frozenset[str]
+    ignored: frozenset[str] = frozenset()
 
     def get(self, *path: str | int) -> Any:
         """Return the value at `path`; None if it is not there, null, or ignored."""
         value: Any = self.document.value
         for depth, part in enumerate(path, 1):
-            if isinstance(part, int):
-                is_there = isinstance(value, list)
-            else:
+            is_there = isinstance(value, list)
+            if isinstance(part, str):
                 is_there = isinstance(value, dict) and part in value
             if not is_there:
                 return None
@@ -126,9 +125,8 @@ class ValidDocument:
     def items(self, *path: str | int) -> list[int]:
         """Return the indices of the valid items of the list at `path`; none without a list."""
         items = self.get(*path)
-        if not isinstance(items, list):
-            return []
-        return [index for index in range(len(items)) if self.get(*path, index) is not None]
+        indices = range(len(items)) if isinstance(items, list) else ()
+        return [index for index in indices if self.get(*path, index) is not None]
 
     def place(self, *path: str | int, key: bool = False) -> Place | None:
         """Return where the value (or the key) at `path` is, if there is one."""

@@ -1,26 +1,39 @@
 """Read entries of `algo_config`, `pre_quant_opt_config` and `algorithms`, and write them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_type_hints
 
 from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, read_keys, settings_of
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import ValidDocument
+from quantizer.config.forms.form import ALGORITHM_LISTS, Form
 from quantizer.config.json_types import JsonObject, JsonPath
-from quantizer.config.model import Algorithm, Sourced
+from quantizer.config.model import Algorithm, ConfigRule, ResolvedConfig, Settings, Sourced
 
 _GROUP_KEYS = ("prev_op", "layers", "inp")
 """The members of a group of layers that something reads."""
 
 
-def read_algorithms(document: ValidDocument, *blocks: str) -> tuple[Algorithm, ...]:
-    """Return the algorithms of the blocks, in order; unknown ones are left out."""
+def config_of(
+    file: ValidDocument, form: Form, settings: Settings, rules: Iterable[ConfigRule]
+) -> ResolvedConfig:
+    """Return the config of a file in a form, with its algorithms; unknown ones are left out."""
+    blocks = ALGORITHM_LISTS if form == "hierarchical" else ("algorithms",)
     algorithms: list[Algorithm] = []
-    for path in _entries(document, *blocks):
-        name = document.get(*path, "name")
+    for path in _entries(file, *blocks):
+        name = file.get(*path, "name")
         if isinstance(name, str) and name in ALGORITHMS:
-            algorithms.append(_read_entry(document, path, ALGORITHMS[name]))
-    return tuple(algorithms)
+            algorithms.append(_read_entry(file, path, ALGORITHMS[name]))
+    source = file.document.source
+    return ResolvedConfig(
+        settings=settings,
+        rules=tuple(rules),
+        source=source.name,
+        document=file.document.value,
+        form=form,
+        algorithms=tuple(algorithms),
+        text=source.text,
+    )
 
 
 def read_names(document: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:

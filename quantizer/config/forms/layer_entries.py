@@ -5,11 +5,11 @@ the words of the layered form.
 import copy
 from collections.abc import Collection, Mapping
 
-from quantizer.config.forms.dtypes import INTEGERS, dtype_word, integer_word
 from quantizer.config.forms.form import form_of
 from quantizer.config.forms.hierarchical_spec import usual_symmetric_scale
 from quantizer.config.forms.layered import FIELDS, OPTIONAL
 from quantizer.config.forms.level_edits import is_stated
+from quantizer.config.forms.types import INTEGERS, dtype_word, integer_word
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import CAST_ONLY, POOLED, ROLES, QuantizationSpec, Role
 from quantizer.errors import UsageError

@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
-from quantizer.config.document.document import pointer_to
-from quantizer.config.forms.layered import OPTIONAL, Layered, LayeredLevel
-from quantizer.config.model import Fields, QuantizationSpec, Role, Settings, Sourced
+from quantizer.config.document.document import ValidDocument
+from quantizer.config.forms.layered import OPTIONAL, LayeredLevel
+from quantizer.config.model import (
+    Fields,
+    QuantizationSpec,
+    ResolvedConfig,
+    Role,
+    Settings,
+    Sourced,
+)
 from quantizer.config.rules.spec_rules import Conflict, conflicts
 
 _DPU_ONLY = frozenset({"change_concat_input_fix", "change_pool_input_fix"})
@@ -19,10 +26,16 @@ _LEAST_PERCENTAGE = 50
 """A smaller percentage is most likely a slip."""
 
 
-def check_layered(layered: Layered) -> Diagnostics:
-    """Yield the findings on the valid part of a file."""
-    scopes = list(_scopes(layered))
-    settings = layered.config.settings
+def check_layered(
+    file: ValidDocument, config: ResolvedConfig, levels: Sequence[LayeredLevel]
+) -> Diagnostics:
+    """Yield the findings on the valid part of a file, whose config and levels these are."""
+    top, *layers = levels
+    scopes = [_Scope(role, top.blocks(role)) for role in top.quantized]
+    for level in layers:
+        for role in level.quantized:
+            scopes.append(_Scope(role, (*top.blocks(role), *level.blocks(role))))
+    settings = config.settings
     device_place = settings.places.get("target_device")
     device = settings.target_device if device_place else ""
     for scope in scopes:
@@ -34,11 +47,11 @@ def check_layered(layered: Layered) -> Diagnostics:
                 yield finding
         yield from _small_percentage(scope)
     yield from _dpu_only(settings)
-    yield from _unused(layered, scopes)
-    for level in (layered.top, *layered.layers):
+    yield from _unused(levels, scopes)
+    for level in levels:
         yield from _overall_per_channel(level)
-        yield from _unlisted(layered, level)
-    yield from _repeated(layered.layers)
+        yield from _unlisted(file, level, levels if level is top else [level])
+    yield from _repeated(layers)
 
 
 @dataclass(frozen=True)
@@ -74,15 +87,6 @@ class _Scope:
         if name == "symmetric_scale":
             return self.spec.has_symmetric_scale
         return True
-
-
-def _scopes(layered: Layered) -> Iterator[_Scope]:
-    top = layered.top
-    for role in top.quantized:
-        yield _Scope(role, top.blocks(role))
-    for level in layered.layers:
-        for role in level.quantized:
-            yield _Scope(role, (*top.blocks(role), *level.blocks(role)))
 
 
 def _conflict(
@@ -176,7 +180,7 @@ def _dpu_only(settings: Settings) -> Diagnostics:
             )
 
 
-def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
+def _unused(levels: Sequence[LayeredLevel], scopes: Sequence[_Scope]) -> Diagnostics:
     """Yield a finding for each block with parameters that no spec reads. An overall block has
     to be complete, read or not.
     """
@@ -188,7 +192,7 @@ def _unused(layered: Layered, scopes: list[_Scope]) -> Diagnostics:
         # These are refused
         for block, _ in inherits_float(scope.blocks):
             used.update(sourced.place for sourced in block.values())
-    for level in (layered.top, *layered.layers):
+    for level in levels:
         yield from _unused_in(level.overall["weights"], used, is_complete=True)
         for role, block in level.tensor.items():
             if role in level.quantized:
@@ -226,25 +230,22 @@ def _overall_per_channel(level: LayeredLevel) -> Diagnostics:
         )
 
 
-def _unlisted(layered: Layered, level: LayeredLevel) -> Diagnostics:
-    """Yield the tensor blocks for roles that are not quantized; at the top a layer entry may
-    still quantize them.
+def _unlisted(
+    file: ValidDocument, level: LayeredLevel, readers: Iterable[LayeredLevel]
+) -> Diagnostics:
+    """Yield the tensor blocks of a level for roles that none of its readers quantizes: itself,
+    and those of the top any layer entry.
     """
-    levels = [level] if level.pointer else [level, *layered.layers]
-    quantized: set[Role] = set()
-    for other in levels:
-        quantized.update(other.quantized)
+    quantized = {role for reader in readers for role in reader.quantized}
     for role in level.tensor:
-        if role in quantized:
-            continue
-        pointer = pointer_to(*level.pointer, "tensor_quantize_config", role)
-        yield Diagnostic(
-            "QZ108",
-            f"{role} is not quantized, so nothing reads these parameters",
-            layered.document.place(pointer, key=True),
-            help=f'add "{role}" to quantizable_data_type, or remove the block',
-            related=related_to(level.roles_place, "not listed here"),
-        )
+        if role not in quantized:
+            yield Diagnostic(
+                "QZ108",
+                f"{role} is not quantized, so nothing reads these parameters",
+                file.place(*level.path, "tensor_quantize_config", role, key=True),
+                help=f'add "{role}" to quantizable_data_type, or remove the block',
+                related=related_to(level.roles_place, "not listed here"),
+            )
 
 
 def _repeated(levels: Iterable[LayeredLevel]) -> Diagnostics:
@@ -254,9 +255,8 @@ def _repeated(levels: Iterable[LayeredLevel]) -> Diagnostics:
         selector = level.selector
         key = (selector.kind, selector.text)
         earlier = first.get(key)
-        if key not in first:
-            first[key] = selector.place
-        elif selector.place and earlier:
+        first.setdefault(key, selector.place)
+        if selector.place and earlier:
             yield Diagnostic(
                 "QZ109",
                 f'this is a second entry for "{selector.text[:60]}", which overrides the '
