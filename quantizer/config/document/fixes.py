@@ -1,10 +1,10 @@
 """Try proposed fixes on a copy of the file: a fix is offered only if it leaves fewer errors."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from quantizer.config.diagnostics import Diagnostic, Edit, Fix, Place
+from quantizer.config.diagnostics import Diagnostic, Fix, Place
 from quantizer.config.document.document import Text
 
 FileCheck = Callable[[Text], Sequence[Diagnostic]]
@@ -24,8 +24,14 @@ def with_sound_fixes(
     fewer errors.
     """
     max_trials = min(MAX_TRIALS, MAX_TRIED_CHARACTERS // (len(source.text) + 1))
+    candidates: list[tuple[int, Fix]] = []
+    for index, finding in enumerate(findings):
+        fixes = list(finding.fixes)
+        first_known = next((fix for fix in fixes if fix.is_known), None)
+        tried = [fix for fix in fixes if fix is first_known or not fix.is_known]
+        candidates += [(index, fix) for fix in tried]
     # Examples come last: `--fix` does not write them, so the other fixes must do without them
-    candidates = sorted(_candidates(findings), key=lambda candidate: _order(candidate[1]))
+    candidates.sort(key=lambda row: (not row[1].is_known, row[1].turn, row[1].edits[0].start))
     checked = [replace(finding, fixes=()) for finding in findings]
     helped: set[int] = set()
     accepted: list[Fix] = []
@@ -36,8 +42,7 @@ def with_sound_fixes(
         tried = [*accepted, fix]
         findings_left = check(apply_fixes(source, tried))
         errors_left = _count_errors(findings_left, tried)
-        place = findings[index].place
-        if errors_left >= errors or _has_error_at(place, findings_left):
+        if errors_left >= errors or _has_error_at(findings[index].place, findings_left):
             continue
         helped.add(index)
         checked[index] = replace(checked[index], help=fix.help)
@@ -50,43 +55,19 @@ def with_sound_fixes(
 
 def apply_fixes(source: Text, fixes: Iterable[Fix]) -> Text:
     """Return the text with all the fixes in it; nothing else of it changes."""
-    edits: list[Edit] = []
-    for fix in fixes:
-        edits += fix.edits
+    text = source.text
+    edits = [edit for fix in fixes for edit in fix.edits]
     edits.sort(key=lambda edit: (edit.start, edit.end))
-    pieces: list[str] = []
-    end = 0
-    for edit in edits:
-        pieces += [source.text[end : edit.start], edit.text]
-        end = edit.end
-    pieces.append(source.text[end:])
-    return replace(source, text="".join(pieces))
+    # From the end on, so that places before it stay
+    for edit in reversed(edits):
+        text = text[: edit.start] + edit.text + text[edit.end :]
+    return replace(source, text=text)
 
 
 def _has_error_at(place: Place | None, findings: Sequence[Diagnostic]) -> bool:
     """Return whether the value that a fix writes breaks another rule."""
-    if place is None:
-        return False
-    for finding in findings:
-        if finding.severity != "error" or finding.place is None:
-            continue
-        if finding.place.pointer == place.pointer:
-            return True
-    return False
-
-
-def _candidates(findings: Sequence[Diagnostic]) -> Iterator[tuple[int, Fix]]:
-    """Yield the first known fix and all examples of each finding, with the finding's index."""
-    for index, finding in enumerate(findings):
-        has_remedy = False
-        for fix in finding.fixes:
-            if not fix.is_known or not has_remedy:
-                yield index, fix
-            has_remedy = has_remedy or fix.is_known
-
-
-def _order(fix: Fix) -> tuple[bool, int, int]:
-    return not fix.is_known, fix.turn, fix.edits[0].start
+    errors = [finding.place for finding in findings if finding.severity == "error"]
+    return place is not None and place.pointer in {other.pointer for other in errors if other}
 
 
 def _count_errors(findings: Iterable[Diagnostic], applied: Iterable[Fix] = ()) -> float:
@@ -95,26 +76,18 @@ def _count_errors(findings: Iterable[Diagnostic], applied: Iterable[Fix] = ()) -
 
     A syntax error hides all others, so it counts as infinitely many.
     """
-    members = [fix.uncovers for fix in applied if fix.uncovers is not None]
-    count = 0
-    for finding in findings:
-        if finding.severity != "error":
-            continue
-        if finding.code.startswith("QZ00"):
-            return math.inf
-        if not _is_uncovered(finding, members):
-            count += 1
-    return count
+    members = {fix.uncovers for fix in applied if fix.uncovers is not None}
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if any(finding.code.startswith("QZ00") for finding in errors):
+        return math.inf
+    return sum(not _is_uncovered(finding, members) for finding in errors)
 
 
 def _is_uncovered(finding: Diagnostic, members: Collection[str]) -> bool:
     """Return whether an error is inside a member that a fix made readable, or is its value."""
     places = [finding.place, *(place for place, _ in finding.related)]
     pointers = [place.pointer for place in places if place]
-    is_value = finding.code.startswith("QZ10") and pointers[:1] != [] and pointers[0] in members
-    if is_value:
+    if finding.code.startswith("QZ10") and pointers and pointers[0] in members:
         return True
-    for pointer in pointers:
-        if any(pointer.startswith(f"{member}/") for member in members):
-            return True
-    return False
+    inside = tuple(f"{member}/" for member in members)
+    return any(pointer.startswith(inside) for pointer in pointers)

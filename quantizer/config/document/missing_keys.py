@@ -113,9 +113,8 @@ def _parameters(value: JsonMapping, level: JsonMapping, missing: Sequence[str]) 
     The values are those in effect: a layer entry takes them from the top of the file, and the
     top from the preset. A tensor role with other values gets its own block.
     """
-    sources = [_blocks(_preset(value))]
-    if level is not value:
-        sources.insert(0, _blocks(value))
+    wider = [_preset(value)] if level is value else [value, _preset(value)]
+    sources = list(map(_blocks, wider))
     overalls = [overall for overall, _ in sources]
     wide = ChainMap({}, *overalls, {"datatype": "int"})
     by_role: dict[Role, JsonMapping] = {}
@@ -155,12 +154,9 @@ def _overall(
     """
     if _is_cast(wide["datatype"]) and not stated:
         return {"datatype": wide["datatype"]}
-    members: JsonObject = {}
-    if "datatype" not in stated and any(map(_is_cast, datatypes)):
-        members["datatype"] = "int"
-    for word in missing:
-        members[word] = wide[word]
-    return members
+    has_datatype = "datatype" in stated or not any(map(_is_cast, datatypes))
+    members: JsonObject = {} if has_datatype else {"datatype": "int"}
+    return members | {word: wide[word] for word in missing}
 
 
 def _is_cast(datatype: Any) -> bool:
@@ -181,16 +177,13 @@ def _tensor_block(
 
 def _blocks(level: JsonMapping) -> tuple[JsonObject, dict[str, JsonObject]]:
     """Return the overall block, and the blocks of tensor roles, as far as they are there."""
-    overall = level.get(_OVERALL)
-    tensors = level.get(_TENSOR)
-    blocks: dict[str, JsonObject] = {}
-    if isinstance(tensors, dict):
-        for role, block in tensors.items():
-            if isinstance(block, dict):
-                blocks[role] = block
-    if not isinstance(overall, dict):
-        overall = {}
-    return overall, blocks
+    tensors = _object(level.get(_TENSOR))
+    return _object(level.get(_OVERALL)), {role: _object(tensors[role]) for role in tensors}
+
+
+def _object(value: Any) -> JsonObject:
+    """Return a JSON value if it is an object, else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def _examples(
@@ -223,16 +216,10 @@ def _wider_dtypes(value: JsonMapping, path: JsonPath) -> tuple[str, ...]:
     wider: list[Any] = []
     if level != "global_quant_config":
         wider.append(value.get("global_quant_config"))
-    types = value.get("layer_type_quant_config")
-    if level == "layer_quant_config" and isinstance(types, dict):
-        wider += types.values()
-    dtypes: dict[str, None] = {}
-    for block in wider:
-        spec = block.get(tensor) if isinstance(block, dict) else None
-        dtype = spec.get("dtype") if isinstance(spec, dict) else None
-        if isinstance(dtype, str):
-            dtypes[dtype] = None
-    return tuple(dtypes)
+    if level == "layer_quant_config":
+        wider += _object(value.get("layer_type_quant_config")).values()
+    dtypes = [_object(_object(block).get(tensor)).get("dtype") for block in wider]
+    return tuple(dict.fromkeys(dtype for dtype in dtypes if isinstance(dtype, str)))
 
 
 def _insertions(document: Document, path: JsonPath, members: JsonMapping) -> tuple[Edit, ...]:

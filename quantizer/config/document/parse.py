@@ -5,9 +5,10 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from quantizer.config.diagnostics import Diagnostic, Edit, Fix
+from quantizer.config.diagnostics import Diagnostic, Edit, Fix, Place
 from quantizer.config.document.document import Text, TextSpan, pointer_to
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.plugins import if_command
@@ -58,18 +59,13 @@ class Parser:
             self._skip_space()
             self.start = self._index
             if not self._next():
-                self._fail(
-                    "the file is empty",
-                    if_command("init", "`quantizer init` writes a config to start from"),
-                    code="QZ009",
-                )
+                remedy = if_command("init", "`quantizer init` writes a config to start from")
+                self._fail("the file is empty", remedy, code="QZ009")
             value = self._value(())
             self._skip_space()
             if self._next():
-                self._fail(
-                    "there is text after the end of the JSON value",
-                    "check the brackets above it",
-                )
+                remedy = "check the brackets above it"
+                self._fail("there is text after the end of the JSON value", remedy)
         except _StopError:
             return None
         return value
@@ -82,6 +78,7 @@ class Parser:
         remedy: str,
         *,
         instead: str | None = None,
+        related: tuple[tuple[Place, str], ...] = (),
     ) -> None:
         """Note a problem, unless there are so many that the file is something else.
 
@@ -91,9 +88,7 @@ class Parser:
         if instead is not None:
             fixes = (Fix(remedy, (Edit(*span, instead),)),)
         place = self.source.place(span)
-        self._note(Diagnostic(code, message, place, help=remedy, fixes=fixes))
-
-    def _note(self, problem: Diagnostic) -> None:
+        problem = Diagnostic(code, message, place, help=remedy, related=related, fixes=fixes)
         self.problems.append(problem)
         if len(self.problems) >= MAX_PROBLEMS:
             raise _StopError
@@ -123,12 +118,8 @@ class Parser:
             comment = _COMMENT.match(self.text, self._index)
             if not comment:
                 return
-            self.report(
-                "QZ005",
-                "JSON has no comments",
-                comment.span(),
-                'remove it, or make it a key: "// note": "…"',
-            )
+            remedy = 'remove it, or make it a key: "// note": "…"'
+            self.report("QZ005", "JSON has no comments", comment.span(), remedy)
             self._index = comment.end()
 
     def _end_of(self, pattern: re.Pattern[str]) -> int:
@@ -140,17 +131,16 @@ class Parser:
         """Parse a value of any kind, and note where it is."""
         start = self._index
         if len(path) > MAX_DEPTH:
-            self._fail(
-                f"values are nested more than {MAX_DEPTH} levels deep",
-                "a config needs 5 levels",
-                code="QZ003",
-            )
+            message = f"values are nested more than {MAX_DEPTH} levels deep"
+            self._fail(message, "a config needs 5 levels", code="QZ003")
         value: Any
         match self._next():
             case "{":
                 value = self._object(path)
             case "[":
-                value = self._array(path)
+                value = []
+                for _ in self._members("]"):
+                    value.append(self._value((*path, len(value))))
             case '"':
                 value = self._string()
             case _:
@@ -160,9 +150,7 @@ class Parser:
 
     def _object(self, path: JsonPath) -> JsonObject:
         members: JsonObject = {}
-        start = self._open()
-        while self._next() != "}":
-            self._require_more(start, "}")
+        for _ in self._members("}"):
             key_start = self._index
             key = self._key()
             span = (key_start, self._index)
@@ -173,69 +161,44 @@ class Parser:
                 self.keys[pointer] = span
             self._skip_space()
             if self._next() != ":":
-                self._fail(
-                    "a colon is missing after this key",
-                    'write "key": value',
-                    span=(key_start, self._index),
-                )
+                span = (key_start, self._index)
+                self._fail("a colon is missing after this key", 'write "key": value', span=span)
             self._index += 1
             self._skip_space()
             members[key] = self._value((*path, key))
-            self._separator(start, "}")
-        self._index += 1
         return members
 
-    def _array(self, path: JsonPath) -> list[Any]:
-        items: list[Any] = []
-        start = self._open()
-        while self._next() != "]":
-            self._require_more(start, "]")
-            items.append(self._value((*path, len(items))))
-            self._separator(start, "]")
-        self._index += 1
-        return items
-
-    def _open(self) -> int:
-        """Read an opening bracket, and return where it is."""
+    def _members(self, close: str) -> Iterator[None]:
+        """Yield where a member of an object or array begins, and read what is around them."""
         start = self._index
         self._index += 1
         self._skip_space()
-        return start
-
-    def _separator(self, start: int, close: str) -> None:
-        """Read the comma between two members; stop at the closing bracket."""
-        value_end = self._index
-        self._skip_space()
-        self._require_more(start, close)
-        if self._next() == close:
-            return
-        if self._next() != ",":
-            span = (value_end - 1, value_end)
-            self._fail(
-                f'a comma or a "{close}" is missing after this value',
-                "write a comma between members",
-                span=span,
-            )
-        comma = (self._index, self._index + 1)
+        while self._next() != close:
+            if not self._next():
+                self._fail(
+                    f'this bracket is never closed: a "{close}" is missing',
+                    "is the file cut off?",
+                    span=(start, start + 1),
+                )
+            yield
+            value_end = self._index
+            self._skip_space()
+            comma = (self._index, self._index + 1)
+            if self._next() in ("", close):
+                continue
+            if self._next() != ",":
+                self._fail(
+                    f'a comma or a "{close}" is missing after this value',
+                    "write a comma between members",
+                    span=(value_end - 1, value_end),
+                )
+            self._index += 1
+            self._skip_space()
+            if self._next() == close:
+                remedy = f'remove the comma before "{close}"'
+                message = "JSON has no trailing commas"
+                self.report("QZ006", message, comma, remedy, instead="")
         self._index += 1
-        self._skip_space()
-        if self._next() == close:
-            self.report(
-                "QZ006",
-                "JSON has no trailing commas",
-                comma,
-                f'remove the comma before "{close}"',
-                instead="",
-            )
-
-    def _require_more(self, start: int, close: str) -> None:
-        """Stop if the text ends before the bracket at `start` is closed."""
-        if not self._next():
-            self._fail(
-                f'this bracket is never closed: a "{close}" is missing',
-                "is the file cut off?",
-                span=(start, start + 1),
-            )
 
     def _key(self) -> str:
         if self._next() == "'":
@@ -243,14 +206,12 @@ class Parser:
         if self._next() != '"':
             end = max(self._end_of(_WORD), self._index + 1)
             word = self.text[self._index : end]
-            remedy = "remove it" if word == "," else "put the key in double quotes"
             is_bare = _BARE_KEY.match(self.text, self._index)
-            instead = f'"{word}"' if is_bare else None
             self._fail(
                 f"expected a key in double quotes, not {word[:40]}",
-                remedy,
+                "remove it" if word == "," else "put the key in double quotes",
                 span=(self._index, end),
-                instead=instead,
+                instead=f'"{word}"' if is_bare else None,
             )
         return self._string()
 
@@ -264,86 +225,63 @@ class Parser:
 
     def _duplicate(self, key: str, first: TextSpan, second: TextSpan) -> None:
         place = self.source.place(first)
-        repeated = self.source.place(second)
-        lines = f"on line {repeated.line}"
-        if place.line != repeated.line:
-            lines = f"on lines {place.line} and {repeated.line}"
-        problem = Diagnostic(
-            code="QZ007",
-            message=f'the key "{key[:60]}" appears twice, {lines}',
-            place=repeated,
-            help="keep one of the two",
-            related=((place, "first here"),),
-        )
-        self._note(problem)
+        line = self.source.place(second).line
+        lines = f"on line {line}"
+        if place.line != line:
+            lines = f"on lines {place.line} and {line}"
+        message = f'the key "{key[:60]}" appears twice, {lines}'
+        related = ((place, "first here"),)
+        self.report("QZ007", message, second, "keep one of the two", related=related)
 
     def _string(self) -> str:
         start = self._index
         try:
             value, self._index = self._decoder.raw_decode(self.text, start)
         except json.JSONDecodeError as error:
+            message = "this string is not closed on its line, or contains a control character"
             if error.msg.startswith("Unterminated"):
                 message = "this string is never closed"
             elif error.msg.startswith("Invalid \\"):
                 message = "JSON has no such escape sequence"
-            else:
-                message = (
-                    "this string is not closed on its line, or contains a control character"
-                )
-            self._fail(
-                message,
-                'inside a string write \\n, \\t, \\\\ and \\"',
-                span=(error.pos, error.pos + 1),
-            )
+            remedy = 'inside a string write \\n, \\t, \\\\ and \\"'
+            self._fail(message, remedy, span=(error.pos, error.pos + 1))
         if _SURROGATE.search(value):
             message = "this string contains half of a surrogate pair"
-            self._fail(
-                message, "write the character itself, or both halves", span=(start, self._index)
-            )
+            remedy = "write the character itself, or both halves"
+            self._fail(message, remedy, span=(start, self._index))
         return str(value)
 
     def _scalar(self) -> Any:
+        """Parse a number or a literal; stop if the end of what is none is not known."""
         end = max(self._end_of(_NUMBER_LIKE), self._end_of(_WORD))
         span = (self._index, end)
         word = self.text[self._index : end]
+        value: Any = None
         if _NUMBER.fullmatch(word):
-            value = self._number(word, span)
+            value = float(word)
+            if not math.isfinite(value):
+                message = f"the number {word[:20]}… is out of range"
+                self.report("QZ008", message, span, "write a smaller number")
+                value = None
+            elif word.removeprefix("-").isdecimal():
+                value = int(word)
         elif word[:1].isdecimal() or word[:1] == ".":
-            self._fail(
-                f"{word[:40]} is not a JSON number", "write it like 8, -1 or 99.99", span=span
-            )
+            message = f"{word[:40]} is not a JSON number"
+            self._fail(message, "write it like 8, -1 or 99.99", span=span)
         elif word in _LITERALS:
             value = _LITERALS[word]
-        else:
-            self._foreign(word, span)
-            value = None
-        self._index = end
-        return value
-
-    def _foreign(self, word: str, span: TextSpan) -> None:
-        """Report what is not JSON; stop if its end is not known."""
-        message = f"JSON has no {word}"
-        literal = _FOREIGN_LITERALS.get(word)
-        if word in _NOT_FINITE:
-            self.report("QZ008", message, span, "write a finite number")
-        elif literal:
+        elif word in _NOT_FINITE:
+            self.report("QZ008", f"JSON has no {word}", span, "write a finite number")
+        elif word in _FOREIGN_LITERALS:
+            literal = _FOREIGN_LITERALS[word]
+            message = f"JSON has no {word}"
             self.report("QZ004", message, span, f"write {literal}", instead=literal)
         elif self._next() == "'":
             self._single_quoted()
         else:
             shown = word[:40] or self._next() or "the end of the file"
-            message = f"expected a value, not {shown}"
-            start, end = span
-            span = (start, max(end, start + 1))
-            self._fail(message, 'text goes in double quotes: "…"', span=span)
-
-    def _number(self, text: str, span: TextSpan) -> int | float | None:
-        if not math.isfinite(float(text)):
-            self.report(
-                "QZ008",
-                f"the number {text[:20]}… is out of range",
-                span,
-                "write a smaller number",
-            )
-            return None
-        return float(text) if set(text) & {".", "e", "E"} else int(text)
+            span = (self._index, max(end, self._index + 1))
+            remedy = 'text goes in double quotes: "…"'
+            self._fail(f"expected a value, not {shown}", remedy, span=span)
+        self._index = end
+        return value

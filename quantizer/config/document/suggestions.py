@@ -93,8 +93,15 @@ def help_for_value(key: str, value: Any, form: Form) -> str:
     """Return which key a wrong value of `key` belongs to, or where the right ones are
     listed.
     """
-    if _is_switch(key, value):
-        return _help_for_switch(_SWITCHES[value], form)
+    switch = _switch(key, value)
+    if switch:
+        # The layered form has the switch, the other form may list it
+        if form == "layered":
+            return f'it is the switch "{switch}"'
+        for name, setting in SWITCHES.items():
+            if setting == switch:
+                return f'write "{name}", the switch {switch} of the layered form'
+        return f'it is the switch "{switch}" of the layered form'
     owner = _owner(key, value, form)
     if owner:
         return f'{quoted(value)} is a value of "{owner}"'
@@ -103,19 +110,9 @@ def help_for_value(key: str, value: Any, form: Form) -> str:
     return "`quantizer schema` prints all keys"
 
 
-def _help_for_switch(switch: str, form: Form) -> str:
-    """Return how a switch of the layered form is written in a form."""
-    if form == "layered":
-        return f'it is the switch "{switch}"'
-    for name, setting in SWITCHES.items():
-        if setting == switch:
-            return f'write "{name}", the switch {switch} of the layered form'
-    return f'it is the switch "{switch}" of the layered form'
-
-
-def _is_switch(key: str, value: Any) -> bool:
-    """Return whether an algorithm's name is a word of other tools for one of our switches."""
-    return key == "name" and isinstance(value, str) and value in _SWITCHES
+def _switch(key: str, value: Any) -> str | None:
+    """Return our switch, if an algorithm's name is a word of other tools for one."""
+    return _SWITCHES.get(value) if key == "name" and isinstance(value, str) else None
 
 
 def value_fixes(document: Document, path: JsonPath, schema: JsonMapping) -> Iterator[Fix]:
@@ -133,11 +130,12 @@ def value_fixes(document: Document, path: JsonPath, schema: JsonMapping) -> Iter
         yield Fix(f"write {text}", edits, uncovers=uncovers)
     if isinstance(value, str):
         words = [word for word in schema.get("enum", ()) if isinstance(word, str)]
-        meant = misspelt(value, words) or _synonym(value, words)
+        synonym = _SYNONYMS.get("".join(filter(str.isalnum, value.lower())))
+        meant = misspelt(value, words) or (synonym if synonym in words else None)
         for word in _distinct(meant, closest_word(value, words)):
             edits = (Edit(*span, json.dumps(word)),)
             yield Fix(f'did you mean "{word}"?', edits, word == meant)
-    if _is_switch(key, value):
+    if _switch(key, value):
         return
     owner = _owner(key, value, form_of(document.value))
     reason = f'{quoted(value)} is a value of "{owner}"; ' if owner else ""
@@ -198,12 +196,6 @@ def _distinct(*words: str | None) -> list[str]:
     return list(dict.fromkeys(word for word in words if word))
 
 
-def _synonym(value: str, words: Collection[str]) -> str | None:
-    """Return the option that other tools have this word for."""
-    word = _SYNONYMS.get("".join(filter(str.isalnum, value.lower())))
-    return word if word in words else None
-
-
 def _literals(
     document: Document, path: JsonPath, schema: JsonMapping
 ) -> Iterator[tuple[str, tuple[Edit, ...]]]:
@@ -261,16 +253,18 @@ def _keys_by_option(form: Form) -> Mapping[str, str]:
 def _keys_by_block(form: Form) -> Mapping[str, Collection[str]]:
     """Return each block of the form and its keys; those of the other form are named as such."""
     blocks = dict(_BLOCKS[form])
-    other_form = "the layered form, and a file has one form"
-    keys_of_other = block_of("layered")["properties"].keys() - {"target_device"}
+    other_form: Form = "layered"
+    keys_of_other: Collection[str] = block_of("layered")["properties"].keys() - {
+        "target_device"
+    }
     if form == "layered":
         blocks |= _ENTRIES
-        other_form = "the hierarchical form, and a file has one form"
+        other_form = "hierarchical"
         keys_of_other = HIERARCHICAL_KEYS
     homes: dict[str, Collection[str]] = {}
     for home, block in blocks.items():
         homes[home] = block_of(form, block)["properties"]
     for name, kind in entry_kinds(form).items():
         homes[f"the algorithm {name}"] = settings_of(kind)
-    homes[other_form] = keys_of_other
+    homes[f"the {other_form} form, and a file has one form"] = keys_of_other
     return homes
