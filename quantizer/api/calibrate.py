@@ -19,9 +19,8 @@ from quantizer.calibration.request import CalibrationRequest, CalibrationState, 
 from quantizer.calibration.target import TracedTarget
 from quantizer.config.algorithms import MAX_SEED
 from quantizer.config.diagnostics import pointing_into
-from quantizer.config.dpu_accuracy import with_finetuning
-from quantizer.config.dynamic_sizes import dynamic_sizes
 from quantizer.config.forms.resolved import resolved_document
+from quantizer.config.run_options import dynamic_sizes, with_finetuning
 from quantizer.config.wording import a_kind
 from quantizer.errors import DataError, UsageError
 from quantizer.export.exporting import exportable

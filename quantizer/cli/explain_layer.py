@@ -15,8 +15,8 @@ from quantizer.cli.terminal.screen import notes_on_stderr
 from quantizer.config.document.document import Document, pointer_to
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
-from quantizer.config.forms.layer_entries import parameters
 from quantizer.config.forms.layered import FIELDS
+from quantizer.config.forms.level_edits import parameters
 from quantizer.config.model import QuantizationSpec, Selector
 from quantizer.config.roles import KEY_OF, base_role, is_parameter
 from quantizer.config.wording import listed

@@ -22,7 +22,7 @@ from quantizer.config.diagnostics import Diagnostics, Place
 from quantizer.config.document.document import path_from, pointer_to, value_at
 from quantizer.config.forms.algorithm_words import algorithm_entry
 from quantizer.config.forms.form import CACHE_BLOCK, block_of
-from quantizer.config.forms.layer_entries import entry, parameters
+from quantizer.config.forms.level_edits import entry, parameters
 from quantizer.config.json_types import JsonMapping, JsonObject
 from quantizer.config.model import (
     CAST_ONLY,
