@@ -318,6 +318,11 @@ class ScalingLayer:
     inp: str = ""
     place: Place | None = field(default=None, compare=False)
 
+    @classmethod
+    def of(cls, entry: JsonMapping, place: Place | None) -> ScalingLayer:
+        """Return the group that an entry of a file states."""
+        return cls(**{**entry, "layers": tuple(entry.get("layers", ()))}, place=place)
+
 
 @dataclass(frozen=True)
 class StructureNames:
@@ -406,25 +411,16 @@ class Algorithm:
         values: JsonObject = {}
         places: dict[str, Place] = {}
         for key, name in _STRUCTURE_FIELDS.items():
-            sourced = self.stated.get(key)
-            if sourced is None:
-                continue
-            is_list = isinstance(sourced.value, list)
-            values[name] = tuple(sourced.value) if is_list else sourced.value
+            sourced = self.stated.get(key, Sourced(None))
+            value = sourced.value
+            if value is not None:
+                values[name] = tuple(value) if isinstance(value, list) else value
             if sourced.place:
                 places[name] = sourced.place
         if "scaling" in values:
-            values["scaling"] = self._scaling_layers(values["scaling"])
+            groups = zip(values["scaling"], self.groups, strict=True)
+            values["scaling"] = tuple(ScalingLayer.of(group, place) for group, place in groups)
         return StructureNames(**values, places=places)
-
-    def _scaling_layers(self, groups: tuple[JsonMapping, ...]) -> tuple[ScalingLayer, ...]:
-        scaling_layers: list[ScalingLayer] = []
-        for group, place in zip(groups, self.groups, strict=True):
-            layers = tuple(group.get("layers", ()))
-            prev_op = group.get("prev_op", "")
-            inp = group.get("inp", "")
-            scaling_layers.append(ScalingLayer(layers, prev_op, inp, place))
-        return tuple(scaling_layers)
 
 
 @dataclass(frozen=True)

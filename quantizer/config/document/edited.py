@@ -94,8 +94,10 @@ class _Editor:
         for index, (name, item) in enumerate(new):
             old = pairs.get(index)
             if index:
-                are_neighbours = previous is not None and old == previous + 1
-                pieces.append(layout.separators[old] if are_neighbours else layout.usual)
+                separator = layout.usual
+                if old is not None and previous == old - 1:
+                    separator = layout.separators[old]
+                pieces.append(separator)
             if old is None:
                 pieces.append(self.new_member(name, item, layout.indent))
             else:

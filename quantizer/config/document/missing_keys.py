@@ -212,7 +212,7 @@ def _wider_dtypes(value: JsonMapping, path: JsonPath) -> tuple[str, ...]:
     """Return the dtypes that wider levels state for the tensor at `path`: the global level,
     and for a name all types.
     """
-    level, tensor = path[0], path[-1]
+    level, tensor = path[0], str(path[-1])
     wider: list[Any] = []
     if level != "global_quant_config":
         wider.append(value.get("global_quant_config"))

@@ -38,12 +38,9 @@ def config_of(
 
 def read_names(document: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
     """Return the name of every entry of the blocks, in order, and its place."""
-    names: list[tuple[str, Place | None]] = []
-    for path in _entries(document, *blocks):
-        name = document.get(*path, "name")
-        if isinstance(name, str):
-            names.append((name, document.place(*path, "name")))
-    return tuple(names)
+    paths = [(*path, "name") for path in _entries(document, *blocks)]
+    names = [(document.get(*path), document.place(*path)) for path in paths]
+    return tuple((name, place) for name, place in names if isinstance(name, str))
 
 
 def algorithm_entry(settings: AlgoConfig) -> JsonObject:
@@ -53,12 +50,9 @@ def algorithm_entry(settings: AlgoConfig) -> JsonObject:
     >>> algorithm_entry(ALGORITHMS["rotation"](seed=3))
     {'name': 'rotation', 'residual': True, 'values': True, 'online': True, 'seed': 3}
     """
-    entry: JsonObject = {"name": settings.name}
-    for key in read_keys(type(settings)):
-        value = getattr(settings, key)
-        if value is not None:
-            entry[key] = value
-    return entry
+    keys = ("name", *read_keys(type(settings)))
+    values = {key: getattr(settings, key) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _entries(document: ValidDocument, *blocks: str) -> list[JsonPath]:
@@ -136,6 +130,5 @@ def _typed(hint: Any, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     members = (hint, *get_args(hint))
-    if float in members:
-        return float(value)
-    return int(value) if int in members else value
+    kind = next((kind for kind in (float, int) if kind in members), None)
+    return kind(value) if kind else value
