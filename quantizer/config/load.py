@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from quantizer.config.absent import check_present, plugin_of_setting
 from quantizer.config.diagnostics import (
     ConfigError,
     Diagnostic,
@@ -21,12 +20,12 @@ from quantizer.config.diagnostics import (
 )
 from quantizer.config.document.document import Document, Text, ValidDocument
 from quantizer.config.document.read import parse_document, read_text
-from quantizer.config.forms.form import form_of
+from quantizer.config.forms.form import form_of, plugin_of_setting
 from quantizer.config.forms.layered import translate_layered
 from quantizer.config.model import ConfigRule, ResolvedConfig
 from quantizer.config.resources import load_resource, preset_text
 from quantizer.config.rules.check_layered import check_layered
-from quantizer.config.rules.check_structure import check_structure
+from quantizer.config.rules.check_structure import check_present, check_structure
 from quantizer.config.wording import counted
 
 _logger = logging.getLogger(__name__)

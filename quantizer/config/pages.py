@@ -9,13 +9,13 @@ from functools import cache
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithms import SWITCHES, entry_kinds, finds_codes
 from quantizer.config.document.missing_keys import paste
-from quantizer.config.document.suggestions import TYPE_WORDS, bounds
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.forms.layered import FIELDS
 from quantizer.config.json_types import JsonMapping
 from quantizer.config.resources import load_resource
 from quantizer.config.rules.spec_rules import all_codes, spec_rules
+from quantizer.config.rules.structure_findings import TYPE_WORDS, bounds
 from quantizer.errors import QuantizerError
 
 _FORMS: tuple[Form, ...] = ("layered", "hierarchical")

@@ -11,7 +11,7 @@ Post-Training Quantization" (2020).
 
 from dataclasses import replace
 
-from quantizer.config.absent import plugin_of_results, plugin_of_setting, remedy
+from quantizer.config.forms.form import plugin_of_results, plugin_of_setting, remedy
 from quantizer.config.model import ResolvedConfig
 from quantizer.errors import ResultError, UsageError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
 from quantizer.config.json_types import JsonObject
 from quantizer.config.model import ROLES, ConfigRule, Fields, QuantizationSpec, Role, Selector
-from quantizer.config.spec_fields import effective
+from quantizer.config.rules.spec_rules import effective
 from quantizer.config.wording import listed
 
 _Specs = dict[Role, QuantizationSpec]

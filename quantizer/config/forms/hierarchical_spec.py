@@ -26,7 +26,7 @@ from quantizer.config.model import (
     Sourced,
     SymmetricScale,
 )
-from quantizer.config.spec_fields import is_foreign, other_weight_axis
+from quantizer.config.rules.spec_rules import is_foreign, other_weight_axis
 from quantizer.tables import RANGE_METHODS, SEARCHED
 
 FIELDS_OF_KEYS: Mapping[str, str] = {
