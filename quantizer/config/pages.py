@@ -8,7 +8,7 @@ from functools import cache
 
 from quantizer.config.algorithm_schema import algorithm_schema
 from quantizer.config.algorithms import SWITCHES, entry_kinds, finds_codes
-from quantizer.config.document.missing_keys import paste
+from quantizer.config.document.fixes import paste
 from quantizer.config.forms.form import Form, block_of
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS
 from quantizer.config.forms.layered import FIELDS

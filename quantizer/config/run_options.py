@@ -23,6 +23,14 @@ SIZE_CHOICES = ("height,width", "height", "width", "length")
 """The values of `--dynamic`, that of the option alone first."""
 
 
+LEVELS = ("high",)
+
+FINETUNE_MODES = ("adaround", "adaquant")
+"""The values of `--fast_finetune`, that of the level first."""
+
+_SWITCHES = ("include_cle", "include_bias_corr")
+
+
 def dynamic_sizes(value: str | None) -> tuple[str, ...]:
     """Return the names of the sizes that a value of `--dynamic` leaves open.
 
@@ -40,12 +48,6 @@ def dynamic_sizes(value: str | None) -> tuple[str, ...]:
             help=f"it is {', '.join(map(repr, SIZE_CHOICES))} or None",
         )
     return tuple(value.split(","))
-
-
-LEVELS = ("high",)
-FINETUNE_MODES = ("adaround", "adaquant")
-"""The values of `--fast_finetune`, that of the level first."""
-_SWITCHES = ("include_cle", "include_bias_corr")
 
 
 def with_dpu_accuracy(config: ResolvedConfig, level: str | None) -> ResolvedConfig:

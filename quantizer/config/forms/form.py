@@ -31,6 +31,13 @@ _LAYERED_BLOCKS = frozenset(
 """Source: Vitis AI, quantization configuration."""
 
 
+ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
+"""The lists of algorithms, in the order in which they run."""
+
+CACHE_BLOCK = "kv_cache_quant_config"
+"""The key of the block that is about the key-value cache."""
+
+
 def form_of(value: JsonMapping) -> Form:
     """Return the form of a file: hierarchical with a key of that form, or its required key
     misspelt, and no overall block.
@@ -65,12 +72,6 @@ SPEC_KEYS = tuple(
     if "code" not in entry
 )
 """The keys of a spec that have an effect. The schema has a message code for all others."""
-
-ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
-"""The lists of algorithms, in the order in which they run."""
-
-CACHE_BLOCK = "kv_cache_quant_config"
-"""The key of the block that is about the key-value cache."""
 
 
 def _absent_plugin(entry: JsonMapping) -> str:

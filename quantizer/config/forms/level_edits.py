@@ -28,6 +28,9 @@ _AFTER = ("$schema", "//")
 """The keys that stay before the comments."""
 
 
+_LayerSpecs = Mapping[Role, QuantizationSpec]
+
+
 def is_stated(document: JsonMapping, word: str) -> bool:
     """Return whether a document states a key of a specification, of any tensor at any level.
 
@@ -272,9 +275,6 @@ def _observer(method: str, scheme: str | None) -> str | None:
     """Return the observer of a method for a granularity; None if there is none."""
     observers = RANGE_METHODS[method].observers.items()
     return next((name for name, row in observers if scheme in row.schemes), None)
-
-
-_LayerSpecs = Mapping[Role, QuantizationSpec]
 
 
 def with_float(document: JsonMapping, layers: Collection[str]) -> JsonObject:

@@ -25,6 +25,10 @@ _DEFAULTS: JsonMapping = {
 _SPEC_DEFAULTS = {"is_dynamic": False, "round_method": "half_even", "scale_type": "float"}
 
 
+_SELECTOR_KEYS = ("layer_name", "layer_type")
+"""The keys that identify an entry of a list: entries are compared by them, not by place."""
+
+
 def resolved_document(config: ResolvedConfig) -> JsonObject:
     """Return a document that means the same as `config` and leaves nothing to defaults.
 
@@ -122,10 +126,6 @@ def _without_comments(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_comments(item) for item in value]
     return value
-
-
-_SELECTOR_KEYS = ("layer_name", "layer_type")
-"""The keys that identify an entry of a list: entries are compared by them, not by place."""
 
 
 def compare_configs(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quantizer.config.algorithms import SWITCHES, entry_kinds, settings_of
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Edit, Fix
 from quantizer.config.document.document import Document, pointer_to, value_at
-from quantizer.config.document.missing_keys import HELP_FOR_MISSING, completions, missing_keys
+from quantizer.config.document.fixes import HELP_FOR_MISSING, completions, missing_keys
 from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import HIERARCHICAL_KEYS, Form, block_of, form_of
 from quantizer.config.json_types import JsonMapping, JsonObject, JsonPath
@@ -82,6 +82,10 @@ _SWITCHES = {
     "bias_correction": "include_bias_corr",
 }
 """What other tools list among their algorithms."""
+
+
+_CODES = {"enum": "QZ101", "type": "QZ103"}
+"""The codes of keywords; the other keywords have QZ104."""
 
 
 def bounds(schema: JsonMapping) -> list[str]:
@@ -276,10 +280,6 @@ def _keys_by_block(form: Form) -> Mapping[str, Collection[str]]:
         homes[f"the algorithm {name}"] = settings_of(kind)
     homes[f"the {other_form} form, and a file has one form"] = keys_of_other
     return homes
-
-
-_CODES = {"enum": "QZ101", "type": "QZ103"}
-"""The codes of keywords; the other keywords have QZ104."""
 
 
 def explained(document: Document, error: ValidationError) -> Diagnostics:
