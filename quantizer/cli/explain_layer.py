@@ -12,7 +12,7 @@ from quantizer.cli.opening import session
 from quantizer.cli.opening.traced_model import traced_model
 from quantizer.cli.terminal.render import say
 from quantizer.cli.terminal.screen import notes_on_stderr
-from quantizer.config.document.document import Document, pointer_to
+from quantizer.config.document.document import Document
 from quantizer.config.document.read import read_document
 from quantizer.config.forms.hierarchical_spec import FIELDS_OF_KEYS, specification
 from quantizer.config.forms.layered import FIELDS
@@ -99,10 +99,9 @@ def _values(tensor: TensorPlan, document: Document, form: str) -> dict[str, tupl
         path = document.paths_at.get(origin, ("",))
         # This key decides the number format together with dtype.
         element = (*path[:-1], "mx_element_dtype")
-        pointer = pointer_to(*element)
-        if path[-1] == "dtype" and pointer in document:
-            place = str(document.place(pointer))
-            elements["mx_element_dtype"] = (document.at(*element), place)
+        place = document.place(*element)
+        if path[-1] == "dtype" and place:
+            elements["mx_element_dtype"] = (document.at(*element), str(place))
     values |= elements
     defaults = _defaults(tensor.spec, default_fields, form)
     if tensor.spec.has_symmetric_scale:

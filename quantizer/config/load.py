@@ -18,7 +18,7 @@ from quantizer.config.diagnostics import (
     Fix,
     merged_by_cause,
 )
-from quantizer.config.document.document import Document, Text, ValidDocument
+from quantizer.config.document.document import Document, Text
 from quantizer.config.document.read import parse_document, read_text
 from quantizer.config.forms.form import form_of, plugin_of_setting
 from quantizer.config.forms.layered import translate_layered
@@ -141,7 +141,7 @@ def default_config() -> ResolvedConfig:
         "narrow_range": False
     }
     document = Document(Text("<built-in default>", ""), value, values={}, keys={})
-    config, _ = translate_layered(ValidDocument(document))
+    config, _ = translate_layered(document)
     return config
 
 
@@ -160,7 +160,7 @@ def _translate(document: Document) -> tuple[ResolvedConfig | None, _Findings]:
     if len(findings) > _MANY_ERRORS:
         return None, merged_by_cause(findings)
     places = [finding.place for finding in findings if finding.code not in _HARMLESS]
-    file = ValidDocument(document, frozenset(place.pointer for place in places if place))
+    file = replace(document, ignored=frozenset(place.pointer for place in places if place))
     # Only the rules that are about something in the file are imported
     if is_hierarchical:
         from quantizer.config.forms.hierarchical import translate_hierarchical

@@ -5,7 +5,7 @@ from typing import Any, get_args, get_type_hints
 
 from quantizer.config.algorithms import ALGORITHMS, AlgoConfig, read_keys, settings_of
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import ValidDocument
+from quantizer.config.document.document import Document
 from quantizer.config.forms.form import ALGORITHM_LISTS, Form
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import Algorithm, ConfigRule, ResolvedConfig, Settings, Sourced
@@ -15,7 +15,7 @@ _GROUP_KEYS = ("prev_op", "layers", "inp")
 
 
 def config_of(
-    file: ValidDocument, form: Form, settings: Settings, rules: Iterable[ConfigRule]
+    file: Document, form: Form, settings: Settings, rules: Iterable[ConfigRule]
 ) -> ResolvedConfig:
     """Return the config of a file in a form, with its algorithms; unknown ones are left out."""
     blocks = ALGORITHM_LISTS if form == "hierarchical" else ("algorithms",)
@@ -24,19 +24,19 @@ def config_of(
         name = file.get(*path, "name")
         if isinstance(name, str) and name in ALGORITHMS:
             algorithms.append(_read_entry(file, path, ALGORITHMS[name]))
-    source = file.document.source
+    source = file.source
     return ResolvedConfig(
         settings=settings,
         rules=tuple(rules),
         source=source.name,
-        document=file.document.value,
+        document=file.value,
         form=form,
         algorithms=tuple(algorithms),
         text=source.text,
     )
 
 
-def read_names(document: ValidDocument, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
+def read_names(document: Document, *blocks: str) -> tuple[tuple[str, Place | None], ...]:
     """Return the name of every entry of the blocks, in order, and its place."""
     paths = [(*path, "name") for path in _entries(document, *blocks)]
     names = [(document.get(*path), document.place(*path)) for path in paths]
@@ -55,7 +55,7 @@ def algorithm_entry(settings: AlgoConfig) -> JsonObject:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _entries(document: ValidDocument, *blocks: str) -> list[JsonPath]:
+def _entries(document: Document, *blocks: str) -> list[JsonPath]:
     """Return the paths of the entries of the blocks; one entry may stand without a list."""
     paths: list[JsonPath] = []
     for block in blocks:
@@ -66,11 +66,11 @@ def _entries(document: ValidDocument, *blocks: str) -> list[JsonPath]:
     return paths
 
 
-def _items(document: ValidDocument, *path: str | int) -> list[JsonPath]:
+def _items(document: Document, *path: str | int) -> list[JsonPath]:
     return [(*path, index) for index in document.items(*path)]
 
 
-def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:
+def _read_entry(document: Document, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:
     """Return the algorithm of an entry of the file, with the places of its settings."""
     hints = get_type_hints(kind)
     stated: dict[str, Sourced] = {}
@@ -92,7 +92,7 @@ def _read_entry(document: ValidDocument, path: JsonPath, kind: type[AlgoConfig])
 
 
 def _unread(
-    document: ValidDocument, path: JsonPath, kind: type[AlgoConfig]
+    document: Document, path: JsonPath, kind: type[AlgoConfig]
 ) -> Iterator[tuple[str, tuple[str, Place | None]]]:
     """Yield the stated keys that nothing reads, each with the reason and its first place."""
     for key, setting in settings_of(kind).items():
@@ -106,7 +106,7 @@ def _unread(
             return
 
 
-def _valid_part(document: ValidDocument, *path: str | int) -> Any:
+def _valid_part(document: Document, *path: str | int) -> Any:
     """Return a value without the invalid items of a list, and of a group of layers the members
     that something reads.
     """

@@ -120,8 +120,8 @@ class _CanonicalCopy:
 
     def _two_stages(self, value: list[Any], old: JsonPath, new: JsonPath) -> Any:
         spec = self.value(value[0], (*old, 0), new)
-        second = pointer_to(*old, 1, "dtype")
-        self._old_pointers[pointer_to(*new, "scale_format")] = second
+        second = (*old, 1, "dtype")
+        self._old_pointers[pointer_to(*new, "scale_format")] = pointer_to(*second)
         text = "a second specification, of scales, is read as scale_format"
         self._note(text, second, 'write "scale_format": "e4m3"')
         return spec | {"scale_format": "e4m3"}
@@ -131,11 +131,11 @@ class _CanonicalCopy:
     ) -> str:
         if spelling != word:
             text = f"{quoted(spelling)} is read as {quoted(word)}"
-            self._note(text, pointer_to(*path), f"write {quoted(word)}", is_key=is_key)
+            self._note(text, path, f"write {quoted(word)}", is_key=is_key)
         return word
 
-    def _note(self, text: str, pointer: str, help_: str, *, is_key: bool = False) -> None:
-        place = self._document.place(pointer, key=is_key)
+    def _note(self, text: str, path: JsonPath, help_: str, *, is_key: bool = False) -> None:
+        place = self._document.place(*path, key=is_key)
         self.notes.append(Diagnostic("QZ116", text, place, "note", help=help_))
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import ValidDocument
+from quantizer.config.document.document import Document
 from quantizer.config.forms.algorithm_words import config_of, read_names
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.forms.hierarchical_spec import Words
@@ -66,7 +66,7 @@ class HierarchicalLevel:
 
 
 def translate_hierarchical(
-    file: ValidDocument,
+    file: Document,
 ) -> tuple[ResolvedConfig, tuple[HierarchicalLevel, ...]]:
     """Translate the valid part of a document in the form's own words.
 
@@ -82,7 +82,7 @@ def translate_hierarchical(
     return config_of(file, "hierarchical", _settings(file), rules), levels
 
 
-def _settings(file: ValidDocument) -> Settings:
+def _settings(file: Document) -> Settings:
     """Return the global settings, with the place of each."""
     stated: JsonObject = {}
     places: dict[str, Place] = {}
@@ -101,7 +101,7 @@ def _settings(file: ValidDocument) -> Settings:
     return Settings(**stated, places=places)
 
 
-def _levels(file: ValidDocument) -> Iterator[HierarchicalLevel]:
+def _levels(file: Document) -> Iterator[HierarchicalLevel]:
     """Yield the levels of the file, widest first."""
     everywhere = _specs(file, (_GLOBAL,))
     selector = Selector("weighted", place=file.place(_GLOBAL, key=True))
@@ -115,7 +115,7 @@ def _levels(file: ValidDocument) -> Iterator[HierarchicalLevel]:
 
 
 def _cache_levels(
-    file: ValidDocument, path: tuple[str, ...], everywhere: _Specs
+    file: Document, path: tuple[str, ...], everywhere: _Specs
 ) -> Iterator[HierarchicalLevel]:
     """Yield the levels of an entry about the key-value cache: one for the keys or values that
     its layers compute, and before it one for the other tensors of the layers, if the entry
@@ -144,7 +144,7 @@ def _level(
     return HierarchicalLevel(selector, path, words)
 
 
-def _entries(file: ValidDocument, block: str) -> Iterator[tuple[str, ...]]:
+def _entries(file: Document, block: str) -> Iterator[tuple[str, ...]]:
     """Yield the paths of the entries of a block, without comments."""
     members = file.get(block)
     for text in members if isinstance(members, dict) else ():
@@ -152,7 +152,7 @@ def _entries(file: ValidDocument, block: str) -> Iterator[tuple[str, ...]]:
             yield block, text
 
 
-def _excludes(file: ValidDocument) -> Iterator[ConfigRule]:
+def _excludes(file: Document) -> Iterator[ConfigRule]:
     """Yield a rule for each entry of `exclude`."""
     for number, index in enumerate(file.items("exclude")):
         place = file.place("exclude", index)
@@ -160,7 +160,7 @@ def _excludes(file: ValidDocument) -> Iterator[ConfigRule]:
         yield ConfigRule(selector, f"exclude[{number}]", frozenset(), place)
 
 
-def _specs(file: ValidDocument, path: tuple[str, ...]) -> dict[Role, Fields]:
+def _specs(file: Document, path: tuple[str, ...]) -> dict[Role, Fields]:
     """Return the keys and values that a level states, by role."""
     specs: dict[Role, Fields] = {}
     for tensor, role in ROLE_OF.items():
@@ -175,7 +175,7 @@ def _specs(file: ValidDocument, path: tuple[str, ...]) -> dict[Role, Fields]:
     return specs
 
 
-def _value(file: ValidDocument, path: tuple[str, ...]) -> Any:
+def _value(file: Document, path: tuple[str, ...]) -> Any:
     """Return the value of a key of a spec; None if there is none, or an item is wrong."""
     value = file.get(*path)
     if isinstance(value, list) and len(file.items(*path)) < len(value):

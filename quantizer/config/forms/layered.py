@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from quantizer.config.diagnostics import Place
-from quantizer.config.document.document import ValidDocument
+from quantizer.config.document.document import Document
 from quantizer.config.forms.algorithm_words import config_of
 from quantizer.config.json_types import JsonObject, JsonPath
 from quantizer.config.model import (
@@ -86,7 +86,7 @@ class LayeredLevel:
         return ConfigRule(self.selector, label, self.roles, self.roles_place, merged)
 
 
-def translate_layered(file: ValidDocument) -> tuple[ResolvedConfig, tuple[LayeredLevel, ...]]:
+def translate_layered(file: Document) -> tuple[ResolvedConfig, tuple[LayeredLevel, ...]]:
     """Translate the valid part of a document of the layered form.
 
     Returns:
@@ -106,7 +106,7 @@ def translate_layered(file: ValidDocument) -> tuple[ResolvedConfig, tuple[Layere
     return config_of(file, "layered", _settings(file), rules), (top, *layers)
 
 
-def _settings(file: ValidDocument) -> Settings:
+def _settings(file: Document) -> Settings:
     """Return the global settings, with the place of each."""
     stated: JsonObject = {}
     places: dict[str, Place] = {}
@@ -121,7 +121,7 @@ def _settings(file: ValidDocument) -> Settings:
     return Settings(**stated, places=places)
 
 
-def _selector(file: ValidDocument, path: JsonPath) -> Selector:
+def _selector(file: Document, path: JsonPath) -> Selector:
     required = file.get(*path, "required") is not False
     for key, kind in _SELECTOR_KINDS.items():
         text = file.get(*path, key)
@@ -130,7 +130,7 @@ def _selector(file: ValidDocument, path: JsonPath) -> Selector:
     return Selector("name", required=False)
 
 
-def _level(file: ValidDocument, selector: Selector, path: JsonPath) -> LayeredLevel:
+def _level(file: Document, selector: Selector, path: JsonPath) -> LayeredLevel:
     """Return what the file states at one path for the layers of a selector."""
     weights = _block(file, (*path, _OVERALL))
     # Other roles have one scale per tensor
@@ -155,7 +155,7 @@ def _level(file: ValidDocument, selector: Selector, path: JsonPath) -> LayeredLe
     )
 
 
-def _block(file: ValidDocument, path: JsonPath) -> dict[str, Sourced]:
+def _block(file: Document, path: JsonPath) -> dict[str, Sourced]:
     block: dict[str, Sourced] = {}
     for word, name in FIELDS.items():
         value = file.get(*path, word)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from quantizer.config.algorithms import SWITCHES
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, Severity, related_to
-from quantizer.config.document.document import ValidDocument
+from quantizer.config.document.document import Document
 from quantizer.config.forms.algorithm_words import read_names
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK
 from quantizer.config.forms.hierarchical import HierarchicalLevel
@@ -25,9 +25,7 @@ _CACHED_LAYERS = "kv_cache_group"
 _Levels = Sequence[HierarchicalLevel]
 
 
-def check_hierarchical(
-    file: ValidDocument, config: ResolvedConfig, levels: _Levels
-) -> Diagnostics:
+def check_hierarchical(file: Document, config: ResolvedConfig, levels: _Levels) -> Diagnostics:
     """Yield the findings on the valid part of a file, whose config and levels these are."""
     device = config.settings.target_device
     scopes = [words for level in levels for words in level.words.values()]
@@ -67,7 +65,7 @@ def _places(words: Words, causes: Iterable[Place | None]) -> list[Place]:
     return sorted(places, key=lambda place: place not in stated)
 
 
-def _is_wrong(file: ValidDocument, key: str) -> bool:
+def _is_wrong(file: Document, key: str) -> bool:
     """Return whether a value of this key was left out somewhere because it is wrong.
 
     Then a check must not report the key as missing.
@@ -75,7 +73,7 @@ def _is_wrong(file: ValidDocument, key: str) -> bool:
     return any(pointer.endswith(f"/{key}") for pointer in file.ignored)
 
 
-def _broken_rules(file: ValidDocument, words: Words, device: str) -> Diagnostics:
+def _broken_rules(file: Document, words: Words, device: str) -> Diagnostics:
     """Yield the rules that a level breaks, at the value that asks for a missing one."""
 
     def broken(fields: Fields) -> tuple[Conflict, ...]:
@@ -127,7 +125,7 @@ def _observer(words: Words) -> Diagnostics:
     )
 
 
-def _elements(file: ValidDocument, words: Words) -> Diagnostics:
+def _elements(file: Document, words: Words) -> Diagnostics:
     """Yield an mx dtype without the format of its elements."""
     key = "mx_element_dtype"
     if words.dtype == "mx" and key not in words.raw and not _is_wrong(file, key):
@@ -260,12 +258,12 @@ def _unread(words: Words) -> dict[str, str]:
     return {key: reason for key, reason in unread.items() if key in words.raw}
 
 
-def _devices(file: ValidDocument, config: ResolvedConfig, levels: _Levels) -> Diagnostics:
+def _devices(file: Document, config: ResolvedConfig, levels: _Levels) -> Diagnostics:
     """Yield each layer's target_device that is not the model's."""
     settings = config.settings
     device = settings.target_device
     for path in dict.fromkeys(level.path for level in levels[1:]):
-        stated = file.document.at(*path).get("target_device")
+        stated = file.at(*path).get("target_device")
         if isinstance(stated, str) and stated != device:
             yield Diagnostic(
                 "QZ119",
@@ -276,7 +274,7 @@ def _devices(file: ValidDocument, config: ResolvedConfig, levels: _Levels) -> Di
             )
 
 
-def _passes(file: ValidDocument) -> Diagnostics:
+def _passes(file: Document) -> Diagnostics:
     """Yield passes over the graph that are listed after an algorithm, as they run before all,
     or twice.
     """
@@ -306,13 +304,13 @@ def _passes(file: ValidDocument) -> Diagnostics:
         seen.add(name)
 
 
-def _nothing(file: ValidDocument, levels: _Levels) -> Diagnostics:
+def _nothing(file: Document, levels: _Levels) -> Diagnostics:
     """Warn of a file without any spec, right or wrong."""
     place = levels[0].selector.place
     if not place:
         return
     for level in levels:
-        block = file.document.at(*level.path)
+        block = file.at(*level.path)
         if isinstance(block, dict) and any(block.get(key) is not None for key in ROLE_OF):
             return
     yield Diagnostic(
@@ -324,7 +322,7 @@ def _nothing(file: ValidDocument, levels: _Levels) -> Diagnostics:
     )
 
 
-def _heads_before_rotation(file: ValidDocument, levels: _Levels) -> Diagnostics:
+def _heads_before_rotation(file: Document, levels: _Levels) -> Diagnostics:
     """Yield each spec with a scale for each head, if it is about the outputs of layers."""
     for level in levels:
         if level.selector.kind != "cache_source":
@@ -341,9 +339,9 @@ def _heads_before_rotation(file: ValidDocument, levels: _Levels) -> Diagnostics:
             )
 
 
-def _unspecified_cache(file: ValidDocument) -> Diagnostics:
+def _unspecified_cache(file: Document) -> Diagnostics:
     """Yield each item of the list of cached layers that has no entry."""
-    document = file.document.value
+    document = file.value
     names = document.get(_CACHED_LAYERS)
     specified = document.get(CACHE_BLOCK)
     if not isinstance(specified, dict):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place, related_to
-from quantizer.config.document.document import ValidDocument
+from quantizer.config.document.document import Document
 from quantizer.config.forms.layered import OPTIONAL, LayeredLevel
 from quantizer.config.model import (
     Fields,
@@ -27,7 +27,7 @@ _LEAST_PERCENTAGE = 50
 
 
 def check_layered(
-    file: ValidDocument, config: ResolvedConfig, levels: Sequence[LayeredLevel]
+    file: Document, config: ResolvedConfig, levels: Sequence[LayeredLevel]
 ) -> Diagnostics:
     """Yield the findings on the valid part of a file, whose config and levels these are."""
     top, *layers = levels
@@ -231,7 +231,7 @@ def _overall_per_channel(level: LayeredLevel) -> Diagnostics:
 
 
 def _unlisted(
-    file: ValidDocument, level: LayeredLevel, readers: Iterable[LayeredLevel]
+    file: Document, level: LayeredLevel, readers: Iterable[LayeredLevel]
 ) -> Diagnostics:
     """Yield the tensor blocks of a level for roles that none of its readers quantizes: itself,
     and those of the top any layer entry.

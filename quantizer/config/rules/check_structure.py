@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quantizer.config.algorithm_schema import form_schema
 from quantizer.config.algorithms import entry_kinds
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Place
-from quantizer.config.document.document import Document, ValidDocument
+from quantizer.config.document.document import Document
 from quantizer.config.forms.algorithm_words import read_names
 from quantizer.config.forms.form import (
     ALGORITHM_LISTS,
@@ -91,9 +91,9 @@ def _unique_items(
         seen.add(text)
 
 
-def check_present(document: ValidDocument) -> Diagnostics:
+def check_present(document: Document) -> Diagnostics:
     """Yield an error for each setting that is on and each algorithm without its plug-in."""
-    for key, value in document.document.value.items():
+    for key, value in document.value.items():
         plugin = plugin_of_setting(key) if value is True else ""
         if plugin:
             yield _missing(key, plugin, document.place(key), "set it to false")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.algorithms import SWITCHES, entry_kinds, settings_of
-from quantizer.config.diagnostics import Diagnostic, Diagnostics, Edit, Fix
+from quantizer.config.diagnostics import Diagnostic, Diagnostics, Edit, Fix, related_to
 from quantizer.config.document.document import Document, pointer_to, value_at
 from quantizer.config.document.fixes import HELP_FOR_MISSING, completions, missing_keys
 from quantizer.config.forms.aliases import other_spelling
@@ -290,7 +290,7 @@ def explained(document: Document, error: ValidationError) -> Diagnostics:
         yield Diagnostic(
             schema["code"],
             schema["errorMessage"],
-            document.place(pointer_to(*path)),
+            document.place(*path),
             help=schema.get("help") or _selector_help(error.instance),
         )
     elif error.validator == "additionalProperties":
@@ -328,7 +328,7 @@ def _wrong_value(document: Document, error: ValidationError, schema: JsonObject)
         is_empty = keyword in ("minLength", "minItems") and "maxItems" not in schema
         remark = "not empty" if is_empty else ", ".join(bounds(schema))
     code = _CODES.get(keyword, "QZ104")
-    place = document.place(pointer_to(*path))
+    place = document.place(*path)
     if "help" in schema:
         return Diagnostic(code, message, place, remark=remark, help=schema["help"])
     fixes = value_fixes(document, path, schema)
@@ -348,7 +348,7 @@ def _repeated_item(
     return Diagnostic(
         "QZ107",
         f"{quoted(item)} is listed twice",
-        document.place(pointer),
+        document.place(*path),
         help=remedy,
         fixes=fixes,
     )
@@ -359,16 +359,16 @@ def _unknown_key(document: Document, path: JsonPath, schema: JsonObject) -> Diag
     key = str(key)
     form = form_of(document.value)
     siblings = document.at(*block_path)
-    place = document.place(pointer_to(*path), key=True)
+    place = document.place(*path, key=True)
     word = other_spelling(key, block_path) if form == "hierarchical" else key
     if word != key and word in siblings:
-        first = document.place(pointer_to(*block_path, word), key=True)
+        first = document.place(*block_path, word, key=True)
         return Diagnostic(
             "QZ102",
             f"{quoted(key)} is another spelling of {quoted(word)}, which is here, too",
             place,
             help="remove one of the two",
-            related=((first, "the same key"),),
+            related=related_to(first, "the same key"),
         )
     # Keys with a code are accepted and do nothing, so they are not offered
     known = [name for name, entry in schema["properties"].items() if "code" not in entry]
@@ -390,7 +390,7 @@ def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnost
         yield Diagnostic(
             "QZ105",
             f"{count} missing here: {listed(missing)}",
-            document.place(pointer_to(*path), key=True),
+            document.place(*path, key=True),
             help=HELP_FOR_MISSING,
             fixes=fixes,
         )
@@ -401,7 +401,7 @@ def _missing(document: Document, path: JsonPath, schema: JsonObject) -> Diagnost
         yield Diagnostic(
             "QZ102",
             f"unknown key {quoted(key)}",
-            document.place(pointer_to(*path, key), key=True),
+            document.place(*path, key, key=True),
             help='did you mean "name"?',
             fixes=fixes,
         )
