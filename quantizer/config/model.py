@@ -255,6 +255,15 @@ class Settings:
     target_device: Device = "CPU"
     places: Mapping[str, Place] = field(default_factory=dict, compare=False)
 
+    @classmethod
+    def of(cls, stated: Fields) -> Settings:
+        """Return the settings that a file states, with their places. None is the default."""
+        values = {
+            name: entry.value for name, entry in stated.items() if entry.value is not None
+        }
+        places = {name: entry.place for name, entry in stated.items() if entry.place}
+        return cls(**values, places=places)
+
 
 @dataclass(frozen=True)
 class Selector:

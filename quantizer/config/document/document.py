@@ -111,11 +111,12 @@ class Document:
             value = value[part]
         return value
 
-    def items(self, *path: str | int) -> list[int]:
-        """Return the indices of the valid items of the list at `path`; none without a list."""
+    def items(self, *path: str | int) -> list[JsonPath]:
+        """Return the paths of the valid items of the list at `path`; none without a list."""
         items = self.get(*path)
         indices = range(len(items)) if isinstance(items, list) else ()
-        return [index for index in indices if self.get(*path, index) is not None]
+        paths = [(*path, index) for index in indices]
+        return [item for item in paths if self.get(*item) is not None]
 
 
 def pointer_to(*path: str | int) -> str:

@@ -62,12 +62,8 @@ def _entries(document: Document, *blocks: str) -> list[JsonPath]:
         if isinstance(document.get(block), dict):
             paths.append((block,))
         else:
-            paths += _items(document, block)
+            paths += document.items(block)
     return paths
-
-
-def _items(document: Document, *path: str | int) -> list[JsonPath]:
-    return [(*path, index) for index in document.items(*path)]
 
 
 def _read_entry(document: Document, path: JsonPath, kind: type[AlgoConfig]) -> Algorithm:
@@ -80,7 +76,7 @@ def _read_entry(document: Document, path: JsonPath, kind: type[AlgoConfig]) -> A
         is_empty = value in ("", []) and getattr(kind, key) is None
         if value is not None and not is_empty:
             stated[key] = Sourced(_typed(hints[key], value), document.place(*path, key))
-    groups = _items(document, *path, "scaling_layers")
+    groups = document.items(*path, "scaling_layers")
     return Algorithm(
         kind=kind,
         path=path,
@@ -98,7 +94,7 @@ def _unread(
     for key, setting in settings_of(kind).items():
         if setting.unread and document.get(*path, key) not in (None, getattr(kind, key)):
             yield key, (setting.unread, document.place(*path, key))
-    for group in _items(document, *path, "scaling_layers"):
+    for group in document.items(*path, "scaling_layers"):
         key_path = (*group, "module2inspect")
         if document.get(*key_path) is not None:
             reason = "the outputs of the layers themselves are compared"
@@ -112,7 +108,7 @@ def _valid_part(document: Document, *path: str | int) -> Any:
     """
     value = document.get(*path)
     if isinstance(value, list):
-        return [_valid_part(document, *item) for item in _items(document, *path)]
+        return [_valid_part(document, *item) for item in document.items(*path)]
     if isinstance(value, dict):
         members: JsonObject = {}
         for key in _GROUP_KEYS:

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantizer.config.algorithms import SWITCHES
-from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document
 from quantizer.config.forms.algorithm_words import config_of, read_names
 from quantizer.config.forms.form import ALGORITHM_LISTS, CACHE_BLOCK, SPEC_KEYS
 from quantizer.config.forms.hierarchical_spec import Words
-from quantizer.config.json_types import JsonObject
 from quantizer.config.model import (
     ConfigRule,
     Fields,
@@ -84,21 +82,15 @@ def translate_hierarchical(
 
 def _settings(file: Document) -> Settings:
     """Return the global settings, with the place of each."""
-    stated: JsonObject = {}
-    places: dict[str, Place] = {}
-    device = file.get(_GLOBAL, "target_device")
-    device_place = file.place(_GLOBAL, "target_device")
-    if device:
-        stated["target_device"] = device
-    if device_place:
-        places["target_device"] = device_place
+    device_path = (_GLOBAL, "target_device")
+    stated = {
+        "target_device": Sourced(file.get(*device_path) or None, file.place(*device_path))
+    }
     # In reverse, so that the first entry of a switch decides its place
     for name, place in reversed(read_names(file, *ALGORITHM_LISTS)):
         if name in SWITCHES:
-            stated[SWITCHES[name]] = True
-            if place:
-                places[SWITCHES[name]] = place
-    return Settings(**stated, places=places)
+            stated[SWITCHES[name]] = Sourced(True, place)
+    return Settings.of(stated)
 
 
 def _levels(file: Document) -> Iterator[HierarchicalLevel]:
@@ -154,9 +146,9 @@ def _entries(file: Document, block: str) -> Iterator[tuple[str, ...]]:
 
 def _excludes(file: Document) -> Iterator[ConfigRule]:
     """Yield a rule for each entry of `exclude`."""
-    for number, index in enumerate(file.items("exclude")):
-        place = file.place("exclude", index)
-        selector = Selector("exclude", file.get("exclude", index), place)
+    for number, path in enumerate(file.items("exclude")):
+        place = file.place(*path)
+        selector = Selector("exclude", file.get(*path), place)
         yield ConfigRule(selector, f"exclude[{number}]", frozenset(), place)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from quantizer.config.diagnostics import Place
 from quantizer.config.document.document import Document
 from quantizer.config.forms.algorithm_words import config_of
-from quantizer.config.json_types import JsonObject, JsonPath
+from quantizer.config.json_types import JsonPath
 from quantizer.config.model import (
     ROLES,
     ConfigRule,
@@ -94,10 +94,7 @@ def translate_layered(file: Document) -> tuple[ResolvedConfig, tuple[LayeredLeve
     """
     everything = Selector("all")
     top = _level(file, everything, ())
-    layers: list[LayeredLevel] = []
-    for index in file.items(_ENTRIES):
-        path = (_ENTRIES, index)
-        layers.append(_level(file, _selector(file, path), path))
+    layers = [_level(file, _selector(file, path), path) for path in file.items(_ENTRIES)]
     rules = [
         ConfigRule(everything, _OVERALL, top.roles, top.roles_place, top.overall),
         ConfigRule(everything, _TENSOR, fields=top.tensor),
@@ -108,17 +105,13 @@ def translate_layered(file: Document) -> tuple[ResolvedConfig, tuple[LayeredLeve
 
 def _settings(file: Document) -> Settings:
     """Return the global settings, with the place of each."""
-    stated: JsonObject = {}
-    places: dict[str, Place] = {}
+    stated: dict[str, Sourced] = {}
     for name in _SETTINGS:
         value = file.get(name)
-        if value is None:
-            continue
-        stated[name] = int(value) if name == "onnx_opset_version" else value
-        place = file.place(name)
-        if place:
-            places[name] = place
-    return Settings(**stated, places=places)
+        if value is not None:
+            value = int(value) if name == "onnx_opset_version" else value
+            stated[name] = Sourced(value, file.place(name))
+    return Settings.of(stated)
 
 
 def _selector(file: Document, path: JsonPath) -> Selector:
