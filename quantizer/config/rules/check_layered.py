@@ -2,7 +2,7 @@
 reads.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,10 +41,7 @@ def check_layered(
     for scope in scopes:
         for conflict in conflicts(scope.spec, scope.role, device):
             yield from _conflict(conflict, scope.merged, device_place)
-        for block, dtype in inherits_float(scope.blocks):
-            finding = refused_under_float(block, dtype)
-            if finding:
-                yield finding
+        yield from refused_under_float(scope.blocks)
         yield from _small_percentage(scope)
     yield from _dpu_only(settings)
     yield from _unused(levels, scopes)
@@ -113,35 +110,30 @@ def _conflict(
     yield finding
 
 
-def inherits_float(blocks: Sequence[Fields]) -> Iterator[tuple[Fields, Sourced]]:
-    """Yield the blocks that inherit a floating-point datatype from a wider one, and that
-    datatype; the widest comes first.
+def _inheriting_float(blocks: Sequence[Fields]) -> tuple[Sequence[Fields], Sourced]:
+    """Return the blocks that inherit a floating-point datatype from a wider one, the widest
+    first, and that datatype.
     """
-    narrower: list[Fields] = []
-    for block in reversed(blocks):
-        if "dtype" in block:
-            dtype = block["dtype"]
-            if dtype.value != "int":
-                for narrower_block in reversed(narrower):
-                    yield narrower_block, dtype
-            return
-        narrower.append(block)
+    stating = [index for index, block in enumerate(blocks) if "dtype" in block]
+    dtype = blocks[stating[-1]]["dtype"] if stating else Sourced("int")
+    return () if dtype.value == "int" else blocks[stating[-1] + 1 :], dtype
 
 
-def refused_under_float(block: Fields, dtype: Sourced) -> Diagnostic | None:
-    """Return the finding for a block's parameters that an inherited floating-point datatype
-    makes dead, if it has any.
+def refused_under_float(blocks: Sequence[Fields]) -> Diagnostics:
+    """Yield a finding for each block with parameters that an inherited floating-point datatype
+    makes dead; the widest block is the first.
     """
-    places = [sourced.place for sourced in block.values() if sourced.place]
-    if not places or not dtype.place:
-        return None
-    return Diagnostic(
-        "QZ306",
-        f"these parameters would have no effect: the datatype is {dtype.value}",
-        min(places),
-        help='write "datatype": "int" next to them, or remove them',
-        related=related_to(dtype.place, "inherited from here"),
-    )
+    inheriting, dtype = _inheriting_float(blocks)
+    for block in inheriting:
+        places = [sourced.place for sourced in block.values() if sourced.place]
+        if places and dtype.place:
+            yield Diagnostic(
+                "QZ306",
+                f"these parameters would have no effect: the datatype is {dtype.value}",
+                min(places),
+                help='write "datatype": "int" next to them, or remove them',
+                related=related_to(dtype.place, "inherited from here"),
+            )
 
 
 def _small_percentage(scope: _Scope) -> Diagnostics:
@@ -190,7 +182,8 @@ def _unused(levels: Sequence[LayeredLevel], scopes: Sequence[_Scope]) -> Diagnos
             if scope.reads(name):
                 used.add(sourced.place)
         # These are refused
-        for block, _ in inherits_float(scope.blocks):
+        inheriting, _ = _inheriting_float(scope.blocks)
+        for block in inheriting:
             used.update(sourced.place for sourced in block.values())
     for level in levels:
         yield from _unused_in(level.overall["weights"], used, is_complete=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantizer.config.algorithms import SWITCHES, entry_kinds, settings_of
 from quantizer.config.diagnostics import Diagnostic, Diagnostics, Edit, Fix, related_to
-from quantizer.config.document.document import Document, pointer_to, value_at
+from quantizer.config.document.document import Document, TextSpan, pointer_to, value_at
 from quantizer.config.document.fixes import HELP_FOR_MISSING, completions, missing_keys
 from quantizer.config.forms.aliases import other_spelling
 from quantizer.config.forms.form import HIERARCHICAL_KEYS, Form, block_of, form_of
@@ -138,7 +138,7 @@ def value_fixes(document: Document, path: JsonPath, schema: JsonMapping) -> Iter
     value = value_at(document.value, path)
     span = document.values[pointer]
     uncovers = pointer if isinstance(value, dict) else None
-    for text, edits in _literals(document, path, schema):
+    for text, edits in _literals(value, span, schema):
         yield Fix(f"write {text}", edits, uncovers=uncovers)
     if isinstance(value, str):
         words = [word for word in schema.get("enum", ()) if isinstance(word, str)]
@@ -209,15 +209,14 @@ def _distinct(*words: str | None) -> list[str]:
 
 
 def _literals(
-    document: Document, path: JsonPath, schema: JsonMapping
+    value: Any, span: TextSpan, schema: JsonMapping
 ) -> Iterator[tuple[str, tuple[Edit, ...]]]:
     """Yield the literal of the wanted type that a value of another type means: the form to
     show, and the form to write.
     """
-    value = value_at(document.value, path)
     types = schema.get("type", ())
     wanted = {types} if isinstance(types, str) else {*types}
-    start, end = document.values[pointer_to(*path)]
+    start, end = span
     text = ""
     if isinstance(value, str):
         text = value.strip().lower()
