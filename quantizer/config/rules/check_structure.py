@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from quantizer.config.algorithm_schema import form_schema
@@ -48,15 +48,11 @@ def check_structure(document: Document) -> list[Diagnostic]:
     from quantizer.config.rules.structure_findings import explained
 
     first: dict[tuple[str, str], Diagnostic] = {}
-    count = 0
-    for error in chain([first_error], errors):
-        for finding in explained(document, error):
-            count += 1
-            if count > MAX_FINDINGS:
-                return list(first.values())
-            family = finding.code if finding.code in ("QZ102", "QZ105") else "value"
-            if finding.place is not None:
-                first.setdefault((finding.place.pointer, family), finding)
+    explanations = (explained(document, error) for error in chain([first_error], errors))
+    for finding in islice(chain.from_iterable(explanations), MAX_FINDINGS):
+        family = finding.code if finding.code in ("QZ102", "QZ105") else "value"
+        if finding.place is not None:
+            first.setdefault((finding.place.pointer, family), finding)
     return list(first.values())
 
 
