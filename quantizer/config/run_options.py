@@ -22,12 +22,9 @@ are [batch, channels, height, width], sounds [batch, channels, length].
 SIZE_CHOICES = ("height,width", "height", "width", "length")
 """The values of `--dynamic`, that of the option alone first."""
 
-
 LEVELS = ("high",)
-
 FINETUNE_MODES = ("adaround", "adaquant")
 """The values of `--fast_finetune`, that of the level first."""
-
 _SWITCHES = ("include_cle", "include_bias_corr")
 
 

@@ -26,13 +26,11 @@ MAX_TRIALS = 200
 MAX_TRIED_CHARACTERS = 1_000_000
 """All trials of one file check at most so many characters."""
 
-
 HELP_FOR_MISSING = (
     "no default fits the rest of the file; `quantizer explain KEY` lists the values of a key"
 )
 
 _OVERALL = "overall_quantize_config"
-
 _TENSOR = "tensor_quantize_config"
 
 _ALGORITHMS = {
@@ -43,7 +41,6 @@ _ALGORITHMS = {
 """The keys that list algorithms, and the name to offer first where an entry has none."""
 
 _DEFAULTS_TURN = 1
-
 _ENTRIES_TURN = 2
 """Missing keys are filled in after other fixes, and those of an entry after those of the
 top.

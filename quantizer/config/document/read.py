@@ -28,30 +28,18 @@ from quantizer.storage.plain_files import read_start
 
 MAX_CONFIG_BYTES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
 MAX_DEPTH = 64
-
 MAX_PROBLEMS = 1000
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-
 _COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
-
 _NUMBER_LIKE = re.compile(r"[-+.0-9](?:[-+.0-9A-Za-z_])*")
-
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
-
 _SINGLE_QUOTED = re.compile(r"'([^'\"\\\x00-\x1f]*)'(?=\s*[:,}\]])")
-
 _BARE_KEY = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(?=\s*:)")
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
 _LITERALS = {"true": True, "false": False, "null": None}
-
 _FOREIGN_LITERALS = {
     **dict.fromkeys(("True", "TRUE"), "true"),
     **dict.fromkeys(("False", "FALSE"), "false"),

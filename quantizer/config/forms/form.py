@@ -30,7 +30,6 @@ _LAYERED_BLOCKS = frozenset(
 )
 """Source: Vitis AI, quantization configuration."""
 
-
 ALGORITHM_LISTS = ("pre_quant_opt_config", "algo_config")
 """The lists of algorithms, in the order in which they run."""
 
